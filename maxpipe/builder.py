@@ -143,9 +143,10 @@ def build_mpmd_trainer(
         the schedule splits backwards, which another option does not allow.
     """
     _check_split_backwards(config, inputs)
+    _check_whole_processes(config, mesh)
     engine = build_engine(config, inputs)
     if jax.process_count() > 1:
-        _check_stages_of_processes(config, mesh, engine)
+        _check_agreement(engine)
         note(f"transfers between processes: {describe_transfers()}")
     return MpmdTrainer(
         inputs.program.specs,
@@ -156,9 +157,9 @@ def build_mpmd_trainer(
     )
 
 
-def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -> None:
-    """Check that several processes can run their stages; all of them call this."""
-    check_processes(config, jax.process_count())
+def _check_whole_processes(config: Config, mesh: Mesh) -> None:
+    """Check that stages are whole processes, also where the devices are only compiled for."""
+    check_processes(config, len(processes_of(mesh)))
     if not has_whole_processes(mesh.devices):
         message = (
             "the processes have unequal numbers of devices, so that one has parts of several "
@@ -166,6 +167,10 @@ def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -
             "engine=auto"
         )
         raise ConfigError(Problem("mesh.ici.stage", message))
+
+
+def _check_agreement(engine: MpmdEngine) -> None:
+    """Check that several processes can run their stages together; all of them call this."""
     if not describe_transfers():
         message = (
             "JAX has started for another engine, without sockets between its processes; start the "

@@ -15,7 +15,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from maxpipe.checkpoint.run_argument import add_run_arguments
+from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections.model import DTYPES
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_run_arguments(parser)
+    add_average_argument(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", metavar="DIR", help="the new directory, for transformers")
     target.add_argument(

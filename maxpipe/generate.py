@@ -1,7 +1,9 @@
 """Continue a text with a trained model: `python -m maxpipe.generate RUN_DIR --prompt TEXT`.
 
-The command reads a checkpoint of any run, whatever its layout over devices. Exit codes: 0; 1 if the
-checkpoint cannot be loaded; 2 if the command line is wrong; 130 after Ctrl-C.
+With `--chat`, TEXT is what a user says, and the command prints the answer; without `--prompt`, the
+lines of the terminal are. The command reads a checkpoint of any run, whatever its layout over
+devices. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the command line is wrong; 130
+after Ctrl-C.
 """
 
 if __name__ == "__main__":
@@ -14,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.checkpoint.run_argument import add_run_arguments
+from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.supervision.signals import INTERRUPTED
@@ -23,7 +25,12 @@ from maxpipe.supervision.signals import INTERRUPTED
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    flags = _parser().parse_args(argv)
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    if flags.prompt is None and not flags.chat:
+        parser.error("--prompt is required, or --chat")
+    if flags.system and not flags.chat:
+        parser.error("--system is for --chat")
     import_variants(flags.imports)
     try:
         # Imports JAX, for which a wrong command line should not wait.
@@ -38,12 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m maxpipe.generate",
-        description="Continue a text with a trained model.",
+        description="Continue a text with a trained model, or talk to it.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add_run_arguments(parser)
-    add("--prompt", required=True, type=_utf8, metavar="TEXT", help="the text to continue")
+    add_average_argument(parser)
+    add("--prompt", type=_utf8, metavar="TEXT", help="the text to continue")
+    add(
+        "--chat",
+        action="store_true",
+        help="answer --prompt, laid out by the run's chat template; without --prompt, every line "
+        "that is typed",
+    )
+    add("--system", type=_utf8, metavar="TEXT", help="with --chat: a system message")
     add(
         "--max-tokens",
         type=_number(int, 1),

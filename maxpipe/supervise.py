@@ -14,24 +14,23 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from maxpipe.checkpoint.steps import committed_steps
+from maxpipe.comparison.recorded import METRICS, last_step
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.terminal import emit
 from maxpipe.devices.cluster import find_place
 from maxpipe.supervision.council import Policy
 from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.supervisor import supervise
-from maxpipe.telemetry.recorder import METRICS
 
 SILENT_SECONDS = 20.0
-
-_TAIL_BYTES = 100_000
 
 
 @exit_on_config_error()
@@ -63,40 +62,30 @@ def status(run: Path) -> list[str]:
         known = json.loads(file.read_text())
         silent = time.time() - file.stat().st_mtime
     except (OSError, ValueError):
-        raise ConfigError(Problem("--status", f"no supervisor has written {file}")) from None
+        message = (
+            f"no supervisor has written {file}: RUN_DIR is <output_dir>/<run_name> of a run under "
+            "maxpipe supervise"
+        )
+        raise ConfigError(Problem("--status", message)) from None
     state = known["state"]
     has_ended = state.startswith("has ended")
     if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
     steps = committed_steps(run / "checkpoints")
     last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
-    members = [f"{index} on {host}" for index, host in sorted(known["members"].items())]
+    in_order = sorted(known["members"].items(), key=lambda member: int(member[0]))
+    members = [f"{index} on {host}" for index, host in in_order]
     return [
         f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
         f"processes   {', '.join(members)}",
-        f"step        {_last_step(run / METRICS)}",
+        f"step        {last_step(run / METRICS)}",
         f"checkpoint  {max(steps, default='none')}",
         f"restarts    {known['restarts']}{last_end}",
     ]
 
 
-def _last_step(metrics: Path) -> int:
-    """Return the last step of a metrics file, 0 without one."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-        rows = file.read().splitlines()
-    for row in reversed(rows):
-        with suppress(ValueError):  # cut off at the beginning, or being written
-            values = json.loads(row)
-            if "loss" in values:
-                return int(values["step"])
-    return 0
-
-
 def _log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} supervise: {text}", file=sys.stderr, flush=True)
+    emit(f"{time.strftime('%H:%M:%S')} supervise: {text}", sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,12 +99,28 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--status", metavar="RUN_DIR", help="show members, step, last checkpoint and restarts")
     text = "in a row; an attempt of half an hour begins a new one (default: %(default)s)"
-    add("--max-restarts", type=int, default=policy.max_restarts, metavar="N", help=text)
+    add("--max-restarts", type=_count, default=policy.max_restarts, metavar="N", help=text)
     text = "before the first restart, doubled for each that follows (default: %(default)g)"
-    add("--pause", type=float, default=policy.pause_seconds, metavar="SECONDS", help=text)
+    add("--pause", type=_seconds, default=policy.pause_seconds, metavar="SECONDS", help=text)
     text = "for supervisors of other hosts to come, or to come back (default: %(default)g)"
-    add("--wait", type=float, default=policy.wait_seconds, metavar="SECONDS", help=text)
+    add("--wait", type=_seconds, default=policy.wait_seconds, metavar="SECONDS", help=text)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds of at least 0")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import import_variants
+from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.sections import DataConfig
 from maxpipe.config.terminal import emit
 from maxpipe.config.values import number
 from maxpipe.data.corpus import find_corpus
@@ -33,7 +34,7 @@ from maxpipe.telemetry.console import open_bar
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
-    import_variants(())
+    import_variants(flags.imports)
     return _train(flags) if flags.action == "train" else _encode(flags)
 
 
@@ -52,15 +53,23 @@ def _train(flags: argparse.Namespace) -> int:
 
 
 def _encode(flags: argparse.Namespace) -> int:
-    if flags.workers < 1:
-        raise ConfigError(Problem("--workers", f"expected at least 1; got {flags.workers}"))
+    for name in ("workers", "sequence_length"):
+        if (value := getattr(flags, name)) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(Problem(flag, f"expected at least 1; got {value}"))
     try:
         tokenizer = load_tokenizer(flags.tokenizer, flags.cache_dir)
     except ConfigError as error:
         problems = (Problem("--tokenizer", problem.message) for problem in error.problems)
         raise ConfigError(*problems) from None
-    corpus = find_corpus(flags.files, flags.cache_dir)
-    encoding = Encoding(corpus, flags.tokenizer, Path(flags.out), flags.on_bad_document == "skip")
+    corpus = find_corpus(flags.files, flags.cache_dir, flags.sequence_length)
+    encoding = Encoding(
+        corpus,
+        flags.tokenizer,
+        Path(flags.out),
+        skips_bad=flags.on_bad_document == "skip",
+        imports=tuple(flags.imports),
+    )
     parts = encoding.parts()
     encoding.begin()
     missing = [part for part in parts if not encoding.is_done(part)]
@@ -82,7 +91,13 @@ def _encode(flags: argparse.Namespace) -> int:
         raise ConfigError(Problem("FILES", "hold no text"))
     emit(f"wrote {encoding.out}: {num_documents:,} documents, {num_tokens:,} tokens")
     words = f"data.source=token_bin data.path={encoding.out} data.tokenizer={flags.tokenizer}"
-    emit(f"train with {words} model.vocab_size={tokenizer.vocab_size}")
+    words += f" model.vocab_size={tokenizer.vocab_size}"
+    if corpus.is_cut:
+        emit(
+            f"one text file, cut into documents as for data.sequence_length={flags.sequence_length}"
+        )
+        words += f" data.sequence_length={flags.sequence_length}"
+    emit(f"train with {words}")
     return 0
 
 
@@ -134,12 +149,21 @@ def _parser() -> argparse.ArgumentParser:
                 help="processes; default: one for each core",
             )
             add(
+                "--sequence-length",
+                type=int,
+                default=DataConfig.sequence_length,
+                metavar="N",
+                help="as data.sequence_length, by which a single text file is cut; "
+                "default: %(default)s",
+            )
+            add(
                 "--on-bad-document",
                 choices=("stop", "skip"),
                 default="stop",
                 help="what a text that cannot be read does; default: %(default)s",
             )
         add("--cache-dir", default="", metavar="DIR", help="as data.cache_dir")
+        add_import_flag(inner)
     return parser
 
 

@@ -157,7 +157,7 @@ def test_trainer_of_stages_that_are_no_whole_processes_is_refused(monkeypatch):
     stages = {"mesh.ici.stage": 3, "model.num_layers": 6, "pipeline.num_microbatches": 4}
     config = tiny(**PIPELINE | stages | {"pipeline.schedule": "zb_h1"})
     mesh = make_mesh(config)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(builder, "processes_of", lambda mesh: frozenset({0, 1}))
     with pytest.raises(
         ConfigError, match=r"mesh\.ici\.stage: 3 stages do not fit 2 processes: .*a divisor of 2"
     ):

@@ -64,13 +64,15 @@ SMALL = [
     "steps=2",
     "eval.every=2",
     "eval.batches=1",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
 ]
 # A run from a folder of Hugging Face, which the commands after it export.
 IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
 IMPORTED_RUN = "runs/mine"
+FINETUNE = "python -m maxpipe.train configs/finetune.yml"
+FINETUNED_RUN = "runs/finetune"
 COMPARED = ("dense", "of_experts")  # runs whose losses a page draws
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
@@ -146,6 +148,12 @@ def imported(place):
     assert (place / IMPORTED_RUN / "checkpoints" / "1").is_dir()
 
 
+@pytest.fixture(scope="module")
+def finetuned(place):
+    """Make the run on conversations."""
+    assert train.main([*FINETUNE.split()[3:], *SMALL]) == 0
+
+
 def test_readme_has_the_first_run():
     assert FIRST_RUN in commands(PAGES["README.md"])
 
@@ -161,6 +169,8 @@ def test_command(command, place, capfd, request):
     words = shlex.split(command)
     if command == IMPORT or IMPORTED_RUN in words:
         request.getfixturevalue("imported")
+    if FINETUNED_RUN in words:
+        request.getfixturevalue("finetuned")
     words += ["--seconds=1"] if words[3:4] == ["solve"] else []
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs|tests)/", word)]
     assert [word for word in named if not (place / word).exists()] == []

@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.documentation import COMMANDS, FOLDER, lay_out
+from helpers.documentation import COMMANDS, lay_out
 from helpers.hf_folder import write_tokenizer
 from helpers.runs import checkpoints, losses, rows
 from helpers.training_process import TINY_MODEL
@@ -67,14 +67,16 @@ def place(tmp_path_factory):
     text = (directory / "README.md").read_text(encoding="utf-8")
     (directory / "input.txt").write_text(text, encoding="utf-8")
     write_tokenizer(directory / "data", string.printable)
-    talk = {
-        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cab"}]
-    }
+    turns = [("user", "ab"), ("assistant", "cab"), ("user", "b"), ("assistant", "bac")]
+    talk = {"messages": [{"role": role, "content": content} for role, content in turns]}
     (directory / "data" / "chats").mkdir()
     (directory / "data" / "chats" / "a.jsonl").write_text((json.dumps(talk) + "\n") * 100)
-    (directory / FOLDER / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    # Without marks, as Qwen2.5's own.
+    (directory / "models" / "Qwen2.5-7B" / "chat_template.jinja").write_text(
+        "{%- if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
+        "{% endif %}{%- for m in messages %}"
+        "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
     for i, part in enumerate(text.split("\n## ")):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")

@@ -48,7 +48,7 @@ def call(capsys, run_dir, *words, prompt="def "):
 def test_generate_greedy_tokens_are_argmax_of_training_forward(run_dir):
     step = run_dir / "checkpoints" / "1"
     config = from_record(read_record(step).meta["config"])
-    params = load_parameters(step, config)
+    params = load_parameters([step], config)
     prompt = [100, 101, 102]
     tokens = [
         *generate(config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3)
@@ -132,7 +132,7 @@ def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
         (
             ("--stop-token=1000",),
             "a",
-            "--stop-token: the model has no token 1000; its ids are below",
+            "--stop-token: the model has no token 1000; its ids are 0 to",
         ),
         (
             ("--temperature=inf",),

@@ -89,6 +89,16 @@ def test_import_adds_variants_to_the_data_command(package):
     assert re.search(r"segment 1, tokens 0-\d+: '[\d ]+'", done.stdout), done.stdout
 
 
+def test_import_adds_variants_to_each_process_that_encodes(package):
+    for name in "ab":
+        (package / f"{name}.txt").write_text("a line\n" * (6 << 17))
+    flags = ("--import=my_catalog", "--tokenizer=characters", "--out=encoded", "--workers=2")
+    done = run(package, "tokenize", "encode", "a.txt", "b.txt", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2: part-" in done.stdout
+    assert "wrote encoded: 2 documents" in done.stdout
+
+
 def test_without_the_import_the_message_names_the_flag(package):
     for words in (("generate", "runs/base", "--prompt", "1"), ("train", *TINY, VARIANTS[0])):
         done = run(package, *words)

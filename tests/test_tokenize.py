@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
 from maxpipe.data import encoding
 from maxpipe.data.documents import EncodedDocuments, open_documents
+from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
 
 TEXTS = [
@@ -88,6 +90,24 @@ def test_encode_gives_the_tokens_that_a_run_reads_from_the_texts(
     assert len(expected) == 3
 
 
+def test_encode_of_one_text_cuts_it_as_the_run_of_that_sequence_length(tmp_path, capsys):
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(20_000)))
+    words = ("--sequence-length=512", "--workers=1")
+    assert encode(path, "byte", tmp_path / "tokens", *words) == 0
+    assert "train with data.source=token_bin" in (printed := capsys.readouterr().out)
+    assert printed.endswith(" data.sequence_length=512\n")
+    run = DataConfig(source="text", path=str(path), sequence_length=512)
+    documents = [open_documents(run, split) for split in ("train", "eval")]
+    decode = load_tokenizer("byte").decode
+    texts = [decode(ids) for ids in ids_of("token_bin", tmp_path / "tokens", "byte")]
+    assert sorted(texts) == sorted(text for split in documents for text in split)
+    assert encode(path, "byte", tmp_path / "tokens", *words) == 0
+    with pytest.raises(SystemExit):
+        encode(path, "byte", tmp_path / "tokens")
+    assert "was begun with another sequence_length: choose" in capsys.readouterr().err
+
+
 def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(encoding, "PART_BYTES", 300)
     out = tmp_path / "tokens"
@@ -100,6 +120,23 @@ def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypa
     assert "2 of 3 files are there already" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
+
+
+def test_more_files_than_descriptors_are_encoded_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "PART_BYTES", 1)
+    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
+    (tmp_path / "a.jsonl").write_text(lines)
+    _map_tokens.cache_clear()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS gives a process 256, of which this one has many already.
+    few = len(os.listdir("/dev/fd")) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        assert encode(tmp_path / "a.jsonl", "byte", tmp_path / "tokens", "--workers=1") == 0
+        assert len([*(tmp_path / "tokens").glob("part-*.bin")]) == 300
+        assert len(ids_of("token_bin", tmp_path / "tokens", "byte")) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, monkeypatch, capsys):
@@ -131,6 +168,7 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/corpus"], "--out: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--workers=0"], "--workers: "),
+        (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--sequence-length=0"], "--seq"),
         (["encode", "{}/none", "--tokenizer=byte", "--out={}/t"], "FILES: no file at"),
     ],
 )

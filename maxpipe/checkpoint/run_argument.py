@@ -21,6 +21,36 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_import_flag(parser)
 
 
+def add_average_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --average: `average` of the parsed flags, for `find_steps`."""
+    parser.add_argument(
+        "--average",
+        type=int,
+        default=1,
+        metavar="N",
+        help="read the mean of this many checkpoints, the last ones up to --step; default: "
+        "%(default)s",
+    )
+
+
+def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
+    """Return the last `average` committed steps up to `step`, in ascending order.
+
+    Raises:
+      ConfigError: there are not so many, or `step` is not one of them.
+    """
+    last = find_step(store, step)
+    steps = [saved for saved in store.steps() if saved <= last]
+    if not 1 <= average <= len(steps):
+        message = (
+            f"expected 1 to {len(steps)}, since {store} holds the steps "
+            f"{', '.join(map(str, steps))} up to {last}; got {average}. checkpoint.keep says how "
+            "many a run keeps"
+        )
+        raise ConfigError(Problem("--average", message))
+    return steps[-average:]
+
+
 def find_step(store: StepStore, step: int | None) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
 

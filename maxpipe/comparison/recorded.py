@@ -4,6 +4,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS
+from maxpipe.telemetry.recorder import METRICS
 
-METRICS, CONFIG, HISTORY = "metrics.jsonl", "config.yml", "config_history"
+CONFIG, HISTORY = "config.yml", "config_history"
 DEPTH = 3  # how far below a directory its runs are looked for
 # Columns of steps; all but the first are numbers or None.
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu")
@@ -107,6 +109,14 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     return [_read(name, root) for name, root in zip(names, roots, strict=True)]
 
 
+def last_step(file: Path) -> int:
+    """Return the last step of a metrics file, 0 if it has none or is not there."""
+    step = 0
+    for step_of_row, row in _rows(file):
+        step = step_of_row if "loss" in row else step
+    return step
+
+
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
     """Return the keys whose values differ between runs, other than their names and places."""
     known = [run.settings for run in runs if run.settings]
@@ -128,14 +138,28 @@ def changed_keys(run: Recorded) -> list[str]:
 
 
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:
-    # One that has not finished a step yet has a configuration and its history.
-    is_begun = (path / CONFIG).is_file() and (path / HISTORY).is_dir()
-    if is_begun or (path / METRICS).is_file():
+    inner: list[Path] = []
+    try:
+        # One that has not finished a step yet has a configuration and its history.
+        is_run = (path / CONFIG).is_file() and (path / HISTORY).is_dir()
+        is_run |= (path / METRICS).is_file()
+        if depth and not is_run:
+            inner = [place for place in path.iterdir() if _may_hold_runs(place)]
+    except OSError as error:  # somebody else's
+        _warn(path, error)
+        return
+    if is_run:
         yield path
-    elif depth:
-        for inner in path.iterdir():
-            if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
-                yield from _runs_below(inner, depth - 1)
+    for place in inner:
+        yield from _runs_below(place, depth - 1)
+
+
+def _may_hold_runs(place: Path) -> bool:
+    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
+
+
+def _warn(path: Path, error: OSError) -> None:
+    print(f"warning: {path} is left out: {error.strerror}", file=sys.stderr)
 
 
 def _read(name: str, root: Path) -> Recorded:
@@ -160,14 +184,17 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield step and contents of each row; a crash or a live run may leave half a line."""
     if not file.is_file():
         return
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                yield row["step"], row
+    try:
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict) and type(row.get("step")) is int:
+                    yield row["step"], row
+    except OSError as error:
+        _warn(file, error)
 
 
 def _read_settings(file: Path) -> Settings:

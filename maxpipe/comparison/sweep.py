@@ -24,10 +24,12 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
-from maxpipe.config.terminal import emit
+from maxpipe.config.terminal import INTERRUPTED, emit
+from maxpipe.supervision.ending import die_with_parent
+from maxpipe.supervision.signals import PREEMPTED
 
 FAILED = 1
-STOPPED = (75, 130)  # exit codes of a run that SIGTERM or Ctrl-C has stopped, after a save
+STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
 _FLAG = "--sweep"
 _OWN = {
     "run_name": "every run has a name of its own, which begins with run_name",
@@ -194,27 +196,34 @@ def _run(command: Sequence[str]) -> int:
     """Run a command to its end, hand signals on to it, and return its exit code."""
     sys.stdout.flush()
     # In a session of its own it gets each signal once, from here, and can finish its step and save.
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(
+        command, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
+    )
     with _handing_on(process) as received:
         code = process.wait()
     if received and code not in STOPPED:
-        return 130 if received[-1] == signal.SIGINT else 75
+        return INTERRUPTED if received[-1] == signal.SIGINT else PREEMPTED
     return 128 - code if code < 0 else code
 
 
 @contextmanager
 def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Hand SIGTERM and Ctrl-C on to a process; only the main thread can. Yields what came."""
+    """Hand SIGTERM and Ctrl-C on to a process; only the main thread can. Yields what came.
+
+    The end of the terminal, SIGHUP, is one more SIGTERM for it, unless nohup has it ignored.
+    """
     received: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, hand_on) for number in numbers}
     try:
         yield received

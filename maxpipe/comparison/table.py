@@ -33,6 +33,7 @@ def run_text(run: Recorded) -> str:
     """Return everything about one run in lines."""
     best = run.best_eval
     tokens = run.tokens_per_step
+    seconds = run.median("step_seconds")
     lines = {
         "directory": str(run.root),
         "steps": f"{run.step} of {run.total_steps or '?'}",
@@ -40,8 +41,8 @@ def run_text(run: Recorded) -> str:
         "eval loss": _figure(run.eval_loss, ".4f"),
         "best eval": f"{best[1]:.4f} after step {best[0]}" if best else "-",
         "tokens": f"{run.step * tokens:,}" if tokens else "-",
-        "tokens/s": f"{_rate(run.median('tokens_per_second'))}, the median of all steps",
-        "step": f"{_figure(run.median('step_seconds'), '.4g')} s, the median of all steps",
+        "tokens/s": _of_all_steps(_rate(run.median("tokens_per_second"))),
+        "step": _of_all_steps("-" if seconds is None else f"{seconds:.4g} s"),
         "MFU": _mfu(run.median("mfu")),
         "grad norm": _figure(run.steps["grad_norm"][-1] if run.step else None, ".4g"),
     }
@@ -82,6 +83,10 @@ def value_text(run: Recorded, key: str) -> str:
 
 def _figure(value: Number, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _of_all_steps(median: str) -> str:
+    return median if median == "-" else f"{median}, the median of all steps"
 
 
 def _mfu(value: Number) -> str:

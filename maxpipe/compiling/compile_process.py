@@ -1,12 +1,16 @@
 """Compile a configuration in a process of its own, and read what the compiler says."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from maxpipe.compiling.step import PROGRESS_SECONDS
 from maxpipe.planning.search.rows import Proof
@@ -38,15 +42,30 @@ def compile_configuration(yaml_text: str, note: Note) -> Proof:
 
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    """Return the exit code; a process is not left behind when this one is interrupted."""
+    """Return the exit code; a process is not left behind when this one is told to end."""
     began = time.perf_counter()
-    try:
+    with _ending_with_this(process):
         while True:
             try:
                 return process.wait(PROGRESS_SECONDS)
             except subprocess.TimeoutExpired:
                 note(f"            for {time.perf_counter() - began:.0f} s")
+
+
+@contextmanager
+def _ending_with_this(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """End a process with this one; of SIGTERM only the main thread can hear."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, end) if is_main else None
+    try:
+        yield
     finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, previous)
         if process.poll() is None:
             process.terminate()
             process.wait()

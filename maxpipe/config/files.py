@@ -104,13 +104,15 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 def nearest_files(path: str) -> list[str]:
     """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
-    directories = {os.path.dirname(path) or ".", shown_path(config_root())}
-    roots = [Path(root) for root in directories if os.path.isdir(root)]
+    presets, own = Path(shown_path(config_root())), Path(os.path.dirname(path) or ".")
+    # All presets; but no further down than one folder from where a mistyped path points, which may
+    # be a home directory.
+    places = [(presets, "**/"), (own, ""), (own, "*/")]
     files = {
         os.path.normpath(p)
-        for root in roots
+        for root, below in places
         for end in ("yml", "yaml")
-        for p in root.glob(f"**/*.{end}")
+        for p in root.glob(f"{below}*.{end}")
         if not any(part.startswith(".") for part in p.relative_to(root).parts)
     }
     stem = Path(path).stem

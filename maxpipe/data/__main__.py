@@ -25,7 +25,7 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.terminal import GREEN, RESET, wants_colour
 from maxpipe.data.check import check
 from maxpipe.data.loader import make_loader
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.data.tokenizers import Tokenizer, decode_all, load_tokenizer
 
 if TYPE_CHECKING:
     from maxpipe.data.rows import Batch
@@ -81,7 +81,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
 
 
 def describe_row(
-    batch: "Batch", row: int, tokenizer: Tokenizer, in_color: bool = False
+    batch: "Batch", row: int, tokenizer: Tokenizer, colour: bool = False
 ) -> Iterator[str]:
     """Yield a row as lines: its size, then number, token range and text of each segment.
 
@@ -98,15 +98,15 @@ def describe_row(
             text = repr(tokenizer.decode(tokens[where]))
         else:
             ids = np.append(tokens[where], batch["targets"][row][where[-1]])
-            text = _marked(ids, np.append(0, weights), tokenizer, in_color)
+            text = _marked(ids, np.append(0, weights), tokenizer, colour)
         yield f"  segment {segment}, tokens {where[0]}-{where[-1]}: {text}"
 
 
-def _marked(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer, in_color: bool) -> str:
+def _marked(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer, colour: bool) -> str:
     """Return the text of `ids` with the stretches whose weight is not 0 marked."""
-    before, after = (GREEN, RESET) if in_color else ("⟦", "⟧")
+    before, after = (GREEN, RESET) if colour else ("⟦", "⟧")
     stretches = np.split(ids, np.flatnonzero(np.diff(weights != 0)) + 1)
-    texts = [tokenizer.decode(stretch) for stretch in stretches]
+    texts = [decode_all(tokenizer, stretch) for stretch in stretches]
     is_learned = bool(weights[0])
     marked = ""
     for text in texts:

@@ -14,11 +14,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
+from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
-from maxpipe.data.tokenizers import template_files
+from maxpipe.data.tokenizers import (
+    CHAT_TEMPLATE,
+    TemplateFiles,
+    pick_template_files,
+    template_files,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -35,9 +42,10 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_HAS_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these two for uses inside a program: no text may have them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_PROBE = "An answer."  # no template changes it
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class ChatTemplate:
           BadDocument: the template refuses the conversation, or the assistant says nothing in it.
           ConfigError: the template does not tell what the assistant says.
         """
-        if _HAS_MARKS.search(self.source):
+        if _GENERATION_TAG.search(self.source):
             text, spans = _without_marks(self._text(messages, tools))
         else:
             text = self._text(messages, tools)
@@ -70,6 +78,21 @@ class ChatTemplate:
             message = f"the assistant says nothing in it, laid out by {self.name}"
             raise BadDocument(Problem("data.path", message))
         return MarkedText(text, spans)
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
+        """Return a conversation as text that ends where the assistant's answer begins; raises
+        BadDocument if the template refuses it.
+        """
+        return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
+
+    def end_of_turn(self) -> str:
+        """Return what the template writes after an answer, "" if that is nothing.
+
+        Raises:
+          BadDocument: the template refuses a conversation of a question and an answer.
+        """
+        talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
+        return _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
 
     def _text(
         self,
@@ -84,6 +107,7 @@ class ChatTemplate:
             return template.render(
                 messages=messages,
                 tools=tools,
+                documents=None,  # as transformers names what a run does not have
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.special_tokens),
             )
@@ -98,17 +122,30 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            before = self._before(index, messages, tools)
             after = self._text(messages[: index + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 problem = (
-                    f"{self.name} lays out a turn of the assistant differently when others follow, "
-                    "so what is to be learned cannot be told: give a copy of the template with "
-                    "{% generation %} before and {% endgeneration %} after what the assistant "
-                    "writes"
+                    f"{self.name} lays out message {index + 1}, a turn of the assistant, "
+                    "differently when others follow, so what is to be learned cannot be told: give "
+                    "a copy of the template with {% generation %} before and {% endgeneration %} "
+                    "after what the assistant writes"
                 )
                 raise ConfigError(Problem(_KEY, problem))
             yield len(before), len(after)
+
+    def _before(
+        self, index: int, messages: Sequence[Message], tools: Sequence[object] | None
+    ) -> str:
+        """Return the text before turn `index`, which is the assistant's."""
+        try:
+            return self._text(messages[:index], tools, add_generation_prompt=True)
+        except BadDocument:
+            if index:
+                raise
+            # Many templates ask for a first message.
+            talk = [{"role": "assistant", "content": _PROBE}]
+            return self._text(talk, tools).rpartition(_PROBE)[0]
 
 
 def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:
@@ -123,16 +160,13 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
       ConfigError: there is none, or it is not a template.
     """
     files = template_files(tokenizer, cache_dir)
-    config = _read_config(files.config)
-    special_tokens = _special_tokens(config)
+    special_tokens = _special_tokens(_read_config(files.config))
     if value == CHATML:
         template = ChatTemplate(_CHATML, special_tokens, f"{_KEY}={CHATML}")
     elif value:
         template = ChatTemplate(_read(Path(value)), special_tokens, value)
-    elif files.template is not None:
-        template = ChatTemplate(_read(files.template), special_tokens, str(files.template))
-    elif source := _own_template(config):
-        template = ChatTemplate(source, special_tokens, f"the template of {files.config}")
+    elif own := _template_of(files):
+        template = own
     else:
         message = (
             f"data.tokenizer={tokenizer} has no chat template of its own: {_KEY}={CHATML} takes a "
@@ -141,6 +175,58 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
         raise ConfigError(Problem(_KEY, message))
     _compile(template.source, template.name)
     return template
+
+
+def trained_template(data: DataConfig) -> ChatTemplate | None:
+    """Return the template of a run's conversations, None if it reads none; raises as
+    `load_chat_template`.
+    """
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    if not any(SOURCES[source].is_chat for source in read):
+        return None
+    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+
+
+def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
+    """Return the chat template in the files of a tokenizer or a model, None if they have none.
+
+    Raises:
+      ConfigError: it cannot be read, or is not a template.
+    """
+    template = _template_of(pick_template_files(files))
+    if template is not None:
+        _compile(template.source, template.name)
+    return template
+
+
+def put_chat_template(source: str, folder: Path) -> None:
+    """Write a template into a model's folder, for transformers, unless the folder has it already.
+
+    Others in the folder go: programs do not agree on which of several counts.
+
+    Raises:
+      ConfigError: a file in the folder cannot be read.
+      OSError: the folder cannot be written to.
+    """
+    files = pick_template_files(sorted(folder.iterdir()))
+    present = _template_of(files)
+    if present is not None and present.source == source:
+        return
+    config = dict(_read_config(files.config))
+    if files.config is not None and config.pop("chat_template", None) is not None:
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        files.config.write_text(text, encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / CHAT_TEMPLATE).write_text(source, encoding="utf-8")
+
+
+def _template_of(files: TemplateFiles) -> ChatTemplate | None:
+    config = _read_config(files.config)
+    if files.template is not None:
+        source, name = _read(files.template), str(files.template)
+    else:
+        source, name = _own_template(config), f"the template of {files.config}"
+    return ChatTemplate(source, _special_tokens(config), name) if source else None
 
 
 def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -161,7 +247,7 @@ def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     return "".join(pieces[::2]), tuple(spans)
 
 
-def has_marks(text: str) -> bool:
+def has_reserved_characters(text: str) -> bool:
     """Return whether a text has one of the characters that mark the assistant's turns."""
     return _OPEN in text or _CLOSE in text
 
@@ -251,10 +337,22 @@ def _read_config(file: Path | None) -> Mapping[str, object]:
 def _own_template(config: Mapping[str, object]) -> str:
     """Return the template in a tokenizer_config.json, "" if there is none."""
     own = config.get("chat_template")
-    if isinstance(own, list):  # several with names; conversations take the one called default
-        named = {entry.get("name"): entry.get("template") for entry in own}
-        own = named.get("default")
+    if isinstance(own, list):  # several with names
+        entries = [entry for entry in own if isinstance(entry, dict)]
+        return _one_of({entry.get("name"): entry.get("template") for entry in entries})
     return own if isinstance(own, str) else ""
+
+
+def _one_of(named: Mapping[object, object]) -> str:
+    """Return the template called default, joined with tool_use for conversations with tools."""
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return ""
+    if not isinstance(tool_use, str):
+        return default
+    # Each loses a newline at its end, as it does alone; a plus keeps the space next to a tag.
+    with_tools, without = (text.removesuffix("\n") for text in (tool_use, default))
+    return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 
 
 def _special_tokens(config: Mapping[str, object]) -> tuple[tuple[str, str], ...]:

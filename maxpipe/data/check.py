@@ -9,8 +9,14 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import BadDocument, Documents, MarkedText, Split
-from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.data.documents import (
+    BadDocument,
+    Documents,
+    EncodedDocuments,
+    MarkedText,
+    Split,
+)
+from maxpipe.data.loader import open_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
 NAMED = 10  # problems that are printed
@@ -23,6 +29,9 @@ class Findings:
 
     Attributes:
       documents, empty: numbers of documents.
+      tokens, learned: of all documents, as the model reads them; those of them that are targets.
+      texts: documents that are text, rather than token ids.
+      not_utf8: documents that cannot be read because they are not UTF-8.
       bad: documents that cannot be read as text or token ids.
       fatal: other errors, which also end a run with data.on_bad_document=skip.
       problems: the first `NAMED` of both, for users.
@@ -30,6 +39,10 @@ class Findings:
 
     documents: int = 0
     empty: int = 0
+    tokens: int = 0
+    learned: int = 0
+    texts: int = 0
+    not_utf8: int = 0
     bad: int = 0
     fatal: int = 0
     problems: list[str] = field(default_factory=list)
@@ -46,12 +59,13 @@ def check(config: Config) -> int:
     """
     from maxpipe.data.mixture import open_mixture
 
-    load_tokenizer(config.data.tokenizer, config.data.cache_dir)
+    tokenizer = open_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:
         documents, _ = open_mixture(config.data, split, config.seed)
-        findings = scan(documents, config.model.num_token_ids, _progress(split, len(documents)))
+        encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids)
+        findings = scan(documents, encoder, _progress(split, len(documents)))
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, findings, skips), sep="\n")
         ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
@@ -59,12 +73,14 @@ def check(config: Config) -> int:
     return FOUND if ends_the_run else SOUND
 
 
-def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None]) -> Findings:
-    """Read each document once.
+def scan(
+    documents: Documents, encoder: EncodedDocuments, progress: Callable[[int], None]
+) -> Findings:
+    """Read and encode each document once.
 
     Args:
       documents: of one split.
-      vocab_size: number of token ids; all are below it.
+      encoder: makes tokens of them.
       progress: called with the number of documents read so far.
     """
     findings = Findings(documents=len(documents))
@@ -73,13 +89,14 @@ def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None])
         problem = ""
         try:
             document = documents[index]
-            if not len(document):
-                findings.empty += 1
-            elif not isinstance(document, str | MarkedText):
-                problem = _outside(np.asarray(document), vocab_size)
-                findings.fatal += bool(problem)
+            findings.texts += isinstance(document, str | MarkedText)
+            findings.empty += not len(document)
+            encoded = encoder.encode(document)
+            findings.tokens += len(encoded.ids)
+            findings.learned += int(np.count_nonzero(encoded.weights))
         except BadDocument as error:
             findings.bad += 1
+            findings.not_utf8 += _is_not_utf8(error)
             problem = str(error)
         except ConfigError as error:
             findings.fatal += 1
@@ -89,20 +106,22 @@ def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None])
     return findings
 
 
-def _outside(ids: np.ndarray, vocab_size: int) -> str:
-    """Return what is wrong with the token ids of a document, "" if nothing is."""
-    if ids.min() >= 0 and ids.max() < vocab_size:
-        return ""
-    return (
-        f"model.vocab_size: {vocab_size} is too small: a document holds token ids {ids.min()} to "
-        f"{ids.max()}"
-    )
+def _is_not_utf8(error: BaseException | None) -> bool:
+    """Return whether an error was raised because bytes are not UTF-8."""
+    while error is not None and not isinstance(error, UnicodeDecodeError):
+        error = error.__cause__
+    return error is not None
 
 
 def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
     """Yield lines about a split."""
     empty = f", {findings.empty:,} of them empty" if findings.empty else ""
-    yield f"{split}: {findings.documents:,} documents{empty}"
+    learned = f", {findings.learned:,} of them learned" * (findings.learned < findings.tokens)
+    yield f"{split}: {findings.documents:,} documents{empty}; {findings.tokens:,} tokens{learned}"
+    if findings.texts or findings.not_utf8:
+        share = 1 - findings.not_utf8 / findings.documents
+        shown = "100 %" if share == 1 else f"{100 * min(share, 0.9999):.2f} %"
+        yield f"  {shown} of the documents are UTF-8"
     yield from (f"  {problem}" for problem in findings.problems)
     more = findings.bad + findings.fatal - len(findings.problems)
     if more:

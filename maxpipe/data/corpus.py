@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Documents, open_documents
+from maxpipe.data.documents import Documents, open_all
 from maxpipe.data.files import find_files
 
 TEXT = "text"  # the source of files of no other kind
 FILES = "FILES"  # the argument, for messages
+HOLDS_TOKENS = "holds token ids already; give texts"
 
 
 @dataclass(frozen=True)
@@ -20,42 +21,52 @@ class Corpus:
 
     Attributes:
       source: `data.source`.
-      files: in the order of the documents.
+      path: `data.path`.
+      files: those at `path`, in the order of the documents.
       cache_dir: `data.cache_dir`.
+      sequence_length: `data.sequence_length`, by which a single text file is cut.
     """
 
     source: str
+    path: str
     files: tuple[str, ...]
     cache_dir: str = ""
+    sequence_length: int = DataConfig.sequence_length
 
-    def open(self, *, in_pieces: bool) -> Documents:
-        """Return the documents.
+    @property
+    def is_cut(self) -> bool:
+        """Return whether it is a single text file, whose documents are pieces of it."""
+        return self.source == TEXT and len(self.files) == 1
 
-        Args:
-          in_pieces: whether a single text file is read in pieces, as by a run that holds out a
-            share of it.
+    def open(self) -> Documents:
+        """Return all documents, those that a run holds out as well.
 
         Raises:
           ConfigError: a file is empty, damaged, or of another kind.
         """
-        config = DataConfig(source=self.source, path=",".join(self.files), cache_dir=self.cache_dir)
-        if not (in_pieces and self.source == TEXT and len(self.files) == 1):
-            config = replace(config, eval_fraction=0.0, eval_path="")
-            with naming_files():
-                return open_documents(config, "train")
-        # A share may be held out of pieces, but here all of them are wanted.
+        config = DataConfig(
+            source=self.source,
+            path=self.path,
+            cache_dir=self.cache_dir,
+            sequence_length=self.sequence_length,
+        )
         with naming_files():
-            return open_documents(replace(config, eval_path=self.files[0]), "train")
+            return open_all(config)
 
 
-def find_corpus(words: Sequence[str], cache_dir: str = "") -> Corpus:
+def find_corpus(
+    words: Sequence[str],
+    cache_dir: str = "",
+    sequence_length: int = DataConfig.sequence_length,
+) -> Corpus:
     """Return the corpus of files, directories, globs and URLs; its kind is that of the endings.
 
     Raises:
       ConfigError: a word matches no file, or the files are of several kinds.
     """
+    path = ",".join(words)
     with naming_files():
-        files = find_files(",".join(words), cache_dir=cache_dir)
+        files = find_files(path, cache_dir=cache_dir)
     endings = {
         source: facts.suffixes
         for source, facts in SOURCES.items()
@@ -66,13 +77,25 @@ def find_corpus(words: Sequence[str], cache_dir: str = "") -> Corpus:
         kind = next((name for name, ends in endings.items() if file.endswith(ends)), TEXT)
         kinds.setdefault(kind, file)
     if "token_bin" in kinds:
-        message = f"{kinds['token_bin']} holds token ids already; give texts"
-        raise ConfigError(Problem(FILES, message))
+        raise ConfigError(Problem(FILES, f"{kinds['token_bin']} {HOLDS_TOKENS}"))
     if len(kinds) > 1:
         shown = ", ".join(f"{kind} such as {file}" for kind, file in sorted(kinds.items()))
         raise ConfigError(Problem(FILES, f"are of several kinds: {shown}; take one at a time"))
     (kind,) = kinds
-    return Corpus(kind, tuple(files), cache_dir)
+    return Corpus(kind, path, tuple(files), cache_dir, sequence_length)
+
+
+def text_of(documents: Documents, index: int) -> str:
+    """Return a document of a corpus.
+
+    Raises:
+      ConfigError: it cannot be read, or is no text.
+    """
+    with naming_files():
+        document = documents[index]
+    if not isinstance(document, str):  # parquet files may have either
+        raise ConfigError(Problem(FILES, f"document {index} {HOLDS_TOKENS}"))
+    return document
 
 
 @contextmanager

@@ -162,17 +162,22 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
       ConfigError: files are missing or unusable, or the split would be empty.
     """
     if not config.eval_path:
-        return split_documents(_open_all(config), split, config.eval_fraction)
+        return split_documents(open_all(config), split, config.eval_fraction)
     if split == "train":
-        return _open_all(config)
+        return open_all(config)
     try:
-        return _open_all(replace(config, path=config.eval_path))
+        return open_all(replace(config, path=config.eval_path))
     except ConfigError as error:
         messages = (problem.message for problem in error.problems)
         raise ConfigError(*(Problem("data.eval_path", text) for text in messages)) from error
 
 
-def _open_all(config: DataConfig) -> Documents:
+def open_all(config: DataConfig) -> Documents:
+    """Return the documents of `data.source`, before any are held out.
+
+    Raises:
+      ConfigError: files are missing or unusable, or there is no document.
+    """
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
         raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))
@@ -272,6 +277,14 @@ class EncodedDocuments:
                 ) from error
             self._skipped[index] = str(error)
             return _EMPTY
+        return self.encode(document)
+
+    def encode(self, document: Document) -> Encoded:
+        """Return a document that has been read as `__getitem__` does.
+
+        Raises:
+          ConfigError: a token id is outside the vocabulary.
+        """
         if isinstance(document, MarkedText):
             encoded = encode_marked(document, self._tokenizer)
             self._check_ids(encoded.ids)
@@ -299,11 +312,11 @@ class EncodedDocuments:
             raise ConfigError(Problem("model.vocab_size", message))
 
 
-def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of a text; those that have a character of its spans have weight 1.
+def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
+    """Return a tokenizer that can encode conversations.
 
     Raises:
-      ConfigError: the tokenizer does not know the characters of its tokens.
+      ConfigError: it does not know the characters of its tokens.
     """
     if not hasattr(tokenizer, "encode_with_offsets"):
         message = (
@@ -311,8 +324,16 @@ def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
             "tokenizer.json"
         )
         raise ConfigError(Problem("data.tokenizer", message))
-    offset_tokenizer = cast(OffsetTokenizer, tokenizer)
-    ids, offsets = offset_tokenizer.encode_with_offsets(document.text)
+    return cast(OffsetTokenizer, tokenizer)
+
+
+def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
+    """Return the tokens of a text; those that have a character of its spans have weight 1.
+
+    Raises:
+      ConfigError: as `require_offsets`.
+    """
+    ids, offsets = require_offsets(tokenizer).encode_with_offsets(document.text)
     first, end = offsets.T
     weights = np.zeros(len(ids), np.float32)
     for span_first, span_end in document.spans:

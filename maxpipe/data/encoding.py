@@ -23,14 +23,16 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.config.imports import import_variants
+from maxpipe.data.corpus import Corpus, text_of
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.data.sources.tokens import INDEX_SUFFIX, dtype_of
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
 
 PART_BYTES = 8 << 20
-MOST_PARTS = 4096  # of a larger corpus the parts are larger
+MOST_PARTS = 512  # of a larger corpus the parts are larger
 RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
 SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
@@ -49,7 +51,7 @@ class Part(NamedTuple):
         return f"part-{self.number:05}"
 
 
-class Encoded(NamedTuple):
+class EncodedPart(NamedTuple):
     """What a part has become.
 
     Attributes:
@@ -74,12 +76,14 @@ class Encoding:
       tokenizer: as `data.tokenizer`.
       out: the directory.
       skips_bad: whether texts that cannot be read are left out instead of ending the command.
+      imports: modules that add variants, such as the tokenizer.
     """
 
     corpus: Corpus
     tokenizer: str
     out: Path
     skips_bad: bool = False
+    imports: tuple[str, ...] = ()
 
     def parts(self) -> list[Part]:
         """Return all parts, the same at every call for the same files.
@@ -88,7 +92,7 @@ class Encoding:
           ConfigError: a file of the corpus cannot be used.
         """
         size = sum(os.path.getsize(file) for file in self.corpus.files)
-        count = len(self.corpus.open(in_pieces=True))
+        count = len(self.corpus.open())
         number = max(1, min(-(-size // PART_BYTES), count, MOST_PARTS))
         edges = [count * i // number for i in range(number + 1)]
         return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
@@ -132,6 +136,7 @@ class Encoding:
             "source": self.corpus.source,
             "files": len(self.corpus.files),
             "contents": digest.hexdigest(),
+            "sequence_length": self.corpus.sequence_length if self.corpus.is_cut else None,
             "part_bytes": PART_BYTES,
         }
 
@@ -146,7 +151,7 @@ class Encoding:
             raise ConfigError(Problem(_OUT, message))
 
 
-def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[Encoded]:
+def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[EncodedPart]:
     """Encode parts in processes of their own, and yield each as soon as its file is written.
 
     Args:
@@ -163,7 +168,9 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
         return
     # Libraries of this process have threads, which a forked one would lose.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(parts)), context, _be_one_of_several) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(parts)), context, _be_one_of_several, (encoding.imports,)
+    ) as pool:
         waiting = [pool.submit(encode, part) for part in parts]
         try:
             for future in as_completed(waiting):
@@ -179,36 +186,40 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
 
 def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
     """Return the numbers of documents and of tokens in the files of parts that are done."""
-    width = _dtype(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
-    paths = [encoding.out / f"{part.name}.bin" for part in parts]
-    paths = [path for path in paths if path.is_file()]
-    indices = [np.load(path.with_suffix(".idx.npy"), mmap_mode="r") for path in paths]
-    return sum(map(len, indices)), sum(path.stat().st_size // width for path in paths)
+    width = dtype_of(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
+    num_documents = num_tokens = 0
+    for part in parts:
+        path = encoding.out / f"{part.name}.bin"
+        if path.is_file():
+            # A mapping holds a file descriptor, of which there are few: none outlives its turn.
+            num_documents += len(np.load(path.with_suffix(INDEX_SUFFIX), mmap_mode="r"))
+            num_tokens += path.stat().st_size // width
+    return num_documents, num_tokens
 
 
-def _be_one_of_several() -> None:
+def _be_one_of_several(imports: tuple[str, ...]) -> None:
     """Set up a process of several: it has one core, and its parent answers Ctrl-C."""
+    import_variants(imports)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @functools.cache
 def _open(corpus: Corpus) -> Documents:
-    return corpus.open(in_pieces=True)
+    return corpus.open()
 
 
-def _encode_part(encoding: Encoding, part: Part) -> Encoded:
+def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
     """Encode one part and write its files, the one that says that it is done last."""
     tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
     documents = _open(encoding.corpus)
-    dtype = _dtype(tokenizer)
+    dtype = dtype_of(tokenizer)
     content = io.BytesIO()
     starts, num_tokens = [], 0
     skipped = []
     for index in range(part.start, part.end):
         try:
-            with naming_files():
-                text = documents[index]
+            text = text_of(documents, index)
         except ConfigError as error:
             if not isinstance(error.__cause__, BadDocument):
                 raise
@@ -216,7 +227,6 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
                 raise ConfigError(*error.problems, SKIPPING) from error
             skipped.append(str(error))
             continue
-        assert isinstance(text, str)
         ids = tokenizer.encode(text)
         if not ids.size:
             continue
@@ -229,15 +239,10 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
     try:
         path = encoding.out / part.name
         if starts:
-            write_atomically(path.with_suffix(".idx.npy"), [index_file.getvalue()])
+            write_atomically(path.with_suffix(INDEX_SUFFIX), [index_file.getvalue()])
         end = ".bin" if starts else NO_TOKENS
         write_atomically(path.with_suffix(end), [content.getvalue()])
     except OSError as error:
         message = f"cannot write to {encoding.out}: {error.strerror}"
         raise ConfigError(Problem(_OUT, message)) from None
-    return Encoded(part, len(starts), num_tokens, tuple(skipped))
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype that `data.source=token_bin` expects of files of a tokenizer."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    return EncodedPart(part, len(starts), num_tokens, tuple(skipped))

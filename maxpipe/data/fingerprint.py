@@ -19,7 +19,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.sections import Config, DataConfig
-from maxpipe.data.chat_template import load_chat_template
+from maxpipe.data.chat_template import trained_template
 from maxpipe.data.files import local_files, parts_of
 from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
@@ -113,7 +113,7 @@ class _Listed(NamedTuple):
     etag: str
 
 
-class Corpus:
+class SourceFiles:
     """The files of a source as they are now.
 
     Args:
@@ -254,8 +254,8 @@ class DataFingerprint:
     """
 
     key: str
-    train: tuple[Corpus, ...]
-    eval: Corpus | None
+    train: tuple[SourceFiles, ...]
+    eval: SourceFiles | None
     tokenizer: str
     chat_template: str
 
@@ -323,13 +323,13 @@ def fingerprint_data(config: Config) -> DataFingerprint:
         total = sum(entry["weight"] for entry in data.mixture)
         key = "data.mixture"
         train = tuple(
-            Corpus(entry["source"], entry.get("path", ""), entry["weight"] / total, cache)
+            SourceFiles(entry["source"], entry.get("path", ""), entry["weight"] / total, cache)
             for entry in data.mixture
         )
     else:
         key = "data.path" if SOURCES[data.source].needs_path else "data.source"
-        train = (Corpus(data.source, data.path, 1.0, cache),)
-    evaluation = Corpus(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
+        train = (SourceFiles(data.source, data.path, 1.0, cache),)
+    evaluation = SourceFiles(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
     tokenizer = tokenizer_digest(data.tokenizer, cache)
     return DataFingerprint(key, train, evaluation, tokenizer, _template_digest(data))
 
@@ -369,10 +369,9 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
 
 def _template_digest(data: DataConfig) -> str:
     """Return a digest of the chat template and what it may write, "" without conversations."""
-    read = [entry["source"] for entry in data.mixture] or [data.source]
-    if not any(SOURCES[source].is_chat for source in read):
+    template = trained_template(data)
+    if template is None:
         return ""
-    template = load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
     content = json.dumps([template.source, sorted(template.special_tokens)])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -404,7 +403,7 @@ def _digest(files: Sequence[File]) -> str:
     return digest.hexdigest()
 
 
-def _of_sources(corpora: Sequence[Corpus]) -> str:
+def _of_sources(corpora: Sequence[SourceFiles]) -> str:
     prints = [corpus.fingerprint for corpus in corpora]
     text = [f"{p.source} {p.weight!r} {p.digest}" for p in prints]
     return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()

@@ -11,12 +11,13 @@ Shapes: B global batch size, R rows of this process, T sequence length.
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -150,6 +151,37 @@ def make_loader(
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
     return Loader(iterators, state, len(documents), notes_of(documents))
+
+
+def open_eval_sources(config: Config, rows: Sequence[int]) -> dict[str, Loader]:
+    """Return a loader of the evaluation split of each source of a mixture, by the source's name.
+
+    There are none without `eval.batches_per_source`. Arguments and errors are those of
+    `make_loader`.
+    """
+    if not config.eval.every or not config.eval.batches_per_source:
+        return {}
+    loaders = {}
+    for name, entry in zip(source_names(config.data), config.data.mixture, strict=True):
+        source, path = entry["source"], entry.get("path", "")
+        # These are idle most of the time, so that worker processes for each would be a waste.
+        data = replace(config.data, mixture=[], source=source, path=path, num_workers=0)
+        loaders[name] = make_loader(replace(config, data=data), "eval", rows)
+    return loaders
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """Return a name for each entry of a mixture: its source, with the path if several have it."""
+    sources = [entry["source"] for entry in data.mixture]
+    paths = [f"{entry['source']}:{entry.get('path', '')}" for entry in data.mixture]
+    names = [
+        source if sources.count(source) == 1 else path
+        for source, path in zip(sources, paths, strict=True)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name}#{number}"
+        for number, name in enumerate(names, 1)
+    ]
 
 
 def open_tokenizer(config: Config) -> Tokenizer:

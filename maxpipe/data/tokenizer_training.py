@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.data.corpus import Corpus, text_of
+from maxpipe.data.tokenizers import TOKENIZER_CONFIG
 from maxpipe.storage.local_files import write_atomically
 
 END = "<|endoftext|>"
 LEAST_SIZE = 257  # the bytes, and the end of a document
-CONFIG = "tokenizer_config.json"  # next to the tokenizer
 _OUT = "--out"
 
 
@@ -33,7 +33,7 @@ def check_target(out: Path) -> None:
     if out.suffix != ".json":
         message = f"{out} must end in .json, as data.tokenizer takes it: {out}.json"
         raise ConfigError(Problem(_OUT, message))
-    for file in (out, out.with_name(CONFIG)):
+    for file in (out, out.with_name(TOKENIZER_CONFIG)):
         if file.exists():
             message = f"{file} exists, and a run may need it: choose another place, or delete it"
             raise ConfigError(Problem(_OUT, message))
@@ -60,13 +60,12 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    documents = corpus.open(in_pieces=True)
+    documents = corpus.open()
     counts = [0, 0]
 
     def texts() -> Iterator[str]:
         for index in range(len(documents)):
-            text = documents[index]
-            assert isinstance(text, str)
+            text = text_of(documents, index)
             counts[0] += 1
             counts[1] += len(text.encode())
             yield text
@@ -80,8 +79,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=shows_progress,
     )
-    with naming_files():
-        tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
+    tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -90,7 +88,9 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
         "clean_up_tokenization_spaces": False,
     }
     try:
-        write_atomically(out.with_name(CONFIG), [json.dumps(config, indent=2).encode() + b"\n"])
+        write_atomically(
+            out.with_name(TOKENIZER_CONFIG), [json.dumps(config, indent=2).encode() + b"\n"]
+        )
         write_atomically(out, [tokenizer.to_str(pretty=True).encode() + b"\n"])
     except OSError as error:
         message = f"cannot write {out}: {error.strerror}"

@@ -24,8 +24,8 @@ from maxpipe.config.model_places import (
 )
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -103,7 +103,7 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     if file.suffix == ".model":
         return [file]
     file = file / "tokenizer.json" if file.is_dir() else file
-    config = file.with_name(_CONFIG)
+    config = file.with_name(TOKENIZER_CONFIG)
     return [file, config] if config.is_file() else [file]
 
 
@@ -128,12 +128,20 @@ def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return TemplateFiles(None, None)
     if folder := tokenizer_folder(name_or_path):
-        directory = open_folder(folder, "data.tokenizer").fetch((_CONFIG, _TEMPLATE), cache_dir)
+        directory = open_folder(folder, "data.tokenizer").fetch(
+            (TOKENIZER_CONFIG, CHAT_TEMPLATE), cache_dir
+        )
     else:
         path = Path(tokenizer_path(name_or_path))
         directory = path if path.is_dir() else path.parent
-    files = (directory / _CONFIG, directory / _TEMPLATE)
-    return TemplateFiles(*(file if file.exists() else None for file in files))
+    files = (directory / TOKENIZER_CONFIG, directory / CHAT_TEMPLATE)
+    return pick_template_files([file for file in files if file.exists()])
+
+
+def pick_template_files(files: Sequence[Path]) -> TemplateFiles:
+    """Return which of the files of a tokenizer or model may hold its chat template."""
+    by_name = {file.name: file for file in files}
+    return TemplateFiles(by_name.get(TOKENIZER_CONFIG), by_name.get(CHAT_TEMPLATE))
 
 
 @cache
@@ -145,7 +153,7 @@ def _local_path(value: str, cache_dir: str) -> str:
         return path
     name = path.rpartition("/")[2]
     try:
-        directory = open_folder(folder, "data.tokenizer").fetch((name, _CONFIG), cache_dir)
+        directory = open_folder(folder, "data.tokenizer").fetch((name, TOKENIZER_CONFIG), cache_dir)
         is_there = (directory / name).is_file()
     except FileNotFoundError:
         is_there = False
@@ -155,8 +163,10 @@ def _local_path(value: str, cache_dir: str) -> str:
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
-    """Return the file of `tokenizer_files` that `load_tokenizer` takes; None if there is none."""
-    return next((file for file in files if file.name != _CONFIG), None)
+    """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
+    return next(
+        (file for file in files if file.name not in (TOKENIZER_CONFIG, CHAT_TEMPLATE)), None
+    )
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -181,6 +191,13 @@ def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
         for token in tokenizer.special_tokens:
             text = text.replace(token, "")
     return text
+
+
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
+    """Return the text of `ids`, of special tokens as well if they are those of a chat template."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.decode_with_special_tokens(ids)
+    return tokenizer.decode(ids)
 
 
 class ByteTokenizer:
@@ -322,7 +339,7 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values()) + 1
-        special = _special_tokens(file.with_name(_CONFIG), vocabulary)
+        special = _special_tokens(file.with_name(TOKENIZER_CONFIG), vocabulary)
         if special["eos_token"] not in vocabulary:
             raise _problem(
                 f"{file} has no end-of-document token; "
@@ -352,6 +369,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`, of which special tokens are a part."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
 def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:

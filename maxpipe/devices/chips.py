@@ -69,6 +69,26 @@ CUBES = Torus(dimensions=3, ring_size=4, all_or_none=True)
 POD = Torus(dimensions=2, ring_size=16, all_or_none=False)
 
 
+class MemoryShares(NamedTuple):
+    """Shares of a memory's bandwidth that programs reach by XLA's own estimates.
+
+    Arrays are of 8192 x 8192 values, compiled for one chip with libtpu 0.0.42 by
+    `scripts/benchmark/memory_shares.py`; whole where XLA has not been asked.
+
+    Attributes:
+      float32: of an update by Adam.
+      bfloat16: of SwiGLU.
+      zeros: of filling a float32 array. As many zeros in bfloat16 take as long.
+    """
+
+    float32: float = 1.0
+    bfloat16: float = 1.0
+    zeros: float = 1.0
+
+
+_WHOLE = MemoryShares()
+
+
 @dataclass(frozen=True)
 class Chip:
     """Peak figures of one accelerator.
@@ -89,6 +109,7 @@ class Chip:
       matrix_efficiency: share of the peak that large products reach by XLA's own estimates, squares
         of 2048 to 8192 in bfloat16 compiled for one chip with libtpu 0.0.42; None where XLA has
         not been asked.
+      memory_shares: what moving bytes reaches, by the same estimates.
     """
 
     name: str
@@ -100,6 +121,7 @@ class Chip:
     torus: Torus | None = None
     products_per_cycle: int | None = None
     matrix_efficiency: float | None = None
+    memory_shares: MemoryShares = _WHOLE
 
     @property
     def links(self) -> int:
@@ -120,13 +142,44 @@ CHIPS = (
     # Matrix units have 128 x 128 multipliers, of v6e 256 x 256.
     Chip("v4", _peaks(275, 275), 32 * GIB, 1200 * GB, 300 * GB, None, CUBES, 8 * 128**2),
     # 2 network cards of 100 Gbit/s for 8 chips.
-    Chip("v5e", _peaks(197, 197), 16 * GB, 819 * GB, 200 * GB, 3.125 * GB, POD, 4 * 128**2, 0.92),
+    Chip(
+        "v5e",
+        _peaks(197, 197),
+        16 * GB,
+        819 * GB,
+        200 * GB,
+        3.125 * GB,
+        POD,
+        4 * 128**2,
+        0.92,
+        MemoryShares(0.80, 0.49, 0.33),
+    ),
     # 50 Gbit/s per chip.
     Chip(
-        "v5p", _peaks(459, 459), 95 * GIB, 2765 * GB, 600 * GB, 6.25 * GB, CUBES, 8 * 128**2, 0.91
+        "v5p",
+        _peaks(459, 459),
+        95 * GIB,
+        2765 * GB,
+        600 * GB,
+        6.25 * GB,
+        CUBES,
+        8 * 128**2,
+        0.91,
+        MemoryShares(0.71, 0.44, 0.23),
     ),
     # 4 network cards of 200 Gbit/s for 8 chips.
-    Chip("v6e", _peaks(918, 918), 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB, POD, 4 * 256**2, 0.72),
+    Chip(
+        "v6e",
+        _peaks(918, 918),
+        32 * GB,
+        1638 * GB,
+        400 * GB,
+        12.5 * GB,
+        POD,
+        4 * 256**2,
+        0.72,
+        MemoryShares(0.89, 0.50, 0.21),
+    ),
     # 100 Gbit/s per chip.
     Chip("tpu7x", _peaks(2307, 2307), 192 * GIB, 7380 * GB, 600 * GB, 12.5 * GB, CUBES),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),

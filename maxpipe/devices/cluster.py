@@ -5,6 +5,7 @@ No other module does. Imports no JAX, except in a process of its own where only 
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from maxpipe.config.errors import ConfigError, Problem
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 
 _DETECT_SECONDS = 300
-_DETECT = """
+_IMPORT_SECONDS = 60  # for JAX, on top
+_DETECT = f"""
 import json
 from jax._src.clusters import ClusterEnv
-place = ClusterEnv.auto_detect_unset_distributed_params(*[None] * 5, 300)
+place = ClusterEnv.auto_detect_unset_distributed_params(*[None] * 5, {_DETECT_SECONDS})
 print(json.dumps(place))
 """
+_REMEDY = "set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class Place:
 
 
 def announced_processes() -> int:
-    """Return the number of processes in the environment; 1 where only JAX can detect it."""
+    """Return the number of processes in the environment; 1 where only JAX can detect it.
+
+    Raises:
+      ConfigError: it is no number there.
+    """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        return int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+        return _integer("JAX_NUM_PROCESSES")
     return _num_slurm_tasks()
 
 
@@ -71,7 +78,7 @@ def coordinator_variables() -> tuple[str, int, int] | None:
     """Return coordinator, number of processes and index from JAX's variables, None if not set.
 
     Raises:
-      ConfigError: only some of the variables are set.
+      ConfigError: only some of the variables are set, or not as they should be.
     """
     env = os.environ
     if "JAX_COORDINATOR_ADDRESS" not in env:
@@ -81,8 +88,11 @@ def coordinator_variables() -> tuple[str, int, int] | None:
         names = " and ".join(missing)
         message = f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well"
         raise ConfigError(Problem("", message))
-    numbers = (int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
-    return env["JAX_COORDINATOR_ADDRESS"], *numbers
+    address = env["JAX_COORDINATOR_ADDRESS"]
+    if not address.rpartition(":")[2].isdecimal():
+        message = f"JAX_COORDINATOR_ADDRESS={address} names no port: set it to HOST:PORT"
+        raise ConfigError(Problem("", message))
+    return address, _integer("JAX_NUM_PROCESSES"), _integer("JAX_PROCESS_ID")
 
 
 def find_place() -> Place:
@@ -93,25 +103,60 @@ def find_place() -> Place:
     """
     place = coordinator_variables()
     if place is None and is_cluster():
-        words = [sys.executable, "-c", _DETECT]
-        detection = subprocess.run(
-            words, capture_output=True, text=True, timeout=_DETECT_SECONDS, check=False
-        )
-        known = None if detection.returncode else json.loads(detection.stdout.splitlines()[-1])[:3]
-        if known is None or None in known:
-            reason = detection.stderr.strip().rpartition("\n")[2] or "it knows no such cluster"
-            raise ConfigError(Problem("", f"JAX cannot tell the processes of this job: {reason}"))
-        place = tuple(known) if known[1] > 1 else None
+        detected = _detect()
+        place = detected if detected[1] > 1 else None
     if place is None:
         return Place("localhost", 0, 1, 0)
     host, _, port = place[0].rpartition(":")
     return Place(host.strip("[]"), int(port), *place[1:])
 
 
+def _detect() -> tuple[str, int, int]:
+    """Return coordinator, number of processes and index as JAX detects them."""
+    reason = "it knows no such cluster"
+    try:
+        detection = subprocess.run(
+            [sys.executable, "-c", _DETECT],
+            capture_output=True,
+            text=True,
+            timeout=_DETECT_SECONDS + _IMPORT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        reason = f"it has not found them in {error.timeout:g} s"
+    else:
+        if detection.returncode == 0:
+            address, count, index = json.loads(detection.stdout.splitlines()[-1])[:3]
+            if None not in (address, count, index):
+                return address, count, index
+        reason = detection.stderr.strip().rpartition("\n")[2] or reason
+    message = f"JAX cannot tell the processes of this job: {reason}; {_REMEDY}"
+    raise ConfigError(Problem("", message))
+
+
+def free_port(address: str = "") -> int:
+    """Return a port at which nothing listens.
+
+    Args:
+      address: of this machine, such as an IPv4 or IPv6 number; all of them if empty.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as probe:
+        return int(probe.getsockname()[1])
+
+
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def _integer(name: str) -> int:
+    """Return the number in a variable, 1 if it is not set."""
+    text = os.environ.get(name, "1")
+    if not text.isdecimal():
+        raise ConfigError(Problem("", f"{name}={text} is no number: set it to 0 or more"))
+    return int(text)
+
+
 def _num_slurm_tasks() -> int:
     """Return the number of tasks of this process's Slurm job step; 1 outside of Slurm."""
-    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
+    return _integer("SLURM_NTASKS") if "SLURM_PROCID" in os.environ else 1

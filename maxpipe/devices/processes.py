@@ -12,6 +12,7 @@ _POSTS_KEPT = 1000  # far more than processes may be apart
 # Without a limit: heartbeats and the watchdog end a run whose process 0 is lost or hangs.
 _ENDLESS_MS = 2**31 - 1
 _posts = itertools.count()
+_reports = itertools.count()
 
 
 class KeyValueStore(Protocol):
@@ -68,6 +69,23 @@ def of_first_process(value: int) -> int:
     return value
 
 
+def of_all_on_first(value: str) -> list[str]:
+    """Return every process's `value` on process 0, and nothing on others; only process 0 waits."""
+    if jax.process_count() == 1:
+        return [value]
+    number = next(_reports)
+    store: KeyValueStore = coordinator()
+    if jax.process_index() != 0:
+        store.key_value_set(_report_key(number, jax.process_index()), value)
+        return []
+    values = [value]
+    for index in range(1, jax.process_count()):
+        key = _report_key(number, index)
+        values.append(store.blocking_key_value_get(key, _ENDLESS_MS))
+        store.key_value_delete(key)
+    return values
+
+
 def share(directory: Path) -> bool:
     """Return whether all processes see the same directory, which exists and is writable."""
     if jax.process_count() == 1:
@@ -108,6 +126,10 @@ def _state() -> Any:
 
 def _trace(directory: Path, number: int) -> Path:
     return directory / f".shared-{number}"
+
+
+def _report_key(number: int, index: int) -> str:
+    return f"maxpipe/report/{number}/{index}"
 
 
 def _post_key(number: int) -> str:

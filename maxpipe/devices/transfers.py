@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxpipe.devices import processes
+from maxpipe.devices.cluster import free_port
 
 _STREAMS = 4  # parallel connections between two processes
 # A receiver waits for its sender, which may be compiling for an hour. Lost and hung processes are
@@ -28,8 +29,10 @@ _TIMEOUT_SECONDS = 7 * 24 * 3600
 def start_transfers() -> None:
     """Let this process exchange arrays over sockets; after it has joined, before it has devices."""
     own = _own_address(processes.coordinator_address())
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{own}:{_free_port(own)}")
-    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{own}:0"] * _STREAMS))
+    place = f"[{own}]" if ":" in own else own
+    # The transfer server takes no port 0, and others learn the port from JAX.
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{place}:{free_port(own)}")
+    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{place}:0"] * _STREAMS))
     jax.config.update("jax_cross_host_transfer_timeout_seconds", _TIMEOUT_SECONDS)
 
 
@@ -93,17 +96,10 @@ def _processes_of_devices(sharding: Sharding) -> frozenset[int]:
 def _own_address(coordinator: str) -> str:
     """Return the address by which this host reaches the coordinator, and others reach this host."""
     host, _, port = coordinator.rpartition(":")
-    family, kind, protocol, _, target = socket.getaddrinfo(
-        host.strip("[]"), int(port), family=socket.AF_INET, type=socket.SOCK_DGRAM
-    )[0]
+    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    # All hosts have to choose alike, so the order in which a resolver answers does not count.
+    family, kind, protocol, _, target = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     # A datagram socket sends nothing when it connects; it only chooses an interface.
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def _free_port(address: str) -> int:
-    # The transfer server takes no port 0, and others learn the port from JAX.
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ C channels of a head, D model width, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.checkpoint.average import read_mean_parameters
 from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
@@ -272,8 +274,8 @@ class Decoder:
         return x, Cache(first_caches, stacked)
 
 
-def load_parameters(step_directory: Path, config: Config) -> Params:
-    """Return the parameters of a checkpoint in the compute dtype.
+def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
+    """Return the parameters of a checkpoint, of several the mean, in the compute dtype.
 
     They are sharded over the tensor axis of all devices of this process.
 
@@ -285,7 +287,11 @@ def load_parameters(step_directory: Path, config: Config) -> Params:
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     program = ModelProgram(config.model)
     weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.stacked_layers,))
-    return jax.jit(program.cast)(read_parameters(step_directory, weights.abstract()))
+    if len(step_directories) == 1:
+        params = read_parameters(step_directories[0], weights.abstract())
+    else:
+        params = read_mean_parameters(step_directories, weights.abstract())
+    return jax.jit(program.cast)(params)
 
 
 def generate(
@@ -307,24 +313,41 @@ def generate(
       seed: of the draws; token n depends on it, on n and on the text so far.
       max_tokens: the largest number of tokens.
     """
-    decoder = Decoder(config.model, config.data.sequence_length)
+    programs = _programs(config.model, config.data.sequence_length, sampling)
     key = jax.random.key(seed)
-
-    @jax.jit
-    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
-        logits, cache = decoder.prefill(params, tokens)
-        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
-
-    def following(
-        params: Params, token: jax.Array, position: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        logits, cache = decoder.step(params, token, position, cache)
-        return sampling(logits, jax.random.fold_in(key, position + 1)), cache
-
-    next_token = jax.jit(following, donate_argnums=3)
-    token, cache = first(params, jnp.asarray([prompt], jnp.int32))
+    token, cache = programs.first(params, jnp.asarray([prompt], jnp.int32), key)
     end = len(prompt) + max_tokens
     for position in range(len(prompt), end):
         yield int(token[0])
         if position + 1 < end:
-            token, cache = next_token(params, token, jnp.int32(position), cache)
+            token, cache = programs.following(params, token, jnp.int32(position), cache, key)
+
+
+class _Programs(NamedTuple):
+    """What is compiled to generate.
+
+    Attributes:
+      first: (params, tokens of a prompt, key) -> the token after it, cache.
+      following: (params, token, its position, cache, key) -> the token after it, cache.
+    """
+
+    first: jax.stages.Wrapped
+    following: jax.stages.Wrapped
+
+
+@lru_cache(maxsize=8)
+def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs:
+    """Return the programs of a model, the same ones for the next prompt; arguments of `Decoder`."""
+    decoder = Decoder(config, window)
+
+    def first(params: Params, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache]:
+        logits, cache = decoder.prefill(params, tokens)
+        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
+
+    def following(
+        params: Params, token: jax.Array, position: jax.Array, cache: Cache, key: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        logits, cache = decoder.step(params, token, position, cache)
+        return sampling(logits, jax.random.fold_in(key, position + 1)), cache
+
+    return _Programs(jax.jit(first), jax.jit(following, donate_argnums=3))

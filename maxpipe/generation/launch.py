@@ -1,49 +1,114 @@
-"""Run `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
+"""Run `python -m maxpipe.generate`: load a checkpoint, continue a text or answer, print it."""
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import find_step
+from maxpipe.checkpoint.run_argument import find_steps
+from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
+from maxpipe.generation.chat import TooLong
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.model import Model
 from maxpipe.generation.text import check_tokens, read_prompt
 
 DONE, NOT_LOADED = 0, 1  # exit codes
 
+Draw = Callable[[Sequence[int]], Iterator[str]]  # token ids of a prompt -> what follows
+
 
 def launch(flags: argparse.Namespace) -> int:
-    """Print the prompt and what the model writes after it; return the exit code.
+    """Print the prompt and what the model writes after it, or its answers; return the exit code.
 
     Raises:
-      ConfigError: run, step, tokenizer, prompt or stop tokens are not usable.
+      ConfigError: run, step, tokenizer, prompt or stop tokens are not usable, or there is no chat
+        template.
     """
     store = open_steps(flags.run_dir, "RUN_DIR")
-    step = find_step(store, flags.step)
+    steps = find_steps(store, flags.step, flags.average)
+    system = [_said("system", flags.system)] if flags.system else []
     try:
-        model = Model(store, step, flags.tokenizer)
+        model = Model(store, steps, flags.tokenizer)
         # What the command line names is looked at before the parameters are read.
-        tokenizer = model.tokenizer
+        tokenizer = model.find_tokenizer()
         check_tokens(flags.stop_token, model.config.model.num_token_ids)
-        prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
+        if flags.chat:
+            prompt = model.read_conversation([*system, _said("user", flags.prompt or "")])
+        else:
+            prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        print(f"error: {store}/{steps[-1]}: {error}", file=sys.stderr)
         return NOT_LOADED
-    _show(without_special_tokens(tokenizer, flags.prompt))
-    for text in model.stream(
-        prompt,
-        Sampling(flags.temperature, flags.top_k, flags.top_p),
+    draw: Draw = partial(
+        model.answer if flags.chat else model.stream,
+        sampling=Sampling(flags.temperature, flags.top_k, flags.top_p),
         seed=flags.seed,
         max_tokens=flags.max_tokens,
         stop=flags.stop,
         stop_tokens=flags.stop_token,
-    ):
-        _show(text)
-    _show("\n")
+    )
+    if flags.chat and flags.prompt is None:
+        _talk(model, draw, system)
+        return DONE
+    if not flags.chat:
+        _show(without_special_tokens(tokenizer, flags.prompt))
+    _show_all(draw(prompt))
     return DONE
+
+
+def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
+    """Answer the lines of standard input until it ends, each as a turn of one conversation."""
+    sign = "> " if sys.stdin.isatty() else ""
+    turns: list[Message] = []
+    while True:
+        try:
+            line = input(sign).strip()
+        except EOFError:
+            return
+        if line:
+            turns.append(_said("user", line))
+            prompt = _read_newest(model, system, turns)
+            turns.append(_said("assistant", _show_all(draw(prompt)).rstrip()))
+
+
+def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) -> list[int]:
+    """Return the prompt of a conversation, without its oldest turns if it has become too long.
+
+    Raises:
+      ConfigError: the newest turn alone is too long, or the chat template refuses the conversation.
+    """
+    num_turns = len(turns)
+    while True:
+        try:
+            prompt = model.read_conversation([*system, *turns])
+        except TooLong:
+            if len(turns) == 1:
+                raise
+            del turns[:2]  # a question and its answer
+            continue
+        if num_left_out := num_turns - len(turns):
+            limit = model.config.data.sequence_length
+            reason = f"the model reads {limit} tokens (data.sequence_length)"
+            print(f"({num_left_out} oldest turns are forgotten: {reason})", file=sys.stderr)
+        return prompt
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _show_all(texts: Iterable[str]) -> str:
+    """Print texts as they come, and the end of the line; return them."""
+    shown = ""
+    for text in texts:
+        _show(text)
+        shown += text
+    _show("\n")
+    return shown
 
 
 def _show(text: str) -> None:

@@ -1,8 +1,8 @@
-"""Use a trained model from Python: logits of tokens, and text after a prompt."""
+"""Use a trained model from Python: logits of tokens, text after a prompt, answers in chats."""
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike, fspath
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import check_block, find_step
+from maxpipe.checkpoint.run_argument import check_block, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
+from maxpipe.data.chat_template import ChatTemplate, Message
 from maxpipe.data.tokenizers import Tokenizer
+from maxpipe.generation.chat import before, end_of_turn, find_chat_template, read_conversation
 from maxpipe.generation.decoding import Decoder, Sampling, generate, load_parameters
 from maxpipe.generation.text import (
     TextStream,
@@ -36,7 +38,7 @@ class Model:
 
     Args:
       store: checkpoints of the run.
-      step: a committed one.
+      steps: committed ones; the parameters are the mean over them.
       tokenizer: as `data.tokenizer`; None for the run's own.
 
     Raises:
@@ -45,27 +47,37 @@ class Model:
 
     Attributes:
       config: resolved configuration of the run.
-      step: finished steps of the training.
+      step: finished steps of the training, at the last one.
     """
 
-    def __init__(self, store: StepStore, step: int, tokenizer: str | None = None):
+    def __init__(self, store: StepStore, steps: Sequence[int], tokenizer: str | None = None):
         self._store = store
-        self._meta = store.record(step).meta
+        self._steps = steps
+        self.step = steps[-1]
+        self._meta = store.record(self.step).meta
         self._named_tokenizer = tokenizer
-        self.step = step
         self.config = from_record(self._meta.get("config", {}))
         check_block(self.config)
 
     def __repr__(self) -> str:
         return f"<maxpipe model of {self._store}, step {self.step}>"
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run, or the one that was named.
 
         Raises:
           ConfigError: it is gone, or has ids that the model does not know.
         """
+        with _naming_arguments():
+            return self.find_tokenizer()
+
+    def find_tokenizer(self) -> Tokenizer:
+        """Return `tokenizer`; errors name it as a command line does, --tokenizer."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         return find_tokenizer(self._named_tokenizer, self.config, self._meta, self._store)
 
     @cached_property
@@ -75,8 +87,11 @@ class Model:
         Raises:
           CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: they cannot be read.
         """
-        with self._store.local_copy(self.step) as directory:
-            return load_parameters(directory, self.config)
+        with ExitStack() as copies:
+            directories = [
+                copies.enter_context(self._store.local_copy(step)) for step in self._steps
+            ]
+            return load_parameters(directories, self.config)
 
     def load(self) -> None:
         """Read what `stream` needs now, rather than at its first use; raises as they do."""
@@ -145,6 +160,72 @@ class Model:
         )
         return "".join(texts)
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[object] | None = None,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
+
+        Args:
+          messages: {"role": ..., "content": ...} each, and what else the chat template knows.
+          tools: descriptions of those that may be called.
+          max_tokens, temperature, top_k, top_p, seed: as of `generate`.
+
+        Raises:
+          ValueError: an argument is out of range, the run has no chat template, or the template
+            refuses the conversation, or it is too long.
+        """
+        _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        if not messages:
+            raise ValueError('messages: expected some, such as [{"role": "user", "content": "Hi"}]')
+        sampling = Sampling(temperature, top_k, top_p)
+        with _naming_arguments():
+            prompt = self.read_conversation(messages, tools)
+            texts = self.answer(
+                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=(), stop_tokens=()
+            )
+            return "".join(texts).rstrip()
+
+    def read_conversation(
+        self, messages: Sequence[Message], tools: Sequence[object] | None = None
+    ) -> list[int]:
+        """Return the token ids after which the answer to a conversation begins.
+
+        Raises:
+          ConfigError: the run has no chat template, or it refuses them, or they are too long.
+        """
+        limit = self.config.data.sequence_length
+        return read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int],
+    ) -> Iterator[str]:
+        """Yield the answer up to the end of the assistant's turn; arguments as of `stream`."""
+        end = end_of_turn(self._chat_template, self.tokenizer)
+        texts = self.stream(
+            prompt,
+            sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_tokens=[*stop_tokens, *end.tokens],
+        )
+        return before(end.text, texts)
+
     def stream(
         self,
         prompt: Sequence[int],
@@ -183,18 +264,27 @@ class Model:
         return set() if self._named_tokenizer else imported_ends(self.config, self._store)
 
     @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return find_chat_template(self.config, self._store)
+
+    @cached_property
     def _logits(self) -> jax.stages.Wrapped:
         return jax.jit(Decoder(self.config.model, self.config.data.sequence_length).logits)
 
 
 def load_model(
-    run_dir: str | PathLike[str], *, step: int | None = None, tokenizer: str | None = None
+    run_dir: str | PathLike[str],
+    *,
+    step: int | None = None,
+    average: int = 1,
+    tokenizer: str | None = None,
 ) -> Model:
     """Load the model of a run, whatever its stages and devices were.
 
     Args:
       run_dir: the run's directory, also s3:// and gs://.
       step: the checkpoint to read; None = the newest.
+      average: read the mean of this many checkpoints, the last ones up to `step`.
       tokenizer: as `data.tokenizer`; None for the run's own.
 
     Raises:
@@ -203,7 +293,7 @@ def load_model(
     """
     with _naming_arguments():
         store = open_steps(fspath(run_dir), "RUN_DIR")
-        model = Model(store, find_step(store, step), tokenizer)
+        model = Model(store, find_steps(store, step, average), tokenizer)
     _ = model.params  # what is wrong with them should not come up later
     return model
 
@@ -214,7 +304,7 @@ def _naming_arguments() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        names = {"RUN_DIR": "run_dir", "--stop-token": "stop_tokens"}
+        names = {"RUN_DIR": "run_dir", "--stop-token": "stop_tokens", "--chat": "messages"}
         problems = [
             replace(problem, key=names.get(problem.key, problem.key.removeprefix("--")))
             for problem in error.problems

@@ -87,8 +87,8 @@ def imported_ends(config: Config, store: StepStore) -> set[int]:
 
 def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
     """Raise ConfigError for ids of --stop-token that the model cannot draw."""
-    if outside := [str(token) for token in ids if token >= vocab_size]:
-        message = f"the model has no token {', '.join(outside)}; its ids are below {vocab_size}"
+    if outside := [str(token) for token in ids if not 0 <= token < vocab_size]:
+        message = f"the model has no token {', '.join(outside)}; its ids are 0 to {vocab_size - 1}"
         raise ConfigError(Problem("--stop-token", message))
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
+from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
-from maxpipe.data.tokenizers import Tokenizer, main_file
+from maxpipe.data.chat_template import put_chat_template
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, Tokenizer, main_file
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
@@ -36,7 +38,7 @@ from maxpipe.model.program import ModelProgram
 
 
 def export(
-    directory: Path,
+    reader: ParameterReader,
     record: Record,
     config: Config,
     target: Path,
@@ -52,7 +54,8 @@ def export(
     """Write the parameters of a checkpoint into a new folder.
 
     Args:
-      directory, record: of a committed step.
+      reader: of the parameters.
+      record: of the step, of several the last.
       config: of the run, resolved.
       target: the folder; it appears under this name when it is complete.
       family: from `model_types.choose_family`.
@@ -80,7 +83,7 @@ def export(
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        write_weights(unfinished, files, rules, kind, _leaf_reader(directory, record))
+        write_weights(unfinished, files, rules, kind, _leaf_reader(reader))
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
@@ -93,6 +96,7 @@ def export(
         card = model_card(
             config,
             record,
+            steps=reader.steps,
             model_type=family.model_type,
             dtype=dtype,
             size=sum(math.prod(shape) for file in files for shape in file.shapes.values()),
@@ -118,16 +122,17 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
     return {**kept, **written, "max_position_embeddings": longest}
 
 
-def _leaf_reader(directory: Path, record: Record) -> Callable[[Rule], np.ndarray]:
+def _leaf_reader(reader: ParameterReader) -> Callable[[Rule], np.ndarray]:
     def read(rule: Rule) -> np.ndarray:
-        name = ".".join((PARAMS, *rule.path))
-        return np.asarray(read_arrays(directory, record.leaves, {name: None})[name])
+        return np.asarray(reader.read(".".join((PARAMS, *rule.path))))
 
     return read
 
 
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
     """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files.
+
+    A chat template that the run was trained with takes the place of others.
 
     Returns:
       Whether these were copied.
@@ -142,6 +147,8 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
                 shutil.copyfile(origin / kept, target / kept)
     for file in companions:
         place = target / (name_in_folder(file) if file == trained_with else file.name)
-        if not place.exists():
+        if file.name != CHAT_TEMPLATE and not place.exists():
             shutil.copyfile(file, place)
+    if trained := next((file for file in companions if file.name == CHAT_TEMPLATE), None):
+        put_chat_template(trained.read_text(encoding="utf-8"), target)
     return keeps_origin

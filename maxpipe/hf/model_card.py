@@ -1,7 +1,10 @@
 """Write the model card of an export: what the model is, and what the run says about itself."""
 
+from collections.abc import Sequence
+
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.checkpoint.record import Record
+from maxpipe.config.model_places import run_of
 from maxpipe.config.sections import Config
 
 FILE = "README.md"
@@ -32,6 +35,7 @@ def model_card(
     config: Config,
     record: Record,
     *,
+    steps: Sequence[int],
     model_type: str,
     dtype: str,
     size: int,
@@ -42,7 +46,8 @@ def model_card(
 
     Args:
       config: of the run, resolved.
-      record: of the checkpoint.
+      record: of the checkpoint, of several the last.
+      steps: of which the weights are the mean.
       model_type: of config.json.
       dtype: of the tensors.
       size: number of parameters.
@@ -51,6 +56,7 @@ def model_card(
     """
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
     start = "imported weights" if config.init_from else "random weights"
+    start = "the weights of another run" if run_of(config.init_from) else start
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
@@ -61,7 +67,9 @@ def model_card(
         "seed": config.seed,
     }
     loss = record.meta.get(EVAL_LOSS)
-    if isinstance(loss, int | float):
+    if len(steps) > 1:
+        facts["weights"] = f"the mean of steps {', '.join(f'{step:,}' for step in steps)}"
+    elif isinstance(loss, int | float):
         facts["evaluation loss"] = f"{loss:.4f} nats a token"
     tokenizer = "# The run had no file of a tokenizer."
     if has_tokenizer:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE
 from maxpipe.config.model_places import (
@@ -45,7 +46,8 @@ def read_origin(config: Config) -> dict[str, bytes]:
       ConfigError: an object store or the hub cannot be read.
     """
     if run := run_of(config.init_from):
-        return {file.name: file.read_bytes() for file in sorted(Path(run, ORIGIN).glob("*"))}
+        with open_steps(run, "init_from").local_files(ORIGIN) as files:
+            return {file.name: file.read_bytes() for file in files if file.is_file()}
     weights = "" if maxtext_directory(config.init_from) else config.init_from
     key, value = ("init_from", weights) if weights else ("model.from_hf", config.model.from_hf)
     contents: dict[str, bytes] = {}

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import Record
+from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.hf.safetensors import header
@@ -21,14 +21,14 @@ from maxpipe.storage.local_files import write_atomically
 FLAG = "--safetensors"
 
 
-def export_file(directory: Path, record: Record, config: Config, target: Path, dtype: str) -> int:
+def export_file(reader: ParameterReader, config: Config, target: Path, dtype: str) -> int:
     """Write all parameters, one leaf in memory at a time.
 
-    Layer parameters are [num_layers, ...], in model order. The file's metadata has the step and
-    the model's configuration as JSON.
+    Layer parameters are [num_layers, ...], in model order. The file's metadata has the step, the
+    steps of a mean, and the model's configuration as JSON.
 
     Args:
-      directory, record: of a committed step.
+      reader: of one or several steps.
       config: of the run, resolved.
       target: the file; it appears under this name when it is complete.
       dtype: of the tensors.
@@ -44,15 +44,16 @@ def export_file(directory: Path, record: Record, config: Config, target: Path, d
     if target.exists():
         raise ConfigError(Problem(FLAG, f"{target} exists; name a new file"))
     kind, prefix = jnp.dtype(dtype), f"{PARAMS}."
-    leaves = {name: leaf for name, leaf in record.leaves.items() if name.startswith(prefix)}
+    leaves = reader.leaves
     entries = [(name.removeprefix(prefix), kind, leaf.shape) for name, leaf in leaves.items()]
-    model = {"step": record.step, "model": asdict(config.model)}
+    model = {"step": reader.steps[-1], "model": asdict(config.model)}
+    if len(reader.steps) > 1:
+        model["mean_of_steps"] = reader.steps
 
     def pieces() -> Iterator[bytes]:
         yield header(entries, {"maxpipe": json.dumps(model)})[0]
         for name in leaves:
-            leaf = np.asarray(read_arrays(directory, record.leaves, {name: None})[name])
-            yield leaf.astype(kind).tobytes()
+            yield np.asarray(reader.read(name)).astype(kind).tobytes()
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, pieces())

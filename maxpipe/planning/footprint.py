@@ -87,8 +87,7 @@ def with_dense_layers(config: Config) -> Config:
 
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
-    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
-    return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
+    return _layer(config.model, config.data.sequence_length, _rules(config), _sizes(config))
 
 
 def residual_width(config: Config) -> float:
@@ -194,6 +193,15 @@ def working_width(config: Config) -> float:
         # Tokens of all devices, and what the experts of this one add to them.
         others += 2 * devices * config.model.embed_dim
     return layer.result_width + layer.elementwise_width + layer.widest_gradients + 2 * others
+
+
+def axis_rules(config: Config) -> AxisRules:
+    """Return the logical axis rules, bound to an abstract mesh of the configured sizes."""
+    return _axis_rules(_rules(config), _sizes(config))
+
+
+def _sizes(config: Config) -> Sizes:
+    return tuple((axis, config.mesh.size(axis)) for axis in MESH_AXES)
 
 
 def _rules(config: Config) -> Rules:

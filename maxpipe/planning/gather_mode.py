@@ -2,7 +2,8 @@
 
 On TPUs a gather in every iteration is exposed, and so is part of one that runs ahead. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
-their gradients in full.
+their gradients in full. Gathering a repeat ahead is as fast where the engine can: it compiles
+longer, and holds less.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,13 @@ from jax.sharding import Mesh
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
+from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB, device_memory
+from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.footprint import axis_rules
 
 KEY = "pipeline.fsdp_gather"
 MEMORY_SHARE = 0.05  # of a device, for what is whole
@@ -50,22 +55,40 @@ def gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore) -
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather
-    is_open = ENGINES[pipeline.engine].lockstep and config.mesh.size("fsdp") > 1
-    if not is_open or pipeline.fsdp_prefetch == "true" or tpu_memory is None:
+    if pipeline.fsdp_prefetch == "true" or tpu_memory is None or not _can_gather_whole(config):
         return "per_iteration"
-    once, iteration = (
-        estimate(update(config, {KEY: mode})).total for mode in ("once", "per_iteration")
-    )
-    more, device = f"{(once - iteration) / GIB:.2f} GiB", f"a device's {tpu_memory / GIB:.3g} GiB"
-    if once - iteration > MEMORY_SHARE * tpu_memory:
-        reason = f"whole weights and gradients would take {more} more, over {MEMORY_SHARE:.0%}"
-    elif once > ROOM * tpu_memory:
-        reason = f"with whole weights a step would take over {ROOM:.0%}"
-    else:
-        note(
-            f"{KEY}=once: whole weights and gradients take {more} more, at most "
-            f"{MEMORY_SHARE:.0%} of {device}"
-        )
-        return "once"
-    note(f"{KEY}=per_iteration: {reason} of {device}")
+    device = f"a device's {tpu_memory / GIB:.3g} GiB"
+    iteration = estimate(update(config, {KEY: "per_iteration"})).total
+    reason = ""
+    for mode, what in _whole_modes(config).items():
+        whole = estimate(update(config, {KEY: mode})).total
+        extra = max(0.0, whole - iteration)
+        more = f"{extra / GIB:.2f} GiB more"
+        if extra > MEMORY_SHARE * tpu_memory:
+            reason = f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}"
+        elif whole > ROOM * tpu_memory:
+            reason = f"with {what} a step would take over {ROOM:.0%} of {device}"
+        else:
+            note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
+            return mode
+    note(f"{KEY}=per_iteration: {reason}")
     return "per_iteration"
+
+
+def _can_gather_whole(config: Config) -> bool:
+    """Return whether the engine runs this configuration on whole weights, and gains by it."""
+    engine = ENGINES[config.pipeline.engine]
+    if not (engine.has_stages and engine.one_program) or config.mesh.size("fsdp") == 1:
+        return False
+    # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
+    return not offloaded_names(config.pipeline) and not unfit_rules(axis_rules(config))
+
+
+def _whole_modes(config: Config) -> dict[str, str]:
+    """Return the engine's modes that gather whole weights, fastest first, and what they hold."""
+    modes = {
+        "once": "whole weights and gradients",
+        "per_repeat": "whole weights and gradients of the repeats at work",
+    }
+    refused = [value for r in refusals_of(config.pipeline.engine, KEY) for value in r.values]
+    return {mode: what for mode, what in modes.items() if mode not in refused}

@@ -31,8 +31,13 @@ READ_LIMIT = 1 << 16  # bytes read of a file for its digest
 _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
 
 
-def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace the contents of a file; after a crash it holds either the old contents or the new.
+def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = True) -> None:
+    """Replace the contents of a file; readers find either the old contents or the new.
+
+    Args:
+      path: of the file.
+      pieces: its new contents.
+      durable: whether that also holds after a crash of the machine, which takes a flush to disk.
 
     Raises:
       OSError: the file cannot be written; it holds the old contents.
@@ -42,7 +47,8 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
         with scratch.open("wb") as file:
             file.writelines(pieces)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         scratch.replace(path)
     except OSError:
         scratch.unlink(missing_ok=True)

@@ -1,15 +1,16 @@
 """Decide for all supervisors of a run when their trainers start, end, and start again.
 
-The council sits with supervisor 0. The others report to it and follow its orders; who carries
-reports and orders is `maxpipe.supervision.link`'s to know. Imports no JAX.
+The council sits with supervisor 0. The others report to it and follow its orders; `link` carries
+reports and orders. Imports no JAX.
 """
 
 import json
+import math
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
@@ -23,6 +24,12 @@ RESET_SECONDS = 1800.0  # of an attempt, after which earlier restarts no longer 
 
 _AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
 _AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its own
+# When another one has ended as it should: for what is still saved and copied. As long as a step may
+# take by default, since one that is stopped keeps no deadline itself.
+_AFTER_END_SECONDS = 1800.0
+_MAX_DOUBLINGS = 30.0  # of pauses
+_QUIET_SECONDS = 10.0  # before it is said whom the run waits for
+_NAMES_SHOWN = 8
 _LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
 
 
@@ -120,7 +127,7 @@ class Policy:
     wait_seconds: float = 600.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Status:
     """What `maxpipe supervise --status` shows.
 
@@ -136,7 +143,7 @@ class Status:
     attempt: int = 0
     restarts: int = 0
     last_end: str = ""
-    members: dict[int, str] = field(default_factory=dict)
+    members: Mapping[int, str] = field(default_factory=dict)
 
 
 def describe(code: int) -> str:
@@ -179,7 +186,7 @@ class Council:
     """Restart all trainers of a run together, as one attempt.
 
     An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
-    lost, ends it for all; how decides whether another one follows.
+    lost, ends it for all. The exit code decides whether another attempt follows.
 
     Args:
       count: supervisors of the run, one for each process.
@@ -188,6 +195,9 @@ class Council:
       free_port: returns a port on which the coordinator of an attempt may listen.
       log: takes a line for each event.
       clock: seconds.
+
+    Attributes:
+      status: what there is to show; replaced as a whole, so that any thread may read it.
     """
 
     def __init__(
@@ -213,67 +223,103 @@ class Council:
         self._running: set[int] = set()
         self._ends: list[int] = []
         self._is_in_attempt = False
-        self._is_stopping = False
-        self._is_finished = False
-        self._row = 0  # restarts that count against the limit
-        self._last_code = PREEMPTED  # of a run that is stopped before its first attempt
+        self._ended_by = math.inf  # when the trainers that still run have been ordered to end
+        self._stopped_by = 0  # the signal that asked a supervisor to stop
+        self._finished: Finish | None = None
+        self._restarts_in_row = 0  # that count against the limit
         self._began = self._since = clock()
         self._pause_until = 0.0
+        self._told_missing = ""
 
-    def receive(self, member: int, report: Report) -> None:
-        """Take what supervisor `member` reports."""
+    def receive(self, member: int, report: Report) -> Finish | None:
+        """Take what supervisor `member` reports; return an order for it alone, if it has to go."""
         match report:
-            case Joined() if report.count != self._count or member not in range(self._count):
-                sides = f"{self._count} and {report.count}"
-                self._finish(CONFIG_ERROR, f"the supervisors count {sides} processes")
             case Joined():
-                self.status.members[member] = report.host
-                self._memories[member] = report.memory
-                self._since = self._clock()
+                return self._join(member, report)
             case Stopping():
-                self._is_stopping = True
+                self._stopped_by = report.number
                 name = signal.Signals(report.number).name
                 self._log(f"{self._name(member)} was asked to stop by {name}")
             case Ended() if report.attempt == self.status.attempt:
                 self._end(member, report.code, describe(report.code))
+        return None
 
     def lose(self, member: int) -> None:
         """Take note that supervisor `member` is gone, and that its trainer counts as lost."""
-        if not self._is_finished:
-            self._log(f"the supervisor of {self._name(member)} is lost")
-        self.status.members.pop(member, None)
+        if self._finished:
+            return  # it has its last order
+        self._log(f"the supervisor of {self._name(member)} is lost")
+        members = {i: host for i, host in self.status.members.items() if i != member}
+        self.status = replace(self.status, members=members)
         self._since = self._clock()
         self._end(member, _LOST_CODE, "the loss of its supervisor")
 
+    def fail(self, why: str) -> None:
+        """End the run because its supervisors cannot go on."""
+        self._finish(FAILED, why)
+
     def take_orders(self) -> list[Order]:
         """Return what all supervisors have to do now; to be called several times a second."""
-        if self._is_finished:
+        if self._finished:
             pass
         elif self._is_in_attempt:
             if not self._running:
                 self._decide()
-        elif self._is_stopping:
-            self._finish(shell_code(self._last_code), "asked to stop")
+        elif self._stopped_by:
+            is_interrupted = self._stopped_by == signal.SIGINT
+            self._finish(INTERRUPTED if is_interrupted else PREEMPTED, "asked to stop")
         elif self._clock() >= self._pause_until:
             self._gather()
         orders, self._orders = self._orders, []
         return orders
 
+    def _join(self, member: int, report: Joined) -> Finish | None:
+        if self._finished:
+            return self._finished
+        host = self.status.members.get(member)
+        why = ""
+        if report.count != self._count:
+            sides = f"{self._count} and {report.count}"
+            why = f"the supervisors count {sides} processes: set JAX_NUM_PROCESSES alike for all"
+        elif member not in range(self._count):
+            why = f"there is no process {member} of {self._count}: set JAX_PROCESS_ID from 0 on"
+        elif host is not None:
+            why = f"process {member} has a supervisor already, on {host}"
+            why += ": give each its own JAX_PROCESS_ID"
+        if not why:
+            members = {**self.status.members, member: report.host}
+            self.status = replace(self.status, members=members)
+            self._memories[member] = report.memory
+            self._since = self._clock()
+            return None
+        self._log(f"a supervisor on {report.host} is refused: {why}")
+        if not self.status.attempt and host is None:
+            # One of the run's own: the others would wait for it in vain.
+            self._finish(CONFIG_ERROR, why)
+        return Finish(CONFIG_ERROR, why)
+
     def _gather(self) -> None:
         """Start an attempt if all supervisors are there."""
-        missing = sorted({*range(self._count)} - self.status.members.keys())
+        missing = {*range(self._count)} - self.status.members.keys()
         if not missing:
             self._start()
-        elif self._clock() - max(self._since, self._pause_until) > self._policy.wait_seconds:
-            waited = f"in {self._policy.wait_seconds:g} s"
-            names = ", ".join(map(str, missing))
-            self._finish(LOST, f"no supervisor of process {names} has come {waited}")
+            return
+        names = _listed(missing)
+        waited = self._clock() - max(self._since, self._pause_until)
+        self.status = replace(self.status, state=f"waits for process {names}")
+        if waited > self._policy.wait_seconds:
+            seconds = self._policy.wait_seconds
+            self._finish(LOST, f"no supervisor of process {names} has come in {seconds:g} s")
+        elif waited > _QUIET_SECONDS and names != self._told_missing:
+            self._told_missing = names
+            self._log(self.status.state)
 
     def _start(self) -> None:
         # Later attempts have higher numbers also if supervisor 0 itself was started again.
         attempt = max(self.status.attempt + 1, int(time.time()))
-        self.status.attempt, self.status.state = attempt, "trains"
-        self._running, self._ends = {*range(self._count)}, []
+        self.status = replace(self.status, attempt=attempt, state="trains")
+        self._running, self._ends, self._ended_by = {*range(self._count)}, [], math.inf
+        self._told_missing = ""
         self._is_in_attempt, self._began = True, self._clock()
         several = f" with {self._count} processes" if self._count > 1 else ""
         self._log(f"starts attempt {attempt}{several}")
@@ -287,46 +333,53 @@ class Council:
         self._running.discard(member)
         is_first = not self._ends
         self._ends.append(code)
-        if not is_first:
-            return
-        self.status.last_end = f"{self._name(member)} ended by {how}"
-        self._log(self.status.last_end)
-        if not self._running:
-            return
+        if is_first:
+            self.status = replace(self.status, last_end=f"{self._name(member)} ended by {how}")
+            self._log(self.status.last_end)
+        seconds = _AFTER_FAILURE_SECONDS
         if _is_loss(code):
-            self._orders.append(End(self.status.attempt, _AFTER_LOSS_SECONDS))
-        elif code not in (0, PREEMPTED, INTERRUPTED):
-            # After these three the others may be saving; they have deadlines of their own.
-            self._orders.append(End(self.status.attempt, _AFTER_FAILURE_SECONDS))
+            seconds = _AFTER_LOSS_SECONDS
+        elif code in (0, PREEMPTED, INTERRUPTED):
+            seconds = _AFTER_END_SECONDS
+        if self._running and self._clock() + seconds < self._ended_by:
+            self._ended_by = self._clock() + seconds
+            self._orders.append(End(self.status.attempt, seconds))
 
     def _decide(self) -> None:
         """Finish after an attempt, or start another one after a pause."""
         self._is_in_attempt = False
         code = verdict(self._ends)
-        if self._is_stopping and code == -signal.SIGTERM:
+        if self._stopped_by and code == -signal.SIGTERM:
             code = PREEMPTED  # the signal came before the trainer could take it
-        self._last_code = code
-        if self._is_stopping or not is_restartable(code):
-            self._finish(shell_code(code), "asked to stop" if self._is_stopping else "")
+        if self._stopped_by or not is_restartable(code):
+            self._finish(shell_code(code), "asked to stop" if self._stopped_by else "")
             return
         if self._clock() - self._began >= RESET_SECONDS:
-            self._row = 0
-        if self._row >= self._policy.max_restarts:
-            self._finish(shell_code(code), f"giving up after {self._row} restarts")
+            self._restarts_in_row = 0
+        if self._restarts_in_row >= self._policy.max_restarts:
+            self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
             return
-        pause = min(LONGEST_PAUSE, self._policy.pause_seconds * 2**self._row)
-        self._row += 1
-        self.status.restarts += 1
-        self.status.state = "restarts"
+        doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
+        pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
+        self._restarts_in_row += 1
+        self.status = replace(self.status, restarts=self.status.restarts + 1, state="restarts")
         self._pause_until = self._clock() + pause
-        limit = f"{self._row} of at most {self._policy.max_restarts}"
+        limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
         self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
 
     def _finish(self, code: int, why: str) -> None:
-        self._is_finished = True
-        self.status.state = f"has ended with exit code {code}{why and f': {why}'}"
-        self._orders.append(Finish(code, why))
+        self._finished = Finish(code, why)
+        state = f"has ended with exit code {code}{why and f': {why}'}"
+        self.status = replace(self.status, state=state)
+        self._orders.append(self._finished)
 
     def _name(self, member: int) -> str:
         host = self.status.members.get(member, "")
         return f"process {member}{host and f' on {host}'}"
+
+
+def _listed(indices: Collection[int]) -> str:
+    """Return indices as text, such as "0, 2" or the first few "and 12 more"."""
+    shown = ", ".join(map(str, sorted(indices)[:_NAMES_SHOWN]))
+    more = len(indices) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

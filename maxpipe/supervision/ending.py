@@ -1,6 +1,8 @@
 """Leave a process at once, whatever threads libraries have left, without losing what matters."""
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ FAILED = 1
 LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 _LAST_ACTS_SECONDS = 5.0
+_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 Announce = Callable[[int, str], None]
 
@@ -105,3 +108,17 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, or None
             stream.flush()
+
+
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """Return what a child calls so that Linux kills it when process `parent` dies."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        libc.prctl(*_KILL_WITH_PARENT)
+        if os.getppid() != parent:  # dead already
+            os._exit(LOST)
+
+    return prepare

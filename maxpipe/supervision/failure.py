@@ -159,7 +159,8 @@ def _end_all(code: int, error: Exception) -> None:
 def _announce(code: int, reason: str) -> None:
     """Post why this process is about to leave, and give the others time to read it."""
     _post(code, reason)
-    _wait_for_others(code)
+    # `leave` gives all last acts a few seconds: this one must be over by then whatever the code.
+    _wait_for_others(_BARRIER_WITH_STUCK_MS)
 
 
 def _post(code: int, reason: str) -> None:
@@ -173,13 +174,13 @@ def _leave_together(code: int) -> None:
 
     Otherwise the end of the first one would look like a lost process to the others.
     """
-    _wait_for_others(code)
+    # A process that hangs or is lost does not come.
+    _wait_for_others(_BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
     leave(code)
 
 
-def _wait_for_others(code: int) -> None:
-    # A process that hangs or is lost does not come.
-    _meet(_REASON, _BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
+def _wait_for_others(timeout_ms: int) -> None:
+    _meet(_REASON, timeout_ms)
     if processes.index() == 0:
         time.sleep(1)  # the service that the other processes need runs here
 

@@ -7,13 +7,17 @@ in: whoever reaches the port can stop a run, though not choose what it executes.
 """
 
 import contextlib
-import select
+import selectors
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
+from maxpipe.config.terminal import emit
 from maxpipe.supervision.council import (
     Council,
     Ended,
@@ -31,7 +35,9 @@ SILENCE_SECONDS = 30.0
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
-_MAX_LINE = 10_000  # bytes; what strangers send is not kept
+_SURE_SECONDS = 1.0  # of life after another line has come, which shows that there are two
+_MAX_LINE = 200_000  # bytes; what strangers send is not kept
+_MAX_UNREAD = 100  # lines
 
 
 class LinkLost(ConnectionError):
@@ -39,48 +45,54 @@ class LinkLost(ConnectionError):
 
 
 class Line:
-    """Send and receive messages over a connected socket; the first line says which member it is."""
+    """Send and receive messages over a connected socket; the first line says which member it is.
+
+    Attributes:
+      heard: when the other side was heard last, by `time.monotonic`; at first, when it came.
+      is_answered: whether it has been heard at all.
+    """
 
     def __init__(self, connection: socket.socket):
+        self.is_answered = False
+        self.heard = self._pinged = time.monotonic()
         self._socket = connection
         self._socket.settimeout(SILENCE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = b""
-        self._heard = self._pinged = time.monotonic()
-        self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return the descriptor, for `select`."""
+        """Return the descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, text: str) -> None:
         """Send a line; raises `LinkLost` if the other side is gone."""
         try:
-            with self._lock:
-                self._socket.sendall(text.encode() + b"\n")
+            self._socket.sendall(text.encode() + b"\n")
         except OSError as error:
             raise LinkLost(str(error)) from error
 
     def ping(self) -> None:
         """Send an empty line if it is time for one; raise `LinkLost` after a long silence."""
         now = time.monotonic()
-        if now - self._heard > SILENCE_SECONDS:
+        if now - self.heard > SILENCE_SECONDS:
             raise LinkLost(f"silent for {SILENCE_SECONDS:g} s")
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
             self.send("")
 
     def receive(self) -> list[str]:
-        """Return the lines that have come, without waiting; raise `LinkLost` at the end of them."""
-        if not select.select([self._socket], [], [], 0)[0]:
-            return []
+        """Return the lines that have come; to be called when a selector has found some.
+
+        Raises:
+          LinkLost: this was the end of them.
+        """
         try:
             received = self._socket.recv(65536)
         except OSError as error:
             raise LinkLost(str(error)) from error
         if not received:
             raise LinkLost("closed")
-        self._heard = time.monotonic()
+        self.heard, self.is_answered = time.monotonic(), True
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         if len(self._buffer) > _MAX_LINE:
             raise LinkLost("no lines")
@@ -89,6 +101,25 @@ class Line:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection to the hub: a supervisor's once it has said which, a member's if it is seated.
+
+    Attributes:
+      line: to it.
+      came: when, by `time.monotonic`.
+      member: number that it gives itself.
+      unread: lines of its that have not been taken.
+      is_refused: whether it has been told to go.
+    """
+
+    line: Line
+    came: float = field(default_factory=time.monotonic)
+    member: int | None = None
+    unread: list[str] = field(default_factory=list)
+    is_refused: bool = False
 
 
 class Hub:
@@ -104,9 +135,12 @@ class Hub:
 
     def __init__(self, council: Council, port: int):
         self._council = council
-        self._listener = socket.create_server(("" if port else "localhost", port))
+        self._listener = _listen(port)
         self.port = int(self._listener.getsockname()[1])
-        self._lines: dict[Line, int | None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._guests: list[_Guest] = []
+        self._seats: dict[int, _Guest] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="council", daemon=True)
 
@@ -117,68 +151,114 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-        for line in self._lines:
-            line.close()
+        for guest in self._guests:
+            guest.line.close()
+        self._selector.close()
         self._listener.close()
 
     def _serve(self) -> None:
+        try:
+            self._serve_until_closed()
+        except Exception as error:
+            # Supervisor 0 goes on otherwise as if somebody still watched over the run.
+            emit(traceback.format_exc(), sys.stderr)
+            self._council.fail(f"the council has failed: {type(error).__name__}: {error}")
+            self._broadcast(self._council.take_orders())
+
+    def _serve_until_closed(self) -> None:
         until = float("inf")
         # At the end the others must get the last order: they close their lines when they have.
-        while time.monotonic() < until and not (self._closed.is_set() and not self._lines):
-            waiting: list[socket.socket | Line] = [self._listener, *self._lines]
-            if self._listener in select.select(waiting, [], [], _TICK_SECONDS)[0]:
-                with contextlib.suppress(OSError):
-                    self._lines[Line(self._listener.accept()[0])] = None
-            for line in [*self._lines]:
-                self._attend(line)
-            for order in self._council.take_orders():
-                self._broadcast(order)
+        while time.monotonic() < until and not (self._closed.is_set() and not self._guests):
+            ready = {key.data for key, _ in self._selector.select(_TICK_SECONDS)}
+            if None in ready:
+                self._accept()
+            for guest in [*self._guests]:
+                self._attend(guest, is_ready=guest in ready)
+            self._broadcast(self._council.take_orders())
             if self._closed.is_set():
                 until = min(until, time.monotonic() + _FAREWELL_SECONDS)
 
-    def _attend(self, line: Line) -> None:
-        try:
-            for text in line.receive():
-                self._take(line, text)
-            line.ping()
-        except (LinkLost, ValueError):
-            self._drop(line)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            guest = _Guest(Line(self._listener.accept()[0]))
+            self._selector.register(guest.line, selectors.EVENT_READ, guest)
+            self._guests.append(guest)
 
-    def _take(self, line: Line, text: str) -> None:
+    def _attend(self, guest: _Guest, *, is_ready: bool) -> None:
+        try:
+            if is_ready:
+                guest.unread += guest.line.receive()
+            if guest.is_refused:
+                guest.unread.clear()  # it has not read yet that it has to go
+            while guest.unread and (guest.member is None or self._is_heard(guest, guest.member)):
+                self._take(guest, guest.unread.pop(0))
+            if len(guest.unread) > _MAX_UNREAD:
+                raise ValueError("a supervisor that waits for its seat says too much")
+            guest.line.ping()
+        except (LinkLost, ValueError):
+            self._drop(guest)
+
+    def _is_heard(self, guest: _Guest, member: int) -> bool:
+        """Return whether the council should hear a guest as this member: not before it is sure.
+
+        Another line of this member may be an earlier one, whose host has failed; it is silent then,
+        and found lost soon. If it is alive, there are two of this number, and the council decides.
+        """
+        holder = self._seats.setdefault(member, guest)
+        return holder is guest or holder.line.heard - guest.came > _SURE_SECONDS
+
+    def _take(self, guest: _Guest, text: str) -> None:
         """Take a line, the first of which is the member's number; raises ValueError for others."""
-        member = self._lines[line]
-        if member is None:
-            member = int(text)
-            # Its earlier line, if it has not been found lost yet, will be by the next attempt.
-            if member in self._lines.values():
-                raise ValueError(f"supervisor {member} is there")
-            self._lines[line] = member
+        if guest.member is None:
+            guest.member = int(text)
             return
         report = decode(text)
         if not isinstance(report, Joined | Ended | Stopping):
             raise ValueError(f"no report: {text!r}")
-        self._council.receive(member, report)
+        if self._seats[guest.member] is not guest and not isinstance(report, Joined):
+            raise ValueError("it has not joined")
+        if refusal := self._council.receive(guest.member, report):
+            guest.is_refused = True
+            guest.unread.clear()
+            self._leave_seat(guest)
+            guest.line.send(encode(refusal))
 
-    def _drop(self, line: Line) -> None:
-        member = self._lines.pop(line, None)
-        line.close()
-        if member is not None:
-            self._council.lose(member)
+    def _leave_seat(self, guest: _Guest) -> bool:
+        """Return whether a guest had a seat, which is free now."""
+        if guest.member is None or self._seats.get(guest.member) is not guest:
+            return False
+        del self._seats[guest.member]
+        return True
 
-    def _broadcast(self, order: Order) -> None:
-        for line, member in [*self._lines.items()]:
-            if member is not None:
+    def _drop(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.line)
+        guest.line.close()
+        if self._leave_seat(guest) and guest.member is not None:
+            self._council.lose(guest.member)
+
+    def _broadcast(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            for guest in [*self._seats.values()]:
                 try:
-                    line.send(encode(order))
+                    guest.line.send(encode(order))
                 except LinkLost:
-                    self._drop(line)
+                    self._drop(guest)
+
+
+def _listen(port: int) -> socket.socket:
+    if not port:
+        return socket.create_server(("localhost", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def connect(
     address: tuple[str, int],
     member: int,
     greet: Callable[[str], Joined],
-    seconds: float,
+    until: float,
     gives_up: Callable[[], bool],
 ) -> Line | None:
     """Join the run's other supervisors, as soon as supervisor 0 can be reached.
@@ -187,13 +267,12 @@ def connect(
       address: host and port of supervisor 0.
       member: number of this one.
       greet: returns its first report, given the address of this host on the way to supervisor 0.
-      seconds: to wait for supervisor 0.
+      until: by `time.monotonic`, when to stop waiting for supervisor 0.
       gives_up: whether to return None rather than wait on.
 
     Raises:
       LinkLost: supervisor 0 could not be reached in time.
     """
-    until = time.monotonic() + seconds
     while not gives_up():
         try:
             connection = socket.create_connection(address, timeout=SILENCE_SECONDS)
@@ -203,21 +282,22 @@ def connect(
             return line
         except OSError as error:
             if time.monotonic() > until:
-                where = f"{address[0]}:{address[1]}"
-                raise LinkLost(f"no supervisor 0 at {where} in {seconds:g} s: {error}") from error
+                raise LinkLost(describe_absence(address, str(error))) from error
             time.sleep(_RETRY_SECONDS)
     return None
 
 
 def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> None:
     """Wait a moment for orders, and hand them over; raises `LinkLost`."""
-    select.select([line], [], [], seconds)
-    for text in line.receive():
+    with selectors.DefaultSelector() as selector:
+        selector.register(line, selectors.EVENT_READ)
+        texts = line.receive() if selector.select(seconds) else []
+    for text in texts:
         handle(decode(text))
     line.ping()
 
 
-def free_port() -> int:
-    """Return a port of this machine at which nothing listens."""
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+def describe_absence(address: tuple[str, int], reason: str) -> str:
+    """Return in words that supervisor 0 cannot be reached, why, and what to do."""
+    where = f"{address[0]}:{address[1]}"
+    return f"no supervisor 0 at {where} ({reason}); start it there, and let hosts reach this port"

@@ -82,7 +82,9 @@ class ProgressFile:
         if self._path is not None:
             # That a supervisor knows less is no reason to stop training.
             with suppress(OSError):
-                write_atomically(self._path, [json.dumps(asdict(progress)).encode()])
+                text = json.dumps(asdict(progress))
+                # It is written between steps, and outlives no machine.
+                write_atomically(self._path, [text.encode()], durable=False)
 
 
 def progress_file_of_process() -> ProgressFile:

@@ -4,26 +4,28 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from types import FrameType
+from typing import Self
 
 from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.devices.cluster import Place, job_of_process
+from maxpipe.devices.cluster import Place, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervision.council import (
     Council,
@@ -35,13 +37,19 @@ from maxpipe.supervision.council import (
     Policy,
     Report,
     Start,
-    Status,
     Stopping,
     describe,
     encode,
 )
-from maxpipe.supervision.ending import LOST
-from maxpipe.supervision.link import Hub, Line, LinkLost, connect, exchange, free_port
+from maxpipe.supervision.ending import LOST, die_with_parent
+from maxpipe.supervision.link import (
+    Hub,
+    Line,
+    LinkLost,
+    connect,
+    describe_absence,
+    exchange,
+)
 from maxpipe.supervision.memory import MEMORY, shared_memory
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
@@ -56,8 +64,9 @@ from maxpipe.supervision.signals import PREEMPTED
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
+_LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
+_OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class TrainerProcess:
@@ -76,7 +85,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._abort_at = self._kill_at = float("inf")
 
@@ -117,6 +126,11 @@ class Supervisor:
       directory: for files of this supervisor.
       memory: a directory for replicas, the trainer's and a partner's; None if there is none.
       partners: those with whom replicas are exchanged; None without them or without memory.
+
+    Attributes:
+      code: exit code of this supervisor, None as long as its run has not ended.
+      progress_file: where the trainer tells how far it is.
+      stopped_by: the signal that it has passed on to its trainer, 0 without one.
     """
 
     def __init__(
@@ -126,34 +140,32 @@ class Supervisor:
         log: Callable[[str], None],
         directory: Path,
         memory: Path | None,
-        partners: Partners | None,
+        partners: Partners | None = None,
     ):
         self.code: int | None = None
+        self.stopped_by = 0
         self.progress_file = directory / "progress.json"
         self._command = command
         self._place = place
         self._log = log
         self._memory = memory
         self._partners = partners
-        self._starting: tuple[Start, Thread | None] | None = None
+        self._starting: tuple[Start, Thread] | None = None
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
         self._downtime = ""
-        self._stopped_by = 0
 
     def join(self, line: Line) -> None:
         """Report over this line to the council from now on."""
         self._line = line
-        if self._stopped_by:
-            self._report(Stopping(self._stopped_by))
 
     def handle(self, order: Message) -> None:
         """Follow an order."""
         match order:
             case Start():
                 self._attempt = order.attempt
-                self._starting = order, self._begin_fetch(order)
+                self._prepare(order)
             case End() if order.attempt == self._attempt and self._starting is not None:
                 self._starting = None
                 self._report(Ended(self._attempt, LOST))
@@ -166,7 +178,7 @@ class Supervisor:
 
     def stop(self, number: int) -> None:
         """Pass a signal that asks to stop on to the trainer, and tell the council."""
-        self._stopped_by = number
+        self.stopped_by = number
         if self._trainer is not None:
             self._trainer.send(number)
         self._report(Stopping(number))
@@ -184,18 +196,20 @@ class Supervisor:
         """Start the trainer when its memory is ready; report its end, if it has ended."""
         if self._starting is not None:
             order, fetching = self._starting
-            if fetching is None or not fetching.is_alive():
+            if not fetching.is_alive():
                 self._starting = None
                 self._start(order)
         code = self._take_end()
         if code is not None:
             self._report(Ended(self._attempt, code))
 
-    def _begin_fetch(self, order: Start) -> Thread | None:
-        """Return a thread that fetches what this host's memory has lost; None if none is needed."""
+    def _prepare(self, order: Start) -> None:
+        """Start the trainer, with other supervisors when its memory has what a lost one had."""
         if self._partners is None or not order.memories:
-            return None
-        return self._partners.begin(order.memories.split(","), order.word)
+            self._start(order)
+        else:
+            fetching = self._partners.begin(order.memories.split(","), order.word)
+            self._starting = order, fetching
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
@@ -219,8 +233,8 @@ class Supervisor:
             self._log(f"cannot start {self._command[0]}: {error.strerror}")
             self._report(Ended(self._attempt, CONFIG_ERROR))
             return
-        if self._stopped_by:  # the signal came while the order was on its way
-            self._trainer.send(self._stopped_by)
+        if self.stopped_by:  # the signal came while the order was on its way
+            self._trainer.send(self.stopped_by)
 
     def _report(self, report: Report) -> None:
         if self._line is not None:
@@ -230,7 +244,10 @@ class Supervisor:
         if self._trainer is None or (code := self._trainer.poll()) is None:
             return None
         self._trainer = None
-        self._downtime = downtime_variable(read_progress(self.progress_file), time.time())
+        progress = read_progress(self.progress_file)
+        # An attempt without a step is a part of the restart after the one before.
+        if progress.at or not self._downtime:
+            self._downtime = downtime_variable(progress, time.time())
         if self._place.index > 0:  # the council tells of process 0
             self._log(f"process {self._place.index}: {describe(code)}")
         return code
@@ -255,82 +272,161 @@ def supervise(
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
         memory = stack.enter_context(shared_memory())
         signals = stack.enter_context(_signals())
-        address, council = (place.host, place.port), None
-        if place.index == 0:
-            council = Council(place.count, policy, job, free_port=free_port, log=log)
-            # A single process, though announced, starts JAX's own coordinator at its port.
-            port = place.port if place.count > 1 else 0
-            hub = stack.enter_context(_hub(council, port))
-            address = ("localhost", hub.port)
+        address = (place.host, place.port)
+        partners = None
         if memory is not None:
             (memory / OWN).mkdir()
-        partners = None
-        if memory is not None and place.count > 1:
-            partners = stack.enter_context(Partners(memory, place.index, place.count))
+            if place.count > 1:
+                partners = stack.enter_context(Partners(memory, place.index, place.count))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
+        if place.index == 0:
+            council = Council(place.count, policy, job, free_port=free_port, log=log)
+            hub = stack.enter_context(_hub(council, place))
+            address = ("localhost", hub.port)
+            stack.enter_context(_StatusWriter(council, supervisor.progress_file))
         stack.callback(supervisor.end)
-        status = _StatusWriter(supervisor.progress_file)
+        greet = functools.partial(_greeting, place, partners)
+        return _follow(supervisor, place, address, greet, policy.wait_seconds, signals, log)
 
-        def greet(host: str) -> Joined:
-            # Supervisor 0 reaches itself by an address that the others cannot use.
-            reached = place.host if place.index == 0 else host
-            served = f"{reached}:{partners.port}" if partners is not None else ""
-            return Joined(place.count, platform.node(), served)
 
-        while supervisor.code is None:
-            try:
-                seconds = policy.wait_seconds
-                line = connect(address, place.index, greet, seconds, lambda: bool(signals))
-            except LinkLost as error:
-                log(f"{error}; exit code {LOST}")
+def _greeting(place: Place, partners: Partners | None, host: str) -> Joined:
+    """Return the first report of a supervisor whose address towards supervisor 0 is `host`."""
+    # Supervisor 0 reaches itself by an address that the others cannot use.
+    reached = place.host if place.index == 0 else host
+    served = f"{reached}:{partners.port}" if partners is not None else ""
+    return Joined(place.count, platform.node(), served)
+
+
+def _follow(
+    supervisor: Supervisor,
+    place: Place,
+    address: tuple[str, int],
+    greet: Callable[[str], Joined],
+    wait_seconds: float,
+    signals: list[int],
+    log: Callable[[str], None],
+) -> int:
+    """Let a supervisor follow the council at an address, and return the exit code.
+
+    Args:
+      supervisor: has not joined yet.
+      place: of its host in the run.
+      address: host and port of supervisor 0.
+      greet: see `connect`.
+      wait_seconds: for supervisor 0 to come, or to come back.
+      signals: that ask to stop, as they come.
+      log: takes a line for each event.
+    """
+    until = time.monotonic() + wait_seconds
+    while supervisor.code is None:
+        try:
+            line = connect(
+                address,
+                place.index,
+                greet,
+                until,
+                lambda: bool(signals or supervisor.stopped_by),
+            )
+        except LinkLost as error:
+            log(f"{error}; exit code {LOST}")
+            return LOST
+        if line is None:
+            is_interrupted = signal.SIGINT in (*signals, supervisor.stopped_by)
+            return INTERRUPTED if is_interrupted else PREEMPTED
+        supervisor.join(line)
+        try:
+            while supervisor.code is None:
+                if signals:
+                    supervisor.stop(signals.pop())
+                exchange(line, supervisor.handle, _LOOK_SECONDS)
+                supervisor.look()
+        except LinkLost as error:
+            log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
+            supervisor.end()
+            if line.is_answered:
+                until = time.monotonic() + wait_seconds
+            elif time.monotonic() > until:
+                log(f"{describe_absence(address, str(error))}; exit code {LOST}")
                 return LOST
-            if line is None:
-                return INTERRUPTED if signal.SIGINT in signals else PREEMPTED
-            supervisor.join(line)
-            try:
-                while supervisor.code is None:
-                    if signals:
-                        supervisor.stop(signals.pop())
-                    exchange(line, supervisor.handle, _LOOK_SECONDS)
-                    supervisor.look()
-                    if council is not None:
-                        status.write(council.status)
-            except LinkLost as error:
-                log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
-                supervisor.end()
-                time.sleep(_RETRY_SECONDS)
-            line.close()
-        if council is not None:
-            status.write(council.status)
-        return supervisor.code
+            time.sleep(_RETRY_SECONDS)
+        line.close()
+    return supervisor.code
 
 
-def _hub(council: Council, port: int) -> Hub:
-    """Return the hub of a council, or raise `ConfigError` if the port is in use."""
+def _hub(council: Council, place: Place) -> Hub:
+    """Return the hub of a council.
+
+    Raises:
+      ConfigError: its port is in use, or it may not have a line to each supervisor.
+    """
+    _allow_files(place.count + _OTHER_FILES)
+    # A single process, though announced, starts JAX's own coordinator at its port.
+    port = place.port if place.count > 1 else 0
     try:
         return Hub(council, port)
     except OSError as error:
-        message = f"port {port} of the coordinator's address cannot be used: {error.strerror}"
+        message = (
+            f"port {place.port} of the coordinator's address cannot be used: {error.strerror}; "
+            "end the process that holds it, or choose another port in JAX_COORDINATOR_ADDRESS"
+        )
         raise ConfigError(Problem("", message)) from error
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many files open at once.
+
+    Raises:
+      ConfigError: it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        message = (
+            f"supervisor 0 needs {count} open files, a line to each of the others among them, and "
+            f"may have {hard}: raise the limit of this host (ulimit -Hn)"
+        )
+        raise ConfigError(Problem("", message))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 class _StatusWriter:
     """Writes `supervisor.json` into the run's directory when it changes, and now and then.
 
+    It does so in a thread of its own within a context: a file system may stall for longer than the
+    other supervisors bear silence.
+
     Args:
+      council: its status is written.
       progress_file: where the trainer tells the run's directory.
     """
 
-    def __init__(self, progress_file: Path):
+    def __init__(self, council: Council, progress_file: Path):
+        self._council = council
         self._progress_file = progress_file
         self._run = ""
         self._written = ""
         self._at = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
 
-    def write(self, status: Status) -> None:
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join(_LAST_STATUS_SECONDS)
+
+    def _serve(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
         """Write what supervisor 0 knows, if that is due."""
         self._run = self._run or read_progress(self._progress_file).run
-        text = json.dumps(asdict(status))
+        text = json.dumps(asdict(self._council.status))
         is_due = text != self._written or time.monotonic() - self._at > _STATUS_SECONDS
         if self._run and is_due:
             self._written, self._at = text, time.monotonic()
@@ -352,17 +448,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when its supervisor dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
-        if os.getppid() != parent:  # dead already
-            os._exit(LOST)
-
-    return prepare

@@ -11,9 +11,8 @@ from maxpipe.supervision.ending import leave
 
 HUNG = 124
 
-_HURRIED_SECONDS = (
-    30.0  # for a step after a request to stop, if earlier steps took less than a third
-)
+# For a step after a request to stop, if earlier steps took less than a third.
+_HURRIED_SECONDS = 30.0
 _SLOWER = 3.0  # times the slowest step before
 _POLL_SECONDS = 1.0  # deadlines of half an hour are not to be late by minutes
 
@@ -41,7 +40,7 @@ class Watchdog:
         self._last = "the start"
         self._before_step = False
         self._slowest_step = 0.0
-        self._hurried = False
+        self._hurried_at = math.inf
         self._key = "telemetry.startup_deadline_seconds"
         self._since, self._allowed = time.monotonic(), startup_seconds
 
@@ -75,7 +74,7 @@ class Watchdog:
         To be called when the process is asked to stop: whoever asks may not wait for the deadline.
         Evaluations, saves and the first step keep theirs.
         """
-        self._hurried = True
+        self._hurried_at = min(self._hurried_at, time.monotonic())
 
     def _watch(self) -> None:
         shortest = min(
@@ -89,15 +88,16 @@ class Watchdog:
 
     def _deadline(self) -> tuple[str, float]:
         """Return a name and the seconds that may pass since the last progress; 0 = any number."""
-        if self._hurried and self._before_step:
-            hurried = max(_HURRIED_SECONDS, _SLOWER * self._slowest_step)
+        if self._before_step and self._hurried_at < math.inf:
+            passed = max(0.0, self._hurried_at - self._since)  # before the request
+            hurried = passed + max(_HURRIED_SECONDS, _SLOWER * self._slowest_step)
             if not self._allowed or hurried < self._allowed:
                 return "asked to stop", hurried
         return self._key, self._allowed
 
     def _expire(self, key: str, allowed: float) -> None:
         stream = self._stream or sys.__stderr__ or sys.stderr
-        reason = f"nothing has happened for {allowed:g} s since {self._last} ({key})"
+        reason = f"nothing has happened for {allowed:.4g} s since {self._last} ({key})"
         print(
             f"\nhung: {reason}; stacks of all threads follow, exit code {HUNG}",
             file=stream,

@@ -1,7 +1,7 @@
 """Record what the training loop reports, through the one object that it knows."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 
@@ -10,8 +10,10 @@ from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
+from maxpipe.telemetry.slow_process import SlowProcess
 from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
+SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
 
@@ -24,10 +26,11 @@ class Recorder:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
         eval_loss, eval_perplexity, eval_bits_per_byte` for evaluations, the last only if the bytes
-        of tokens are known; rows `step, changed, before, now` for keys that a resumed start
-        has changed; at the end of each process `step, goodput` and its parts
-        (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
-        unknown, are null. Figures of layers are lists in model order.
+        of tokens are known, and `eval_loss/SOURCE` for each source of a mixture; rows `step,
+        changed, before, now` for keys that a resumed start has changed; at the end of each process
+        `step, goodput` and its parts (`maxpipe.telemetry.profiling`). Numbers that are not finite,
+        and `mfu` if the peak is unknown, are null. Figures of layers are lists in model order;
+        `stage_seconds` is a list by stage.
       tensorboard/: the same values as scalars, those of layers in a group of their own.
 
     Args:
@@ -39,6 +42,8 @@ class Recorder:
       peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
         if the chip is unknown.
       is_main: false in all processes but one; there the recorder does nothing.
+      stage_processes: for each stage, the processes that hold it; empty unless stages have programs
+        of their own, in different processes.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Recorder:
         tokens_per_step: int,
         peak_seconds: float | None,
         is_main: bool = True,
+        stage_processes: Sequence[frozenset[int]] = (),
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
@@ -58,6 +64,7 @@ class Recorder:
         self._first_step = start_step + 1
         self._last_step = config.steps
         self._dense_layers = config.model.first_dense_layers
+        self._slow_process = SlowProcess(stage_processes) if len({*stage_processes}) > 1 else None
         if not is_main:
             return
         self._console = Console(
@@ -93,6 +100,7 @@ class Recorder:
         grad_norm: float,
         learning_rate: float,
         step_seconds: float,
+        stage_seconds: Sequence[float] = (),
         **extra: float | list[float],
     ) -> Row:
         """Record a finished step, and return its row, in which numbers may be not finite.
@@ -101,6 +109,8 @@ class Recorder:
           step: number of the step, counted from 1.
           loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
+          stage_seconds: those of each stage without its waiting for others, if known. A process
+            whose stages take much longer than the others' is named on the console.
           **extra: more values of the step, written under their own names; a list has a number for
             each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
             console as well, and so are the largest `expert_load_max` and `dropped_assignments`.
@@ -121,24 +131,24 @@ class Recorder:
         dense = [math.nan] * self._dense_layers
         layers = {name: dense + value for name, value in extra.items() if isinstance(value, list)}
         row.update({**scalars, **layers})
+        if stage_seconds:
+            row["stage_seconds"] = list(stage_seconds)
         if not self._is_main:
             return row
         self._metrics.use(lambda file: file.write(row))
         auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
         by_layer = layers.get("expert_load_max", ()), layers.get("dropped_assignments", ())
         self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, *by_layer))
+        if self._slow_process and (line := self._slow_process.after_step(step, stage_seconds)):
+            self._console.print_line(line)
         if self._tensorboard is not None and self._is_logged(step):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}
-            hidden |= layers.keys()
+            hidden |= {*layers, "stage_seconds"}
             points = {f"train/{key}": row[key] for key in row if key not in hidden}
             for name, values in layers.items():
-                digits = len(str(len(values) - 1))  # so that cards are in the order of layers
-                points |= {
-                    f"{name}/layer_{i:0{digits}}": x
-                    for i, x in enumerate(values)
-                    if not math.isnan(x)
-                }
+                points |= _numbered(f"{name}/layer", values)
+            points |= _numbered("stage_seconds/stage", stage_seconds)
             self._tensorboard.use(lambda events: events.write(step, points))
         return row
 
@@ -149,7 +159,13 @@ class Recorder:
                 fields = step, change.key, change.before, change.now
                 self._metrics.use(methodcaller("write_change", *fields))
 
-    def evaluation(self, step: int, eval_loss: float, bits_per_byte: float | None = None) -> None:
+    def evaluation(
+        self,
+        step: int,
+        eval_loss: float,
+        bits_per_byte: float | None = None,
+        by_source: Mapping[str, float] | None = None,
+    ) -> None:
         """Record an evaluation on held-out data after `step`.
 
         Args:
@@ -157,14 +173,21 @@ class Recorder:
           eval_loss: mean cross-entropy, nats per token.
           bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
             the bytes are not known.
+          by_source: mean cross-entropy of each source of a mixture, by its name.
         """
         if not self._is_main:
             return
+        losses = by_source or {}
         values = {"loss": eval_loss, "perplexity": _perplexity(eval_loss)}
         parts = [f"eval loss {eval_loss:.4f}", f"perplexity {values['perplexity']:.4g}"]
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte
             parts.append(f"{bits_per_byte:.4f} bits/byte")
+        values |= {f"loss/{name}": loss for name, loss in losses.items()}
+        worst = sorted(losses, key=lambda name: -losses[name])[:SOURCES_SHOWN]
+        parts += [f"{name} {loss:.4f}" for name, loss in losses.items() if name in worst]
+        if len(losses) > len(worst):
+            parts.append(f"and {len(losses) - len(worst)} lower")
         row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
         self._metrics.use(lambda file: file.write(row))
         self._console.print_line("  ".join([f"step {step}/{self._last_step}", *parts]))
@@ -207,6 +230,12 @@ class Recorder:
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)
+
+
+def _numbered(name: str, values: Sequence[float]) -> dict[str, Value]:
+    """Return {<name>_<index>: value}, for TensorBoard, without NaN."""
+    digits = len(str(len(values) - 1))  # so that cards are in order
+    return {f"{name}_{i:0{digits}}": x for i, x in enumerate(values) if not math.isnan(x)}
 
 
 def _perplexity(loss: float) -> float:

@@ -17,7 +17,7 @@ from maxpipe.storage.local_files import write_atomically
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
 
-Value = float | int | None | list[float]  # a list has a number for each layer
+Value = float | int | None | list[float]  # a list has a number for each layer, or stage
 Row = Mapping[str, Value]
 CHANGED = "changed"  # in rows about changed keys
 

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import maxpipe
-from maxpipe.checkpoint.record import FILE, ITEM
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
 from maxpipe.config.options import OPTIONS, get
@@ -17,7 +16,6 @@ from maxpipe.devices.agreement import source_digest
 from maxpipe.pipeline.schedules.load import is_csv
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
-from maxpipe.training.run_weights import newest_step
 
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _RUNTIMES = ("libtpu",)  # installed where they are needed
@@ -77,7 +75,7 @@ def _data_digests(config: Config) -> dict[str, str]:
 
 def _model_digest(key: str, value: str) -> str:
     if value.startswith(RUN):
-        return _file_digest(key, str(newest_step(value) / ITEM / FILE))
+        return RUN  # its newest step may change meanwhile; `RunWeights` compares the one it reads
     if directory := maxtext_directory(value):
         files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
         return directory_digest(Path(directory), files)

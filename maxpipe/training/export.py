@@ -4,10 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.average import open_parameters
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.record import Record
-from maxpipe.checkpoint.run_argument import check_block, find_step
+from maxpipe.checkpoint.run_argument import check_block, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
@@ -34,7 +35,9 @@ def launch(flags: argparse.Namespace) -> int:
         written.
     """
     store = open_steps(flags.run_dir, "RUN_DIR")
-    step = find_step(store, flags.step)
+    steps = find_steps(store, flags.step, flags.average)
+    step = steps[-1]
+    what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
     try:
         record = store.record(step)
         config = from_record(record.meta["config"])
@@ -42,17 +45,17 @@ def launch(flags: argparse.Namespace) -> int:
         dtype = flags.dtype or config.model.param_dtype
         if flags.safetensors:
             target = Path(flags.safetensors)
-            with store.local_copy(step) as directory:
-                count = export_file(directory, record, config, target, dtype)
-            print(f"{target}: step {step}, {count} tensors")
+            with open_parameters(store, steps) as reader:
+                count = export_file(reader, config, target, dtype)
+            print(f"{target}: {what}, {count} tensors")
             return DONE
         target = Path(flags.hf)
         with store.local_files(TOKENIZER) as companions, store.local_files(ORIGIN) as kept:
             origin = origin_of(config, kept)
             family = choose_family(config, flags.type, origin)
-            with store.local_copy(step) as directory:
+            with open_parameters(store, steps) as reader:
                 names = export(
-                    directory,
+                    reader,
                     record,
                     config,
                     target,
@@ -70,10 +73,10 @@ def launch(flags: argparse.Namespace) -> int:
         )
         message = f"cannot write to {place}: {error.strerror or error}"
         raise ConfigError(Problem(flag, message)) from None
-    except (CheckpointDamaged, CheckpointUnreadable) as error:
+    except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
         return NOT_READ
-    print(f"{target}: step {step} as {family.model_type}: {', '.join(names)}")
+    print(f"{target}: {what} as {family.model_type}: {', '.join(names)}")
     if not any(name.startswith("tokenizer") for name in names):
         source = f"data.tokenizer={config.data.tokenizer}"
         print(f"no tokenizer is written: the run has no files of {source}")

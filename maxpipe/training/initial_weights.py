@@ -44,8 +44,12 @@ class InitialWeights(Protocol):
         ...
 
 
-def open_weights(config: Config) -> InitialWeights | None:
+def open_weights(config: Config, *, together: bool = False) -> InitialWeights | None:
     """Return what `init_from` names, None if it is empty.
+
+    Args:
+      config: resolved.
+      together: whether all processes of the run call this, and may wait for each other.
 
     Raises:
       ConfigError: it does not fit the model, with all names.
@@ -54,7 +58,9 @@ def open_weights(config: Config) -> InitialWeights | None:
         return None
     schemes = {MAXTEXT: "maxtext", RUN: "run"}
     form = schemes.get(split_scheme(config.init_from)[0], "hf")
-    weights: InitialWeights = implementation(WEIGHT_FORMATS[form])(config)
+    build = implementation(WEIGHT_FORMATS[form])
+    # Only a run may change while it is read.
+    weights: InitialWeights = build(config, together=together) if form == "run" else build(config)
     return weights
 
 

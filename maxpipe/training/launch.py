@@ -21,6 +21,7 @@ from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, derive_known, resolve
@@ -28,7 +29,7 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
 from maxpipe.data.fingerprint import fingerprint_data
-from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sources
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
@@ -37,7 +38,9 @@ from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import start_jax
+from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
@@ -267,8 +270,7 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    for note in loader.notes:
-        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+    _log_notes(config, loader, eval_loader)
     fingerprint = fingerprint_data(config)
     versions = package_versions()
     resume_step = _step_to_resume(config, checkpointer)
@@ -278,7 +280,7 @@ def start_run(
             meta = checkpointer.record(resume_step).meta
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
-    weights = open_weights(config) if resume_step is None else None
+    weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     changed: list[Change] = []
     if resume_step is None:
@@ -320,6 +322,7 @@ def start_run(
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        eval_sources=open_eval_sources(config, place_eval.rows),
         token_bytes=token_bytes(config),
     )
 
@@ -391,6 +394,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
+    one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,
         directory.root,
@@ -398,6 +402,7 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
         tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
+        stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
     )
 
 
@@ -432,6 +437,12 @@ def _continue_loader(
     if "data" in config.checkpoint.accept_changes and num_before:
         state = moved_state(state, num_before, loader.num_documents)
     return make_loader(config, "train", place.rows, state)
+
+
+def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
+    """Say what the data's reader has to say about it."""
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
 
 
 def _held_out(config: Config, eval_loader: Loader | None) -> str:

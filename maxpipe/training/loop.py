@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Run:
       meta: what a checkpoint records about its run.
       supervision: signals, deadlines and time accounting.
       eval_loader: of the evaluation split; None without evaluations.
+      eval_sources: of the evaluation split of each source of a mixture, by name.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
       on_step: called with each finished step and its row of `metrics.jsonl`, when `state` is that
@@ -62,6 +63,7 @@ class Run:
     meta: dict[str, Any]
     supervision: Supervision = field(default_factory=Supervision)
     eval_loader: Loader | None = None
+    eval_sources: Mapping[str, Loader] = field(default_factory=dict)
     token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
     on_step: OnStep | None = None
@@ -89,6 +91,7 @@ def _train(run: Run) -> int:
         config.optimizer.max_consecutive_skips,
         run.supervision.finished_step,
         run.on_step,
+        run.trainer,
     )
     saved_step = run.checkpointer.saved_step  # below `run.step` if that is only in memory
     is_interrupted = False
@@ -219,31 +222,49 @@ def _checkpoint(
 
 
 def evaluate(run: Run) -> None:
-    """Record the mean cross-entropy over `eval.batches` evaluation batches."""
+    """Record the mean cross-entropy over `eval.batches` evaluation batches, and over those of each
+    source of a mixture.
+    """
     loader = run.eval_loader
     assert loader is not None
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("evaluation"):
-        # Losses are comparable only over the same batches.
-        loader.restart()
-        sums = []
-        num_bytes = []
-        for _ in range(run.config.eval.batches):
-            batch = next(loader)
-            sums.append(run.trainer.forward(run.state, run.place_eval(batch)))
-            if run.token_bytes is not None:
-                per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
-                num_bytes.append(_sum(run.place_eval({"bytes": per_target})["bytes"]))
+        whole = _dispatch_evaluation(run, loader, run.config.eval.batches)
+        by_source = {
+            name: _dispatch_evaluation(run, source, run.config.eval.batches_per_source)
+            for name, source in run.eval_sources.items()
+        }
         # The first wait: until here batches are only dispatched.
-        sums, num_bytes = jax.device_get((sums, num_bytes))
-        cross_entropy = sum(batch_sums["cross_entropy"] for batch_sums in sums)
-        weight = sum(batch_sums["weight"] for batch_sums in sums)
-        loss = float(cross_entropy / max(weight, 1e-6))
+        whole, by_source = jax.device_get((whole, by_source))
+        loss = _mean_loss(whole)
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
-        all_bytes = sum(map(int, num_bytes))
-        bits_per_byte = float(cross_entropy) / math.log(2) / all_bytes if all_bytes else None
-        run.recorder.evaluation(run.step, loss, bits_per_byte)
+        all_bytes = sum(int(sums.get("bytes", 0)) for sums in whole)
+        nats = float(sum(sums["cross_entropy"] for sums in whole))
+        bits_per_byte = nats / math.log(2) / all_bytes if all_bytes else None
+        losses = {name: _mean_loss(sums) for name, sums in by_source.items()}
+        run.recorder.evaluation(run.step, loss, bits_per_byte, losses)
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
+
+
+def _dispatch_evaluation(run: Run, loader: Loader, num_batches: int) -> list[Metrics]:
+    """Dispatch the first batches of a loader; return the sums of each, without waiting for them."""
+    # Losses are comparable only over the same batches.
+    loader.restart()
+    parts = []
+    for _ in range(num_batches):
+        batch = next(loader)
+        sums = dict(run.trainer.forward(run.state, run.place_eval(batch)))
+        if run.token_bytes is not None:
+            per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
+            sums["bytes"] = _sum(run.place_eval({"bytes": per_target})["bytes"])
+        parts.append(sums)
+    return parts
+
+
+def _mean_loss(parts: Sequence[Metrics]) -> float:
+    """Return the mean cross-entropy over batches, from what has been computed of each."""
+    weight = sum(sums["weight"] for sums in parts)
+    return float(sum(sums["cross_entropy"] for sums in parts) / max(weight, 1e-6))
 
 
 @jax.jit
@@ -264,7 +285,7 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
             exit_code = train()
     finally:
         watchdog.progress(f"the end of training after step {run.step}", before_step=False)
-        for loader in (run.loader, run.eval_loader):
+        for loader in (run.loader, run.eval_loader, *run.eval_sources.values()):
             if loader is not None:
                 loader.close()
         run.profiler.close()
@@ -291,6 +312,7 @@ class StepLog:
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the number of each finished step.
       on_step: see `Run`.
+      trainer: has the clocks of stages.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
@@ -303,9 +325,11 @@ class StepLog:
         max_consecutive_skips: int,
         progress: Callable[[int], None],
         on_step: OnStep | None,
+        trainer: Trainer,
     ):
         self._recorder = recorder
         self._on_step = on_step
+        self._trainer = trainer
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
@@ -343,7 +367,8 @@ class StepLog:
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        row = self._recorder.step(step, step_seconds=seconds, **values)
+        stages = self._trainer.stage_seconds()
+        row = self._recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
         if self._on_step is not None:
             with jax.transfer_guard("allow"):  # a caller may look at arrays
                 self._on_step(step, row)
@@ -352,3 +377,4 @@ class StepLog:
         """Leave what happened since the last step out of the next step's time."""
         if self._pending is None:
             self._since = time.perf_counter()
+            self._trainer.resume_clocks()

@@ -6,6 +6,7 @@ parts; see `_join` and `_split`. Every process has all of the tree, in which arr
 processes are absent (`devices.transfers`), and calls the same functions in the same order.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,11 +18,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.devices import processes
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
+from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.expert_load import load_figures, with_excess
 from maxpipe.training.optimizer import Optimizer
@@ -120,9 +123,10 @@ class MpmdTrainer(Trainer[MpmdState]):
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
         mesh = rules.mesh
         assert isinstance(mesh, Mesh)
-        self._exchange: StageExchange = (
-            HostExchange(engine) if len(processes_of(mesh)) == 1 else DeviceExchange(engine, mesh)
-        )
+        self._exchange: StageExchange = HostExchange(engine)
+        if len(processes_of(mesh)) > 1:
+            self._exchange = DeviceExchange(engine, mesh)
+            engine.clocks = {stage: StageClock() for stage in stages if self._is_here[stage]}
         self._step_key = jax.jit(step_key)
         squared_norm = partial(optax.tree.norm, squared=True)
         self._squared_norms = [OnStage(squared_norm, mesh) for mesh in engine.meshes]
@@ -160,15 +164,23 @@ class MpmdTrainer(Trainer[MpmdState]):
         return replace(state, stages=tuple(stages))
 
     def update(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
+        with timed(self.engine.clocks.values()):
+            return self._update_stages(state, batch)
+
+    def _update_stages(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
         end = self.engine.loss_stage
         home = end if self._is_here[end] else self._is_here.index(True)
+        clocks = self.engine.clocks
         # 1. Loss and gradients. Every stage has the key of the run, and counts the steps.
         key = self._step_key(state.stages[home].key, state.stages[home].step)
         metrics, gradients = self.engine.loss_and_gradients(state.params, batch, key)
         # 2. The norm of all gradients, and the verdict, on the stage of the loss.
         squares: list[jax.Array] = []
-        for squared_norm, of_stage in zip(self._squared_norms, gradients, strict=True):
-            squares += send([squared_norm(of_stage)], [self._replicated[end]])
+        for stage, squared_norm in enumerate(self._squared_norms):
+            square = squared_norm(gradients[stage])
+            if stage in clocks:
+                clocks[stage].dispatched(square)
+            squares += send([square], [self._replicated[end]])
         verdict = self._judge(
             metrics["loss"],
             self._norm(squares),
@@ -184,6 +196,8 @@ class MpmdTrainer(Trainer[MpmdState]):
         stages = []
         for stage, update in enumerate(self._update):
             arrived = send(facts, [self._replicated[stage]] * len(facts))
+            if stage in clocks:
+                clocks[stage].end(arrived[0])
             # What another process holds stays absent.
             after = state.stages[stage]
             if self._is_here[stage]:
@@ -191,6 +205,28 @@ class MpmdTrainer(Trainer[MpmdState]):
             stages.append(after)
         after_step = MpmdState(tuple(stages), verdict.skips, verdict.history)
         return after_step, self.engine.everywhere(metrics | verdict.metrics)
+
+    def stage_seconds(self) -> list[float]:
+        """Return for each stage the seconds of a step without its waiting for other stages.
+
+        Of a stage of several processes it is the time of the slowest.
+
+        Returns:
+          The seconds on process 0; nothing on others, or if there is only one.
+        """
+        if not self.engine.clocks:
+            return []
+        own = {stage: clock.take_seconds() for stage, clock in self.engine.clocks.items()}
+        of_processes = processes.of_all_on_first(json.dumps(list(own.items())))
+        seconds = [0.0] * len(self._is_here)
+        for text in of_processes:
+            for stage, of_stage in json.loads(text):
+                seconds[stage] = max(seconds[stage], of_stage)
+        return seconds if of_processes else []
+
+    def resume_clocks(self) -> None:
+        for clock in self.engine.clocks.values():
+            clock.resume()
 
     def forward(self, state: MpmdState, batch: Batch) -> Metrics:
         return self.engine.everywhere(self.engine.evaluate(state.params, batch))

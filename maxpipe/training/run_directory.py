@@ -14,7 +14,9 @@ from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
-from maxpipe.data.tokenizers import TOKENIZER, tokenizer_files
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.chat_template import trained_template
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, TOKENIZER, template_files, tokenizer_files
 from maxpipe.hf.origin import ORIGIN, read_origin
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
@@ -131,14 +133,14 @@ class RunDirectory:
             raise ConfigError(Problem("output_dir", message)) from error
 
     def keep_tokenizer(self, config: Config) -> None:
-        """Copy the tokenizer's files to `tokenizer/`, so that a moved run can generate text.
+        """Write the tokenizer's files and the chat template, if there are conversations, to
+        `tokenizer/`, so that a moved run can generate text.
 
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
-        files = tokenizer_files(config.data.tokenizer, config.data.cache_dir)
         try:
-            _replace_files(self.tokenizer, {file.name: file.read_bytes() for file in files})
+            _replace_files(self.tokenizer, _tokenizer_contents(config.data))
         except OSError as error:
             message = f"cannot copy {config.data.tokenizer} to {self.tokenizer}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
@@ -167,8 +169,8 @@ class RunDirectory:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
             self._mirror.write_file("config.yml", to_yaml(config).encode())
-            for file in tokenizer_files(config.data.tokenizer, config.data.cache_dir):
-                self._mirror.write_file(f"{TOKENIZER}/{file.name}", file.read_bytes())
+            for name, content in _tokenizer_contents(config.data).items():
+                self._mirror.write_file(f"{TOKENIZER}/{name}", content)
             files = self.origin.iterdir() if self.origin.is_dir() else ()
             for file in filter(Path.is_file, files):  # a pipe would never end
                 self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
@@ -210,6 +212,20 @@ class RunDirectory:
                     meta = mirror.record(step).meta
                     if isinstance(meta["config"], Mapping):
                         yield meta
+
+
+def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:
+    """Return the files to keep of a run's tokenizer, and of its chat template, by name."""
+    files = tokenizer_files(data.tokenizer, data.cache_dir)
+    contents = {file.name: file.read_bytes() for file in files}
+    template = trained_template(data)
+    if template is not None:
+        contents[CHAT_TEMPLATE] = template.source.encode()
+        # Names the tokens that the template may write, also for a SentencePiece model.
+        special_tokens = template_files(data.tokenizer, data.cache_dir).config
+        if special_tokens is not None:
+            contents[special_tokens.name] = special_tokens.read_bytes()
+    return contents
 
 
 def _replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:

@@ -10,12 +10,15 @@ from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import FILE, ITEM, read_record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import run_of
 from maxpipe.config.sections import Config
+from maxpipe.devices import processes
+from maxpipe.devices.agreement import agree_on
 from maxpipe.model.parameters import ParamSpec, map_specs
 from maxpipe.model.program import ModelProgram
+from maxpipe.storage.local_files import sampled_digest
 
 KEY = "init_from"
 
@@ -27,20 +30,26 @@ class RunWeights:
 
     Args:
       config: resolved; `init_from` names the directory of the run.
+      together: whether all processes open them now. They read the step that process 0 finds, since
+        a run that still trains may commit a newer one meanwhile, and see that it is the same.
 
     Attributes:
       num_bytes, num_elements: of all parameters.
 
     Raises:
-      ConfigError: there is no step, it cannot be read, or its model is another, with all names.
+      ConfigError: there is no step, it cannot be read, its model is another, with all names, or
+        processes have different ones.
     """
 
-    def __init__(self, config: Config):
-        self._directory = newest_step(config.init_from)
+    def __init__(self, config: Config, *, together: bool = False):
+        self._directory = newest_step(config.init_from, together=together)
         try:
             leaves = read_record(self._directory).leaves
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        if together and processes.count() > 1:
+            record = self._directory / ITEM / FILE
+            agree_on({KEY: sampled_digest(str(record), record.stat().st_size)})
         self._leaves = {
             name: leaf for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")
         }
@@ -80,17 +89,22 @@ class RunWeights:
         return array.astype(like.dtype)
 
 
-def newest_step(value: str) -> Path:
+def newest_step(value: str, *, together: bool = False) -> Path:
     """Return the directory of the newest committed step that `run:DIR` names.
+
+    Args:
+      value: of `init_from`.
+      together: whether all processes call this, to take the step that process 0 finds.
 
     Raises:
       ConfigError: there is none.
     """
     store = open_steps(run_of(value), KEY)
-    steps = store.steps()
-    if not steps:
+    step = max(store.steps(), default=0)
+    step = processes.of_first_process(step) if together else step
+    if not step:
         raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
-    with store.local_copy(steps[-1]) as directory:
+    with store.local_copy(step) as directory:
         return directory  # of this machine, since `run:` takes no URL
 
 

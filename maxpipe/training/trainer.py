@@ -71,6 +71,16 @@ class Trainer(ABC, Generic[StateT]):
         state, metrics = self.update(state, batch)
         return state, metrics | digest
 
+    def stage_seconds(self) -> list[float]:
+        """Return a finished step's seconds of each stage; nothing if one program runs on all.
+
+        To be called once for each step, in order.
+        """
+        return []
+
+    def resume_clocks(self) -> None:
+        """Leave what happened since the last step out of the next one's `stage_seconds`."""
+
     @abstractmethod
     def replace_parameters(self, state: StateT, read: ReadParameter) -> StateT:
         """Return a new state with parameters that `read` gives in the layout on disk.

@@ -88,8 +88,13 @@ def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
 
 
 LOCKSTEP, CIRCULAR = ("pipeline.schedule=lockstep_1f1b",), ("pipeline.schedule=circular",)
-EACH = (*LOCKSTEP, "pipeline.fsdp_gather=per_iteration")
-OURS = {"lockstep_1f1b": LOCKSTEP, "lockstep_1f1b, per_iteration": EACH, "circular": CIRCULAR}
+EACH = "pipeline.fsdp_gather=per_iteration"
+OURS = {
+    "lockstep_1f1b": LOCKSTEP,
+    "lockstep_1f1b, per_iteration": (*LOCKSTEP, EACH),
+    "circular": CIRCULAR,
+    "circular, per_iteration": (*CIRCULAR, EACH),
+}
 CASES = {
     "interleaved": pipelined(2, OURS),
     "four_repeats": pipelined(4, OURS),

@@ -19,10 +19,6 @@ count="$1"
 shift
 python="${PYTHON:-python}"
 
-free_port() {
-  "$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])'
-}
-
 pids=()
 
 # The exit code of process $1, also when signals come while it is waited for.
@@ -40,7 +36,7 @@ wait_for() {
 logs=LOGS port=PORT
 if ! "$dry_run"; then
   logs="${LOG_DIR:-$(mktemp -d)}"
-  port="$(free_port)"
+  port="$("$python" -c 'from maxpipe.devices.cluster import free_port; print(free_port())')"
 fi
 # Job control gives every process started with & a group of its own, so that a terminal's Ctrl-C does not reach it a
 # second time.

@@ -17,10 +17,10 @@
 #   resume   replaces what was preempted, then continues: create, setup, run
 #   delete   stops everything and gives the TPUs back
 #
-# --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Each
-# worker has a supervisor (maxpipe supervise); they start the training again on all workers when one is lost. output_dir has to be a directory that
-# all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from here. LIBTPU_INIT_ARGS
-# is handed on to the training; python -m maxpipe.compile prints the recommended one for a chip.
+# --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Each worker has a
+# supervisor (maxpipe supervise); they start the training again on all workers when one is lost. output_dir has to be
+# a directory that all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from
+# here. LIBTPU_INIT_ARGS is handed on to the training; python -m maxpipe.compile prints the recommended one for a chip.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

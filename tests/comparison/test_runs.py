@@ -1,9 +1,12 @@
 """`maxpipe.runs`: figures, differences and curves of runs, from what they have written."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +80,32 @@ def test_ls_takes_live_damaged_and_empty_runs(two, capsys):
     assert lines["torn"] == ["8/?", "-", "3.5000", "3.5000", "@6", "1.02k", "25.0%"]
 
 
+def test_ls_leaves_out_what_it_may_not_read_and_says_so(two, capsys, monkeypatch):
+    # Root, as which tests may run, is refused nothing.
+    (two / "secret").mkdir()
+    refused = two / "secret", two / "run-10" / "metrics.jsonl"
+
+    def refusing(method):
+        def call(path, *args, **options):
+            if path in refused:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return method(path, *args, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "iterdir", refusing(Path.iterdir))
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    assert runs.main(["ls", str(two)]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
+        ["run-2", "6/8"],
+        ["run-10", "0/6"],
+    ]
+    assert err.splitlines() == [
+        f"warning: {path} is left out: Permission denied" for path in refused
+    ]
+
+
 def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
     write_run(tmp_path / "a" / "base")
     write_run(tmp_path / "b" / "base")
@@ -98,6 +127,11 @@ def test_show_has_all_about_a_run(two, capsys):
     ):
         assert re.search(rf"^  {pattern}", text, re.MULTILINE), pattern
     assert "beta2" not in text  # has its default
+
+
+def test_show_of_a_run_without_steps_has_no_medians(tmp_path, capsys):
+    text = printed(capsys, "show", write_run(tmp_path / "base", steps=0))
+    assert re.search(r"^  tokens/s +-\n  step +-\n", text, re.MULTILINE)
 
 
 def test_compare_lists_the_keys_that_differ(two, capsys):

@@ -1,6 +1,7 @@
 """`maxpipe.train --sweep`: which runs it makes, what it refuses, and how it ends."""
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -136,6 +137,32 @@ def test_sweep_hands_a_signal_on_and_waits_for_the_save(tmp_path):
         assert "sweep       stopped in base-seed_1" in process.output
     assert (tmp_path / "base-seed_1" / "checkpoints").is_dir()
     assert not (tmp_path / "base-seed_2").exists()
+
+
+RUN = """\
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(75)))
+print("begun", flush=True)
+time.sleep(60)
+"""
+SWEEP = (
+    f"from maxpipe.comparison import sweep; exit(sweep._run([{sys.executable!r}, '-c', {RUN!r}]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "printed"), [(signal.SIGHUP, 75, "saved\n"), (signal.SIGKILL, -9, "")]
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_sweep_that_ends_leaves_no_run_behind(number, code, printed):
+    with subprocess.Popen(
+        [sys.executable, "-c", SWEEP], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        # The end of the output: nobody holds it any more.
+        assert process.communicate(timeout=20)[0] == printed
+    assert process.returncode == code
 
 
 def test_sweep_trains_one_run_after_the_other_and_compares(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import jax
 import pytest
+from helpers.compile_command import run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling import stages
@@ -217,3 +218,15 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3
     assert "does not fit: the next program needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
     assert not (tmp_path / "stage_7" / "F7.txt").exists()
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_stages_that_are_no_whole_hosts_of_the_slice_are_refused(self):
+        words = ("pipeline.num_repeats=1", "mesh.ici.stage=4", "model.num_layers=4")
+        three_hosts = ("compile.topology=v5p:2x2x3", "mesh.ici.data=3", "mesh.ici.fsdp=1")
+        batch = "data.global_batch_size=12"
+        process = run("configs/base.yml", *SMALL, *words, *three_hosts, batch)
+        assert process.returncode == 2, process.stdout
+        assert "mesh.ici.stage: 4 stages do not fit 3 processes" in process.stderr

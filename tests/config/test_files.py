@@ -55,6 +55,16 @@ def test_file_missing_names_the_nearest(base, tmp_path):
     assert f"the nearest are {base}" in message(str(tmp_path / "bse.yml"))
 
 
+def test_file_missing_is_looked_for_no_deeper_than_one_folder_below(tmp_path):
+    """A mistyped path may point into a home directory, which takes minutes to walk through."""
+    for folder in ("runs", "runs/old"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "bass.yml").write_text("")
+    said = message(str(tmp_path / "bassy.yml"))
+    assert str(tmp_path / "runs" / "bass.yml") in said
+    assert "old" not in said
+
+
 def test_base_missing_names_the_line(write):
     path = write("run.yml", "steps: 3\nbase: bases.yml\n")
     assert message(path).startswith(f"{path}:2: there is no file")

@@ -112,7 +112,26 @@ class TestCheck:
         assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out
         corpus.write_text('{"text": "a"}\n' * 10 + '{"text": ""}\n')
         assert main(self.words(corpus, "eval.every=0", "data.eval_fraction=0")) == 0
-        assert capsys.readouterr().out == "train: 11 documents, 1 of them empty\n"
+        assert capsys.readouterr().out == (
+            "train: 11 documents, 1 of them empty; 30 tokens\n  100 % of the documents are UTF-8\n"
+        )
+
+    def test_check_counts_what_is_utf8_and_what_is_learned(self, tmp_path, capsys):
+        for number in range(3):
+            (tmp_path / f"{number}.txt").write_bytes(b"ab\xff" if number == 1 else b"ab")
+        words = ["data.source=text", f"data.path={tmp_path}/*.txt", "data.eval_fraction=0"]
+        assert main(["check", "configs/base.yml", *words, "eval.every=0"]) == 1
+        counts = "train: 3 documents; 8 tokens\n  66.67 % of the documents are UTF-8\n"
+        assert capsys.readouterr().out.startswith(counts)
+        talk = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+        (tmp_path / "chats.jsonl").write_text(json.dumps(talk))
+        words = ["data.source=chat", f"data.path={tmp_path}/chats.jsonl", "data.eval_fraction=0"]
+        words += ["data.chat_template=chatml", "eval.every=0"]
+        assert main(["check", "configs/base.yml", *words]) == 0
+        text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+        learned = len("a<|im_end|>\n")
+        expected = f"1 documents; {len(text) + learned} tokens, {learned} of them learned\n"
+        assert expected in capsys.readouterr().out
 
     def test_check_finds_token_ids_outside_the_vocabulary(self, tmp_path, capsys):
         np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))

@@ -63,6 +63,15 @@ def test_template_without_marks_has_the_assistants_turns(
     assert _targets(rendered) == targets
 
 
+def test_template_that_asks_for_a_first_message_has_the_turn_of_one_that_is_the_assistants() -> (
+    None
+):
+    source = "{% if messages[0].role != 'system' %}Be kind.</s>{% endif %}" + CLOSED
+    rendered = _template(source).render(TALK[2:], None)
+    assert rendered.text.startswith("Be kind.</s><s><assistant>1</s>\n<user>")
+    assert _targets(rendered) == ["1</s>\n", "2</s>\n"]
+
+
 @pytest.mark.parametrize("dashes", ["-", "", "+"])
 def test_template_with_marks_has_what_is_between_them(dashes: str) -> None:
     source = (
@@ -113,7 +122,8 @@ def test_bad_conversation_is_explained(messages: list[dict[str, object]], reason
 
 def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     assert _targets(_template(LAST_DIFFERS).render(TALK[:3], None)) == ["<assistant><think>1"]
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: .*\{% generation %\}") as error:
+    reason = r"^data\.chat_template: the template lays out message 3, .*\{% generation %\}"
+    with pytest.raises(ConfigError, match=reason) as error:
         _template(LAST_DIFFERS).render(TALK, None)
     assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
 
@@ -150,6 +160,20 @@ def test_tokenizers_own_template_comes_from_its_files(tmp_path: Path) -> None:
     assert load_chat_template(str(tmp_path / "mine.jinja"), folder).source == "mine"
 
 
+def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) -> None:
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    sources = {
+        "default": f"\n plain {marked} {{{{ documents is none }}}}\n  ",
+        "tool_use": f"\n{{{{ tools[0] }}}} {marked}\n\n",
+    }
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    template = load_chat_template("", _folder(tmp_path, chat_template=["a", *named]))
+    talk = [{"role": "assistant", "content": "a"}]
+    for tools, name in ((None, "default"), (["f"], "tool_use"), ([{}], "tool_use")):
+        assert template.render(talk, tools) == _template(sources[name]).render(talk, tools)
+    assert template.render(talk, None).text == "\n plain a True\n  "
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -166,7 +190,8 @@ def test_unusable_template_is_named(tmp_path: Path, content: str | None, reason:
         load_chat_template(str(file), "byte")
 
 
-def test_tokenizer_without_template_asks_for_one(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, eos_token="</s>")
+@pytest.mark.parametrize("template", [None, ["a"], [{"name": "rag", "template": "no"}]])
+def test_tokenizer_without_template_asks_for_one(tmp_path: Path, template: object) -> None:
+    folder = _folder(tmp_path, eos_token="</s>", chat_template=template)
     with pytest.raises(ConfigError, match=r"has no chat template of its own: data\.chat_template="):
         load_chat_template("", folder)

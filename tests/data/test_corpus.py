@@ -6,7 +6,9 @@ import json
 import pytest
 
 from maxpipe.config import ConfigError
-from maxpipe.data.corpus import find_corpus
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.corpus import find_corpus, text_of
+from maxpipe.data.documents import open_documents
 
 
 def texts_of(documents):
@@ -24,7 +26,7 @@ def test_corpus_of_a_glob_a_directory_and_files_is_the_same(folder):
     for words in ([f"{folder}/*.txt"], [str(folder)], [f"{folder}/b.txt", f"{folder}/a.txt"]):
         corpus = find_corpus(words)
         assert corpus.source == "text"
-        assert texts_of(corpus.open(in_pieces=True)) == ["first\n", "second\n"]
+        assert texts_of(corpus.open()) == ["first\n", "second\n"]
 
 
 def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
@@ -33,22 +35,39 @@ def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
         file.write(json.dumps({"text": "two"}) + "\n")
     corpus = find_corpus([str(tmp_path)], cache_dir=str(tmp_path / "cache"))
     assert corpus.source == "jsonl"
-    assert texts_of(corpus.open(in_pieces=False)) == ["one", "two"]
+    assert texts_of(corpus.open()) == ["one", "two"]
 
 
-def test_corpus_of_one_text_is_read_in_pieces_where_that_is_wanted(tmp_path):
-    text = "".join(f"line {i}\n" for i in range(5000))
+@pytest.mark.parametrize("length", [128, 512, 8192])
+def test_corpus_of_one_text_is_read_in_the_pieces_of_a_run(length, tmp_path):
+    text = "".join(f"line {i}\n" for i in range(20_000))
+    path = str(tmp_path / "long.txt")
     (tmp_path / "long.txt").write_text(text)
-    corpus = find_corpus([str(tmp_path / "long.txt")])
-    pieces = texts_of(corpus.open(in_pieces=True))
-    assert len(pieces) > 5
+    pieces = texts_of(find_corpus([path], sequence_length=length).open())
     assert "".join(pieces) == text
-    assert texts_of(corpus.open(in_pieces=False)) == [text]
+    run = DataConfig(source="text", path=path, sequence_length=length)
+    train, held_out = (texts_of(open_documents(run, split)) for split in ("train", "eval"))
+    assert sorted(pieces) == sorted([*train, *held_out])
+
+
+def test_corpus_of_files_with_commas_in_their_names_is_that_of_their_directory(folder):
+    (folder / "a, b.txt").write_text("between\n")
+    corpus = find_corpus([str(folder)])
+    assert texts_of(corpus.open()) == ["between\n", "first\n", "second\n"]
+
+
+def test_token_ids_of_parquet_files_are_no_texts(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"tokens": [[1, 2], [3]]}), tmp_path / "a.parquet")
+    documents = find_corpus([str(tmp_path)], cache_dir=str(tmp_path / "cache")).open()
+    with pytest.raises(ConfigError, match=r"^FILES: document 1 holds token ids already; give te"):
+        text_of(documents, 1)
 
 
 def problem_of(*words):
     with pytest.raises(ConfigError) as caught:
-        find_corpus([str(word) for word in words]).open(in_pieces=True)
+        find_corpus([str(word) for word in words]).open()
     (problem,) = caught.value.problems
     return f"{problem.key}: {problem.message}"
 

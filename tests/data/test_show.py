@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers.hf_folder import write_byte_pairs
 
 from maxpipe.config.terminal import GREEN, RESET
 from maxpipe.data.__main__ import describe_row, main
@@ -109,11 +110,22 @@ def test_show_marks_what_is_learned_of_a_conversation(tmp_path, capsys):
     )
 
 
-def test_described_row_is_green_where_it_is_learned_in_color():
+def test_described_row_has_the_special_tokens_of_the_chat_template(tmp_path):
+    specials = ["<|im_start|>", "<|im_end|>", "</s>"]
+    tokenizer = load_tokenizer(str(write_byte_pairs(tmp_path, "a b c", specials, size=300)))
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>b")
+    batch = empty_batch(1, len(ids) - 1, tokenizer.pad_id)
+    batch["tokens"][0], batch["targets"][0] = ids[:-1], ids[1:]
+    batch["segment_ids"][0], batch["weights"][0] = 1, [0, 1, 0]
+    lines = [*describe_row(batch, 0, tokenizer)]
+    assert lines[1] == "  segment 1, tokens 0-2: <|im_start|>a⟦<|im_end|>⟧b"
+
+
+def test_described_row_is_green_where_it_is_learned_in_colour():
     tokenizer = load_tokenizer("byte")
     ids = np.frombuffer(b"abcde", np.uint8).astype(np.int32)
     batch = empty_batch(1, 4, tokenizer.pad_id)
     batch["tokens"][0], batch["targets"][0] = ids[:-1], ids[1:]
     batch["segment_ids"][0], batch["weights"][0] = 1, [0, 1, 1, 0]
-    lines = [*describe_row(batch, 0, tokenizer, in_color=True)]
+    lines = [*describe_row(batch, 0, tokenizer, colour=True)]
     assert lines[1] == f"  segment 1, tokens 0-3: ab{GREEN}cd{RESET}e"

@@ -59,6 +59,8 @@ def test_units_are_consistent(chip):
     if chip.products_per_cycle:
         assert 0.9e9 < chip.peak_flops["bfloat16"] / 2 / chip.products_per_cycle < 2e9  # Hz
     assert chip.matrix_efficiency is None or 0.5 < chip.matrix_efficiency < 1
+    shares = chip.memory_shares
+    assert 0 < shares.zeros <= shares.bfloat16 <= shares.float32 <= 1
 
 
 def test_devices_that_share_a_chip_share_its_memory():

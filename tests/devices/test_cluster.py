@@ -1,9 +1,18 @@
 """What the environment says about a process's place in its run, and about its job."""
 
+import socket
+
 import pytest
 
 from maxpipe.config import ConfigError
-from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, find_place, job_of_process
+from maxpipe.devices import cluster
+from maxpipe.devices.cluster import (
+    CLUSTER_VARIABLES,
+    Place,
+    find_place,
+    free_port,
+    job_of_process,
+)
 
 SLURM = {
     "SLURM_JOB_ID": "70000",
@@ -78,5 +87,38 @@ def test_find_place_says_what_is_missing(environment):
 
 def test_find_place_says_that_jax_cannot_tell(environment):
     environment({"MAXPIPE_DISTRIBUTED": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
-    with pytest.raises(ConfigError, match="JAX cannot tell the processes of this job"):
+    with pytest.raises(ConfigError, match=r"cannot tell .* set JAX_COORDINATOR_ADDRESS=HOST:PORT"):
         find_place()
+
+
+def test_find_place_says_that_jax_has_not_answered(environment, monkeypatch):
+    environment({"MAXPIPE_DISTRIBUTED": "1"})
+    monkeypatch.setattr(cluster, "_DETECT_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "_IMPORT_SECONDS", 0.01)
+    with pytest.raises(
+        ConfigError, match=r"not found them in 0\.01 s; set JAX_COORDINATOR_ADDRESS"
+    ):
+        find_place()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("JAX_COORDINATOR_ADDRESS", "node07", "=node07 names no port: set it to HOST:PORT"),
+        ("JAX_COORDINATOR_ADDRESS", "[fd00::1]", "names no port"),
+        ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES=two is no number"),
+        ("JAX_PROCESS_ID", "-1", "JAX_PROCESS_ID=-1 is no number"),
+    ],
+)
+def test_find_place_says_which_variable_is_wrong(environment, variable, value, said):
+    right = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    environment(right | {variable: value})
+    with pytest.raises(ConfigError) as refused:
+        find_place()
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_free_port_can_be_listened_at(address):
+    with socket.create_server((address, free_port(address))):
+        pass

@@ -10,6 +10,7 @@ from maxpipe import generate
 from maxpipe.builder import build_trainer
 from maxpipe.data.loader import make_loader
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.generation.decoding import Decoder
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.batches import BatchPlacer
@@ -105,6 +106,21 @@ def test_generate_writes_what_the_command_writes(run, model, options, capsys):
     assert text or "stop_tokens" in options
 
 
+def test_generate_traces_the_model_once_for_many_prompts_and_seeds(model, monkeypatch):
+    traced = []
+    for name in ("prefill", "step"):
+        method = getattr(Decoder, name)
+        monkeypatch.setattr(
+            Decoder, name, lambda *args, f=method: traced.append(f.__name__) or f(*args)
+        )
+    texts = [
+        model.generate(prompt, max_tokens=8, temperature=1.7, top_k=50, seed=seed)
+        for prompt, seed in (("ab", 0), ("ab", 1), ("cd", 1), ("ab", 0))
+    ]
+    assert traced == ["prefill", "step"]
+    assert texts[0] == texts[3] != texts[1]
+
+
 def test_load_model_reads_the_step_that_is_named(run, model):
     first = maxpipe.load_model(str(run.directory), step=1)
     assert (first.step, model.step) == (1, 2)
@@ -137,6 +153,7 @@ def test_logits_refuse_what_are_no_tokens(model, tokens, message):
         ({"top_k": -1}, "top_k"),
         ({"seed": -1}, "seed"),
         ({"stop_tokens": [320]}, "^stop_tokens: the model has no token 320"),
+        ({"stop_tokens": [7, -1]}, "^stop_tokens: the model has no token -1; its ids are 0 to 319"),
         ({"prompt": ""}, "^prompt: is empty"),
         ({"prompt": "x" * 40}, "^prompt: has 41 tokens"),
     ],
@@ -144,6 +161,13 @@ def test_logits_refuse_what_are_no_tokens(model, tokens, message):
 def test_generate_refuses_bad_arguments(model, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(**{"prompt": PROMPT} | options)
+
+
+def test_tokenizer_that_does_not_fit_is_named_by_its_argument(run, tmp_path):
+    for tokenizer, message in (("ids:321", "has 321 ids"), (str(tmp_path), "there is no|neither")):
+        model = maxpipe.load_model(run.directory, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match=f"^tokenizer: .*({message})"):
+            _ = model.tokenizer
 
 
 def test_load_model_of_nothing_names_its_argument(run, tmp_path):

@@ -88,15 +88,16 @@ FILES = (
     "maxpipe",
     "tests",
 )
-FOLDER = "models/Qwen3-8B"
+FOLDERS = {"models/Qwen3-8B": "qwen3", "models/Qwen2.5-7B": "qwen2"}
 
 
 def lay_out(directory: Path) -> None:
-    """Put the repository's files, those of pages, and a tiny imported model in a directory."""
+    """Put the repository's files, those of pages, and tiny models to import in a directory."""
     for name in FILES:
         (directory / name).symlink_to(REPOSITORY / name)
     for page in ("docs/extending.md", "docs/own_models.md", "docs/python.md"):
         for name, text in titled_files(page).items():
             (directory / name).write_text(text, encoding="utf-8")
     (directory / "models").mkdir()
-    write_folder(directory / FOLDER, "qwen3")
+    for folder, name in FOLDERS.items():
+        write_folder(directory / folder, name)

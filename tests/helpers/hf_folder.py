@@ -14,7 +14,7 @@ from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.families.deepseek import DeepseekV3
 from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
-from maxpipe.hf.families.llama import Qwen3
+from maxpipe.hf.families.llama import Qwen2, Qwen3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.safetensors import INDEX, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma3": Gemma3,
     "mixtral": Mixtral,
     "phi3": Phi3,
+    "qwen2": Qwen2,
     "qwen3": Qwen3,
 }
 

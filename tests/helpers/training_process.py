@@ -83,6 +83,11 @@ class TrainingProcess:
         """The number of the process."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has an exit code."""
+        return self._process.poll() is not None
+
     def wait_for(self, text: str) -> None:
         """Wait until the output contains `text`."""
         until = time.monotonic() + DEADLINE_SECONDS

@@ -1,12 +1,19 @@
-"""Conversations laid out, encoded and masked as transformers does it."""
+"""Conversations laid out, encoded and masked as transformers does it, also from an export."""
+
+import json
 
 import numpy as np
 import pytest
-from helpers.hf_folder import write_byte_pairs
+from helpers.hf_folder import importing, write_byte_pairs, write_folder
+from helpers.training_process import BASE, TINY_MODEL
 
+from maxpipe import export, train
+from maxpipe.config import replace
 from maxpipe.data.chat_template import load_chat_template
 from maxpipe.data.documents import encode_marked
 from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.hf.exporter import copy_companions
+from maxpipe.training.run_directory import RunDirectory
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
 
@@ -73,3 +80,61 @@ def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, fo
     np.testing.assert_array_equal(ids, expected["input_ids"])
     np.testing.assert_array_equal(weights, expected["assistant_masks"])
     assert 0 < weights.sum() < len(weights)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "chatml"])
+def test_export_has_the_template_that_the_run_was_trained_with(own, folder, tmp_path):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATES[1]}
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    value = "" if own else "chatml"
+    words = (
+        "steps=1",
+        "eval.every=0",
+        "mesh.simulated_devices=0",
+        "mesh.ici.fsdp=-1",
+        "mesh.ici.stage=1",
+        "model.vocab_size=336",
+        f"data.tokenizer={folder}",
+        f"data.chat_template={value}",
+        f"output_dir={tmp_path}",
+    )
+    assert train.main([str(BASE.with_name("finetune.yml")), *TINY_MODEL, *words]) == 0
+    assert export.main([str(tmp_path / "finetune"), "--hf", str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rendered = load_chat_template(value, str(folder)).render(TALK, None)
+    ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
+    assert theirs.apply_chat_template(TALK, tokenize=False) == rendered.text
+    found = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    np.testing.assert_array_equal(found["input_ids"], ids)
+    np.testing.assert_array_equal(found["assistant_masks"], weights)
+
+
+def test_trained_template_takes_the_place_of_the_imported_one(tmp_path):
+    source = write_folder(tmp_path / "model")
+    (source / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+    listed = {"eos_token": "</s>", "chat_template": [{"name": "default", "template": "listed"}]}
+    (source / "tokenizer_config.json").write_text(json.dumps(listed))
+    own = {"data.source": "chat", "data.tokenizer": f"hf:{source}", "output_dir": str(tmp_path)}
+    config = replace(importing(source), **own)
+
+    def exported(name, **values):
+        run = replace(config, run_name=name, **values)
+        directory = RunDirectory(run)
+        directory.claim(run)
+        directory.keep_tokenizer(run)
+        directory.keep_origin(run)
+        target = tmp_path / f"hf-{name}"
+        target.mkdir()
+        copy_companions(target, sorted(directory.tokenizer.iterdir()), directory.origin)
+        return {file.name: file.read_text() for file in target.iterdir()}
+
+    files = exported("other", **{"data.chat_template": "chatml"})
+    assert "<|im_start|>" in files["chat_template.jinja"]
+    assert json.loads(files["tokenizer_config.json"]) == {"eos_token": "</s>"}
+    assert "chat_template.json" not in files
+    (source / "chat_template.jinja").unlink()
+    files = exported("same")
+    assert "chat_template.jinja" not in files
+    assert json.loads(files["tokenizer_config.json"]) == listed
+    assert "chat_template.json" in files

@@ -18,7 +18,7 @@ from maxpipe import export as export_command
 from maxpipe import train
 from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.record import Record
-from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config import ConfigError, load, replace, resolve
 from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.importer import HfWeights
@@ -257,8 +257,12 @@ def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path, letter
 
 def test_card_of_a_run_on_bytes_promises_no_tokenizer():
     config, record = resolve(load("base"), 4), Record(3, {}, {})
-    facts = {"model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
+    facts = {"steps": [3], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
     card = model_card(config, record, **facts, has_tokenizer=False)
     assert "AutoTokenizer" not in card
     assert "trained with maxpipe." in card
     assert "evaluation loss" not in card
+    assert "from random weights" in card
+    started = replace(config, init_from="run:runs/base")
+    card = model_card(started, record, **facts, has_tokenizer=False)
+    assert "from the weights of another run" in card

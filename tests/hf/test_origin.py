@@ -59,6 +59,17 @@ def test_pipe_in_a_folder_is_no_file(origin, tmp_path):
         Deadline(20).wait(lambda: read_config_json(str(origin)))
 
 
+@pytest.mark.parametrize("place", ["base", "base/checkpoints"])
+def test_run_that_starts_from_another_keeps_its_files_but_no_pipe(place, origin, tmp_path):
+    run = tmp_path / "base"
+    (run / "checkpoints").mkdir(parents=True)
+    origin.rename(run / "origin")
+    os.mkfifo(run / "origin" / "vocab.json")
+    config = replace(Config(), init_from=f"run:{tmp_path / place}")
+    names = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert Deadline(20).wait(lambda: read_origin(config)).keys() == names
+
+
 def test_special_ids_are_those_of_the_tokenizer(origin):
     ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
     assert special_ids(load_tokenizer("byte")) == ids

@@ -22,6 +22,7 @@ from helpers.hf_models import (
 from helpers.hf_parameters import gradients_of
 
 from maxpipe import generate
+from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES
@@ -111,7 +112,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
     config = config_of(before)
     checkpoints = save_checkpoint(config, tmp_path)
     export(
-        tmp_path / "checkpoints" / "1",
+        ParameterReader([tmp_path / "checkpoints" / "1"]),
         checkpoints.record(1),
         config,
         after,

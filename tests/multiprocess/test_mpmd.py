@@ -1,7 +1,9 @@
 """The mpmd engine in several processes, each with stages of its own."""
 
+import os
 import signal
 import time
+from statistics import median
 
 import pytest
 from helpers.members import ends, members
@@ -43,6 +45,32 @@ def embed(self, params, tokens):
 if os.environ["JAX_PROCESS_ID"] == "1":
     ModelProgram.embed = embed
 sys.exit(train.main(sys.argv[1:]))
+"""
+
+OTHER_IN_ONE = """
+import os, sys
+import maxpipe
+from maxpipe import train
+
+own = []
+if os.environ["JAX_PROCESS_ID"] == "1":
+    own = os.environ["OWN_WORDS"].split()
+    maxpipe.__version__ = os.environ["OWN_VERSION"] or maxpipe.__version__
+sys.exit(train.main(sys.argv[1:] + own))
+"""
+
+# One process waits for every batch, as for a slow disk.
+SLOW_DATA = """
+import os, time
+from maxpipe.data.loader import Loader
+
+original = Loader.__next__
+
+def next_batch(self):
+    time.sleep(0.2 if os.environ["JAX_PROCESS_ID"] == os.environ["SLOW_PROCESS"] else 0)
+    return original(self)
+
+Loader.__next__ = next_batch
 """
 
 
@@ -117,6 +145,25 @@ def test_train_sigterm_to_one_process_stops_both_after_same_step(tmp_path):
     assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
 
 
+@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
+    tmp_path, monkeypatch, slow
+):
+    (tmp_path / "slow_data.py").write_text(SLOW_DATA)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SLOW_PROCESS", str(slow))
+    words = (*RUN, *STAGES, "steps=9", "checkpoint.every=3", "--import", "slow_data")
+    output = in_two_processes(tmp_path, command(tmp_path, *words), "slow")
+    assert output.count("warning:") == 1
+    assert f"warning: process {slow} is slow: without waiting for others" in output
+    seconds = [row["stage_seconds"] for row in rows(tmp_path / "base") if "loss" in row]
+    assert len(seconds) == 9
+    # Not the first step, nor the second, whose time begins with the first one's.
+    by_stage = list(zip(*seconds[2:], strict=True))
+    assert median(by_stage[slow]) > 0.15
+    assert median(by_stage[1 - slow]) < 0.15
+
+
 @pytest.mark.slow
 def test_train_that_diverges_on_one_stage_ends_both_with_42(tmp_path):
     words = ("optimizer.learning_rate=1e30", "optimizer.max_consecutive_skips=2", "steps=8")
@@ -135,3 +182,34 @@ def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
     for process in started:
         assert "traced program: the processes of this run differ: " in process.output
     assert not checkpoints(tmp_path / "base")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own_words", "own_version", "name"),
+    [
+        ("optimizer.learning_rate=0.5", "", "optimizer.learning_rate"),
+        ("mesh.simulated_devices=4", "", "mesh.simulated_devices"),
+        ("data.path=other", "", "data.path"),
+        ("", "0.0.1", "version of maxpipe"),
+    ],
+    ids=["configuration", "devices", "data", "version"],
+)
+def test_train_started_otherwise_in_one_process_ends_both_with_2_and_one_message(
+    tmp_path, monkeypatch, own_words, own_version, name
+):
+    monkeypatch.chdir(tmp_path)
+    for directory in ("corpus", "other"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "a.jsonl").write_text(f'{{"text": "{directory}"}}\n' * 9)
+    monkeypatch.setenv("OWN_WORDS", own_words)
+    monkeypatch.setenv("OWN_VERSION", own_version)
+    words = command(tmp_path, *RUN, *STAGES, "data.source=jsonl", "data.path=corpus")
+    with members(tmp_path, 2, words, program=OTHER_IN_ONE) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    for process in started:
+        assert process.output.count("config error") == 1
+        assert f"{name}: the processes of this run differ: " in process.output
+    assert "Traceback" not in output
+    assert not (tmp_path / "base").exists()

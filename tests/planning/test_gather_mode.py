@@ -1,15 +1,18 @@
 """How often weights are gathered on auto, and what is said about it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
-from helpers.engines import make_mesh, tiny
+from helpers.engines import EngineUnderTest, make_mesh
+from helpers.fsdp_stages import V5P, Device, config_of
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compiling.topology import devices_of
+from maxpipe.config import ConfigError
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
@@ -24,28 +27,7 @@ CIRCULAR = {
 }
 
 
-@dataclass(frozen=True)
-class Device:
-    device_kind: str = "TPU v5p"
-    platform: str = "tpu"
-    coords: tuple[int, ...] = (0, 0, 0)
-
-
-def config_of(**values):
-    """Return two stages with weights split over four devices."""
-    base = {
-        "pipeline.engine": "scheduled",
-        "pipeline.schedule": "lockstep_1f1b",
-        "pipeline.num_repeats": 1,
-        "pipeline.num_microbatches": 3,
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 4,
-        "data.global_batch_size": 48,
-    }
-    return tiny(**base | values)
-
-
-def decided(device=Device(), **values):
+def decided(device=V5P, **values):
     """Return (mode, notes)."""
     devices = [replace(device, coords=(i, 0, 0)) for i in range(8)]
     mesh = SimpleNamespace(devices=np.array(devices).reshape(2, 4))
@@ -53,34 +35,56 @@ def decided(device=Device(), **values):
     return with_gather_mode(config_of(**values), mesh, notes.append).pipeline.fsdp_gather, notes
 
 
-def test_auto_gathers_once_on_tpus_and_says_what_that_takes():
-    mode, (note,) = decided()
+@pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
+def test_auto_gathers_once_on_tpus_and_says_what_that_takes(values):
+    mode, (note,) = decided(**values)
     assert mode == "once"
     assert note.startswith("pipeline.fsdp_gather=once: whole weights and gradients take 0.00 GiB")
     assert note.endswith("at most 5% of a device's 95 GiB")
 
 
+@pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
-    [("MEMORY_SHARE", 1e-9, "take 0.00 GiB more, over 0%"), ("ROOM", 1e-9, "take over 0%")],
+    [("MEMORY_SHARE", -1.0, "take 0.00 GiB more, over"), ("ROOM", 1e-9, "take over 0%")],
 )
-def test_auto_gathers_per_iteration_where_memory_is_short(limit, value, reason, monkeypatch):
+def test_auto_gathers_per_iteration_where_memory_is_short(
+    limit, value, reason, values, monkeypatch
+):
     monkeypatch.setattr(gather_mode, limit, value)
-    mode, (note,) = decided()
+    mode, (note,) = decided(**values)
     assert mode == "per_iteration"
     assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
     assert reason in note
 
 
-def test_share_of_memory_is_what_once_takes_more(monkeypatch):
-    once, iteration = (
-        estimate(config_of(**{KEY: mode})).total for mode in ("once", "per_iteration")
+def more(mode, **values):
+    """Return what a mode takes more than `per_iteration`, as a share of a device's memory."""
+    whole, iteration = (
+        estimate(config_of(**values, **{KEY: mode})).total for mode in (mode, "per_iteration")
     )
-    assert once > iteration
-    share = (once - iteration) / gather_mode.device_memory([Device()])
+    assert whole > iteration
+    return (whole - iteration) / gather_mode.device_memory([V5P])
+
+
+def test_share_of_memory_is_what_once_takes_more(monkeypatch):
     for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * share)
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * more("once"))
         assert decided()[0] == mode
+
+
+def test_circular_engine_gathers_per_repeat_where_all_repeats_are_too_much(monkeypatch):
+    values = CIRCULAR | {"pipeline.num_repeats": 8, "model.num_layers": 16, "model.mlp_dim": 512}
+    for share, mode in (
+        (1.01 * more("once", **values), "once"),
+        (0.99 * more("once", **values), "per_repeat"),
+        (0.99 * more("per_repeat", **values), "per_iteration"),
+    ):
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
+        decision, (note,) = decided(**values)
+        assert decision == mode
+        assert note.startswith(f"{KEY}={mode}: ")
+        assert ("repeats at work" in note) is (mode != "once")
 
 
 @pytest.mark.parametrize(
@@ -91,13 +95,25 @@ def test_share_of_memory_is_what_once_takes_more(monkeypatch):
         {"device": Device("TPU v99")},
         {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
         {"pipeline.fsdp_prefetch": "true"},
-        CIRCULAR,
+        CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"},
         MPMD,
     ],
-    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "gathered_ahead", "circular", "mpmd"],
+    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "gathered_ahead", "offloaded", "mpmd"],
 )
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
     assert decided(**values) == ("per_iteration", [])
+
+
+@pytest.mark.parametrize(
+    "rule", [["activation_batch", ["data"]], ["repeat", ["fsdp"]], ["layers_per_stage", ["fsdp"]]]
+)
+def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules(rule):
+    rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
+    values = CIRCULAR | {"sharding.logical_axis_rules": rules}
+    assert decided(**values) == ("per_iteration", [])
+    for mode in ("once", "per_repeat"):
+        with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
+            EngineUnderTest(config_of(**values, **{KEY: mode}))
 
 
 @pytest.mark.parametrize("mode", ["per_iteration", "once"])

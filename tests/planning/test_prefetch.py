@@ -1,39 +1,16 @@
 """When weights are gathered a slot ahead on auto, and what is said about it."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.engines import tiny
+from helpers.fsdp_stages import V5P, Device, config_of
 
 from maxpipe.devices.chips import device_memory
 from maxpipe.planning import prefetch
 
 
-@dataclass(frozen=True)
-class Device:
-    device_kind: str = "TPU v5p"
-    platform: str = "tpu"
-    coords: tuple[int, ...] = (0, 0, 0)
-
-
-def config_of(**values):
-    return tiny(
-        **{
-            "pipeline.engine": "scheduled",
-            "pipeline.schedule": "lockstep_1f1b",
-            "pipeline.num_repeats": 1,
-            "pipeline.num_microbatches": 3,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 4,
-            "data.global_batch_size": 48,
-        }
-        | values
-    )
-
-
-def decided(device=Device(), ring=4, **values):
+def decided(device=V5P, ring=4, **values):
     """Return (decision, notes) for two stages with weights split over `ring` devices."""
     devices = np.array([device] * 2 * ring).reshape(2, ring)
     mesh = SimpleNamespace(shape={"stage": 2, "fsdp": ring}, devices=devices)
@@ -112,7 +89,7 @@ def test_what_is_decided_without_devices_is_what_is_decided_on_them(share, value
     monkeypatch.setattr(prefetch, "MEMORY_SHARE", share)
     values = {"pipeline.num_layers_per_stage": 2, "model.num_layers": 4} | values
     ring = values.get("mesh.ici.fsdp", 4)
-    memory = device_memory([Device()])
+    memory = device_memory([V5P])
     assert prefetch.gathers_ahead_in(config_of(**values), memory) is decided(ring=ring, **values)[0]
 
 

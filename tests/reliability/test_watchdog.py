@@ -99,7 +99,20 @@ def test_watchdog_hurried_before_a_step_ends_a_hang_soon(expired, impatient, dea
         dog.progress("step 1")
         dog.hurry()
         time.sleep(0.5)
-    assert expired[0] == ("asked to stop", 0.2)
+    key, allowed = expired[0]
+    assert key == "asked to stop"
+    assert allowed == pytest.approx(0.2, abs=0.05)
+
+
+def test_watchdog_hurried_in_a_long_step_gives_it_its_time_from_then_on(expired, impatient):
+    with Watchdog(60, 60) as dog:
+        dog.progress("step 1")
+        dog._since -= 40  # a step that waits for its data
+        dog.hurry()
+        time.sleep(0.1)
+        assert expired == []
+        time.sleep(0.4)
+    assert expired[0][1] == pytest.approx(40.2, abs=0.05)
 
 
 @pytest.mark.parametrize("before_step", [False, None])

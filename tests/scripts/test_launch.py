@@ -352,15 +352,13 @@ class TestJobSet:
         assert container["args"] == ["a.yml", AWKWARD]
         assert container["resources"]["limits"] == {"google.com/tpu": 4}
 
-    def test_jobset_names_job_attempt_and_own_variables(self, fakes):
+    def test_jobset_names_job_and_own_variables(self, fakes):
         flags = "--xla_a=true --xla_b=1"
         words = (*self.WORDS, "--env", f"LIBTPU_INIT_ARGS={flags}", "--env", "HF_HOME=/shared/hf")
         spec = yaml.safe_load(self.jobset(fakes, *words, "--", "a.yml").stdout)["spec"]
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         variables = {item.pop("name"): item for item in pod["containers"][0]["env"]}
         assert variables["MAXPIPE_JOB"]["value"] == "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"
-        attempt = variables["MAXPIPE_ATTEMPT"]["valueFrom"]["fieldRef"]["fieldPath"]
-        assert attempt == "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
         assert variables["LIBTPU_INIT_ARGS"]["value"] == flags
         assert variables["HF_HOME"]["value"] == "/shared/hf"
 

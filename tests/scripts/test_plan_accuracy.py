@@ -52,6 +52,7 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(
     assert first not in compiled
     lines = capsys.readouterr().out.splitlines()
     assert "3 of 3 compiled" in lines
+    assert "slower than the fastest compiled" in lines[-2]
     assert lines[-1].endswith("slowest / fastest 2.00")
     found = json.loads((tmp_path / "drawn.json").read_text())["candidates"]
     assert [entry["seconds"] for entry in found] == [0.25, 0.5, 0.5]

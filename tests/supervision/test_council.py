@@ -121,17 +121,79 @@ def test_council_without_all_supervisors_gives_up_with_134():
     assert finish == Finish(134, "no supervisor of process 0, 2 has come in 60 s")
 
 
+def test_council_says_once_whom_it_waits_for():
+    run = Supervised(20)
+    run.join(0, 1, *range(5, 20))
+    assert run.orders(after=5) == []
+    assert run.council.status.state == "waits for process 2, 3, 4"
+    assert run.log == []
+    for _ in range(3):
+        run.orders(after=20)
+    assert run.log == ["waits for process 2, 3, 4"]
+
+
+def test_council_that_waits_for_many_names_the_first_ones():
+    run = Supervised(1000)
+    run.join(0)
+    assert run.council.status.state == "waits for process 1, 2, 3, 4, 5, 6, 7, 8 and 991 more"
+
+
 def test_council_of_other_size_than_a_supervisor_says_ends_with_2():
     run = Supervised(2)
     run.council.receive(0, Joined(4, "a"))
-    assert [order.code for order in run.orders()] == [2]
+    (finish,) = run.orders()
+    assert finish.code == 2
+    assert finish.why.startswith("the supervisors count 2 and 4 processes: set JAX_NUM_PROCESSES")
+
+
+@pytest.mark.parametrize(
+    ("member", "count", "why"),
+    [
+        (1, 3, "the supervisors count 2 and 3 processes"),
+        (2, 2, "there is no process 2 of 2"),
+        (1, 2, "process 1 has a supervisor already, on host1: give each its own JAX_PROCESS_ID"),
+    ],
+)
+@pytest.mark.parametrize("is_in_pause", [False, True])
+def test_council_refuses_a_supervisor_that_is_not_its_own_and_trains_on(
+    run, member, count, why, is_in_pause
+):
+    if is_in_pause:
+        run.end((0, -9), (1, 134))
+    refusal = run.council.receive(member, Joined(count, "stranger"))
+    assert refusal.code == 2
+    assert refusal.why.startswith(why)
+    assert run.orders() == []
+    assert run.council.status.members == {0: "host0", 1: "host1"}
+
+
+def test_council_tells_a_supervisor_that_comes_too_late_how_the_run_has_ended(run):
+    run.end((0, 42), (1, 42))
+    assert run.council.receive(1, Joined(2, "host1")) == Finish(42, "")
+
+
+def test_status_that_was_read_stays_as_it_was_and_keeps_the_members_at_the_end(run):
+    before = run.council.status
+    run.end((0, 0), (1, 0))
+    for member in (0, 1):
+        run.council.lose(member)
+    assert (before.state, run.council.status.state) == ("trains", "has ended with exit code 0")
+    assert run.council.status.members == before.members == {0: "host0", 1: "host1"}
+    other = Supervised()
+    other.join()
+    before = other.council.status
+    other.council.lose(1)
+    assert (before.members, other.council.status.members) == (
+        {0: "host0", 1: "host1"},
+        {0: "host0"},
+    )
 
 
 @pytest.mark.parametrize("code", [75, 124, 134, -9, -6, -11])
 def test_council_restarts_all_after_a_pause(run, code):
     first = run.council.status.attempt
     ended = run.end((0, code), (1, 134))
-    assert [type(order) for order in ended] == ([] if code == 75 else [End])
+    assert ended == [End(first, 1800.0 if code == 75 else 2.0)]
     assert run.orders(after=3) == []
     (start,) = run.orders(after=1)
     assert start.attempt > first
@@ -150,6 +212,33 @@ def test_council_ends_the_others_soon_after_a_loss_and_later_after_an_error(run)
     other = Supervised()
     other.join()
     assert other.end((1, 1)) == [End(other.council.status.attempt, 60.0)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds"),
+    [
+        ((75, 75), [1800.0]),
+        ((75, 134), [1800.0, 2.0]),
+        ((75, 1), [1800.0, 60.0]),
+        ((1, -9), [60.0, 2.0]),
+        ((-9, 134), [2.0]),
+        ((-9, 1), [2.0]),
+    ],
+)
+def test_council_ends_a_third_process_by_the_most_urgent_end(codes, seconds):
+    run = Supervised(3)
+    run.join()
+    orders = run.end(*enumerate(codes))
+    assert [order.seconds for order in orders] == seconds
+
+
+def test_council_with_a_thousand_restarts_in_a_row_still_pauses_for_ten_minutes():
+    run = Supervised(1, max_restarts=2000)
+    run.join()
+    for _ in range(1100):
+        run.end((0, -9))
+        run.orders(after=600)
+    assert run.log[-2].endswith("restart 1100 of at most 2000 in 600 s")
 
 
 def test_council_doubles_pauses_and_gives_up(run):
@@ -182,10 +271,11 @@ def test_council_asked_to_stop_does_not_restart_a_trainer_that_hangs(run):
     assert run.council.status.restarts == 0
 
 
-def test_council_asked_to_stop_in_a_pause_finishes_with_the_last_code(run):
-    run.end((0, 124), (1, 124))
-    run.council.receive(1, Stopping(signal.SIGTERM))
-    assert run.orders() == [Finish(124, "asked to stop")]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_council_asked_to_stop_in_a_pause_finishes_with_the_signal_s_code(run, number, code):
+    run.end((0, -9), (1, 134))
+    run.council.receive(1, Stopping(number))
+    assert run.orders() == [Finish(code, "asked to stop")]
 
 
 def test_council_asked_to_stop_before_trainers_listen_finishes_with_75(run):

@@ -192,6 +192,25 @@ def test_a_process_that_leaves_for_a_reason_tells_the_others(store, monkeypatch)
     assert json.loads(*store.posted.values()) == [124, "process 1: nothing has happened"]
 
 
+@pytest.mark.parametrize("code", [75, 124])
+def test_process_0_that_leaves_for_a_reason_outlasts_the_wait_for_a_stuck_process(
+    store, monkeypatch, code
+):
+    ended_at = []
+
+    def expire(key, timeout):
+        ended_at.append(timeout / 1000)
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(store, "wait_at_barrier", expire)
+    monkeypatch.setattr(processes, "index", lambda: 0)
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: ended_at.append(seconds))
+    monkeypatch.setattr(ending.os, "_exit", store.events.append)
+    with failing_fast():
+        ending.leave(code, "a signal")
+    assert sum(ended_at) < ending._LAST_ACTS_SECONDS
+
+
 def test_a_process_leaves_with_its_stacks_when_another_one_hangs(store, capfd):
     store.key_value_set(failure._REASON, json.dumps((124, "process 0: nothing has happened")))
     with pytest.raises(Left):

@@ -1,18 +1,25 @@
 """Supervisors and their trainers as processes; the trainers are a few lines of Python."""
 
 import contextlib
+import json
 import os
+import platform
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from helpers.members import free_port
 
-from maxpipe.devices.cluster import CLUSTER_VARIABLES
+from maxpipe.config.errors import ConfigError
+from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place
+from maxpipe.supervision import supervisor
+from maxpipe.supervision.council import Policy, Start
+from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
 # death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;
@@ -180,6 +187,113 @@ def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
         os.killpg(run.processes[0].pid, number)  # as a terminal does
         assert run.codes() == [code]
     assert run.output().count(f"got {int(number)}") == 1
+
+
+def test_supervise_that_is_asked_to_stop_does_not_wait_for_a_lost_supervisor_0(tmp_path):
+    with Supervised(tmp_path, "wait", "wait") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        run.processes[1].send_signal(signal.SIGTERM)
+        run.wait_for(lambda: "got 15" in run.output(1))
+        run.processes[0].kill()
+        assert run.processes[1].wait(60) == 75
+
+
+def test_supervise_whose_reader_has_ended_still_starts_again(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    trainer = [sys.executable, "-c", TRAINER, str(tmp_path), "75 0"]
+    words = [sys.executable, "-m", "maxpipe.supervise", "--pause", "0.1", "--", *trainer]
+    ended = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=writer, timeout=60)
+    os.close(writer)
+    assert ended.returncode == 0
+    assert len((tmp_path / "attempts0").read_text().splitlines()) == 2
+
+
+def test_supervise_two_of_one_number_refuses_the_second_and_trains_on(tmp_path):
+    with Supervised(tmp_path, "wait", "wait") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        first = run.processes[1]
+        run.start(1)
+        second = run.processes[1]
+        run.processes[1] = first
+        assert second.wait(60) == 2
+        assert "give each its own JAX_PROCESS_ID; exit code 2" in run.output(1)
+        assert [len(run.attempts(index)) for index in (0, 1)] == [1, 1]
+        for process in run.processes:
+            process.send_signal(signal.SIGTERM)
+        assert run.codes() == [75, 75]
+
+
+# Tells the run's directory, as a trainer does.
+TELLS = """
+import json, os, pathlib, sys, time
+text = json.dumps({"run": sys.argv[1], "step": 0, "at": 0.0})
+pathlib.Path(os.environ["MAXPIPE_PROGRESS"]).write_text(text)
+time.sleep(1)
+"""
+
+
+def supervise_here(tmp_path):
+    """Supervise a run of one process, which ends well, in this process."""
+    place = Place("localhost", 0, 1, 0)
+    command = [sys.executable, "-c", TELLS, str(tmp_path)]
+    return supervisor.supervise(command, place, Policy(), lambda text: None)
+
+
+def test_supervise_writes_how_the_run_has_ended_and_who_took_part(tmp_path):
+    assert supervise_here(tmp_path) == 0
+    status = json.loads((tmp_path / "supervisor.json").read_text())
+    assert status["state"] == "has ended with exit code 0"
+    assert status["members"] == {"0": platform.node()}
+
+
+def test_supervise_hears_and_ends_while_a_file_system_stalls(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_LAST_STATUS_SECONDS", 0.1)
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def stall(*_):
+        stalled.set()
+        goes_on.wait(30)
+
+    monkeypatch.setattr(supervisor, "write_atomically", stall)
+    began = time.monotonic()
+    assert supervise_here(tmp_path) == 0
+    assert stalled.is_set()
+    assert time.monotonic() - began < 15
+    goes_on.set()
+
+
+def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path):
+    place = Place("localhost", 0, 1, 0)
+    here = Supervisor([sys.executable, "-c", ""], place, lambda text: None, tmp_path, None)
+
+    def downtime_after(progress):
+        here.handle(Start(1, 7, ""))
+        here.progress_file.write_text(json.dumps(progress))
+        here.end()
+        return here._downtime
+
+    before = time.time() - 100
+    trained = downtime_after({"run": "r", "step": 3, "at": before})
+    assert json.loads(trained)[0] == pytest.approx(100, abs=20)
+    assert downtime_after({"run": "r", "step": 0, "at": 0.0}) == trained
+    assert downtime_after({"run": "r", "step": 4, "at": before}) != trained
+
+
+@pytest.mark.parametrize(("hard", "allowed"), [(4096, 1064), (512, None)])
+def test_supervise_needs_a_line_to_each_supervisor(monkeypatch, hard, allowed):
+    limits = []
+    monkeypatch.setattr(supervisor.resource, "getrlimit", lambda _: (256, hard))
+    monkeypatch.setattr(supervisor.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    if allowed:
+        supervisor._allow_files(1064)
+        supervisor._allow_files(200)
+        assert limits == [(allowed, hard)]
+    else:
+        with pytest.raises(ConfigError, match=r"needs 1064 open files.* may have 512: raise"):
+            supervisor._allow_files(1064)
 
 
 def test_supervise_command_that_is_not_there_ends_with_2(tmp_path):

@@ -21,6 +21,7 @@ def recorder(
     steps=20,
     required=False,
     dense_layers=0,
+    stage_processes=(),
 ):
     telemetry = TelemetryConfig(log_every=log_every, required=required)
     model = dataclasses.replace(Config().model, first_dense_layers=dense_layers)
@@ -32,6 +33,7 @@ def recorder(
         tokens_per_step=4096,
         peak_seconds=peak_seconds,
         is_main=is_main,
+        stage_processes=stage_processes,
     )
 
 
@@ -84,6 +86,21 @@ def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
     }
 
 
+def test_recorder_has_losses_of_sources_everywhere_and_the_largest_on_the_console(tmp_path, capsys):
+    losses = {"a": 2.0, "b": 1.0, "c": 4.0, "d": 3.0, "text:x/*": 5.0}
+    r = recorder(tmp_path, steps=9)
+    r.evaluation(9, 2.25, by_source=losses)
+    r.close()
+    (row,) = rows(tmp_path)
+    names = {f"eval_loss/{name}": loss for name, loss in losses.items()}
+    assert row == {"step": 9, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), **names}
+    shown = "a 2.0000  c 4.0000  d 3.0000  text:x/* 5.0000  and 1 lower"
+    assert f"eval loss 2.2500  perplexity 9.488  {shown}\n" in capsys.readouterr().out
+    tags = {tag for tag, _ in logged_scalars(tmp_path / "run" / "tensorboard")}
+    tags.remove("eval/loss/text_x/_")  # as tensorboardX writes it
+    assert tags == {"eval/loss", "eval/perplexity", *(f"eval/loss/{name}" for name in "abcd")}
+
+
 def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
     r = recorder(tmp_path)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
@@ -119,6 +136,18 @@ def test_recorder_writes_figures_of_layers_as_a_list_and_as_scalars_in_a_group(t
         "dropped_assignments/layer_1",
     }
     assert "max load 1.50x (layer 10)  dropped 25.0% (layer 1)  lr" in capsys.readouterr().out
+
+
+def test_recorder_writes_seconds_of_stages_and_names_a_slow_process(tmp_path, capsys):
+    r = recorder(tmp_path, stage_processes=[frozenset({0}), frozenset({1})])
+    for step in range(1, 20):
+        r.step(step, 5.0, 1.5, 3e-4, 0.5, stage_seconds=[0.5, 0.1])
+    r.close()
+    assert rows(tmp_path)[3]["stage_seconds"] == [0.5, 0.1]
+    tags = {tag for tag, _ in logged_scalars(tmp_path / "run" / "tensorboard")}
+    assert {"stage_seconds/stage_0", "stage_seconds/stage_1"} <= tags
+    assert not any(tag.startswith("train/stage_seconds") for tag in tags)
+    assert capsys.readouterr().out.count("warning: process 0 is slow") == 1
 
 
 def test_recorder_resumed_run_repeats_no_step(tmp_path):

@@ -26,6 +26,12 @@ class Trainer:
         )
         return state + 1, numbers | {"finite": np.bool_(finite), "skipped": np.int32(not finite)}
 
+    def stage_seconds(self):
+        return []
+
+    def resume_clocks(self):
+        pass
+
     def to_canonical(self, state):
         return f"state {state}"
 

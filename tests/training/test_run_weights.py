@@ -7,7 +7,10 @@ import pytest
 from helpers.runs import output_dir, run, saved, train, write_config
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.training.run_weights import newest_step
+from maxpipe.config.load import load, resolve
+from maxpipe.devices import processes
+from maxpipe.training import run_weights
+from maxpipe.training.run_weights import RunWeights, newest_step
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,32 @@ def test_init_from_run_takes_a_directory(place: str) -> None:
     process = run(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
     assert process.returncode == 2
     assert "is not of the form run:DIR" in process.stderr
+
+
+def test_step_of_a_run_that_all_processes_read_is_the_one_that_process_0_finds(
+    first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = f"run:{first[1]}"
+    monkeypatch.setattr(processes, "of_first_process", lambda step: step - 1)
+    assert newest_step(value).name == "2"
+    assert newest_step(value, together=True).name == "1"
+
+
+def test_weights_of_a_run_that_processes_read_together_are_compared(
+    first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, root = first
+    config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 4)
+    compared: list[dict[str, str]] = []
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(run_weights, "agree_on", compared.append)
+    RunWeights(config)
+    assert compared == []
+    RunWeights(config, together=True)
+    monkeypatch.setattr(processes, "of_first_process", lambda step: step - 1)
+    RunWeights(config, together=True)
+    newest, older = (texts["init_from"] for texts in compared)
+    assert newest != older
 
 
 def test_newest_step_without_run_names_it(tmp_path: Path) -> None:

@@ -95,6 +95,30 @@ def check_eval_batch(c: Config) -> None:
         raise ConfigError(Problem("eval.global_batch_size", message))
 
 
+@rule(
+    "eval.batches_per_source",
+    "eval.batches",
+    "data.mixture",
+    "data.eval_path",
+    writes=("eval.batches_per_source",),
+)
+def derive_batches_per_source(c: Config) -> Updates:
+    """Divide the batches of an evaluation among the sources of a mixture."""
+    count, sources = c.eval.batches_per_source, len(c.data.mixture)
+    is_told_apart = sources > 1 and not c.data.eval_path
+    if count > 0 and not is_told_apart:
+        reason = (
+            "data.eval_path is one set"
+            if c.data.eval_path
+            else "data.mixture has not several sources"
+        )
+        message = f"{count} batches of each source: {reason}; leave the key out"
+        raise ConfigError(Problem("eval.batches_per_source", message))
+    if count == -1:
+        count = -(-c.eval.batches // sources) if is_told_apart else 0
+    return {"eval.batches_per_source": count}
+
+
 def _propose_counts(c: Config, batch: int, shards: int) -> str:
     """Return the two numbers of microbatches nearest to the present one that divide the batch."""
     if batch % shards:
@@ -107,4 +131,10 @@ def _propose_counts(c: Config, batch: int, shards: int) -> str:
     return f", or pipeline.num_microbatches={' or '.join(map(str, nearest))}" if nearest else ""
 
 
-BATCH_RULES = (derive_microbatches, check_train_batch, derive_eval_batch, check_eval_batch)
+BATCH_RULES = (
+    derive_microbatches,
+    check_train_batch,
+    derive_eval_batch,
+    check_eval_batch,
+    derive_batches_per_source,
+)

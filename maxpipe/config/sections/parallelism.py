@@ -190,9 +190,9 @@ class PipelineConfig:
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once on "
-        "TPUs where that takes at most 5 % more of a device's memory (scheduled), else "
-        "per_iteration",
+        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once, or "
+        "else per_repeat (circular), on TPUs where that takes at most 5 % more of a device's "
+        "memory (scheduled, circular), else per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(

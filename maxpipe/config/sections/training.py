@@ -80,6 +80,13 @@ class EvalConfig:
 
     every: int = option(50, "evaluate every this many steps; 0 = never", minimum=0)
     batches: int = option(2, "batches per evaluation", minimum=1)
+    batches_per_source: int = option(
+        -1,
+        "batches of each source of data.mixture, evaluated by itself; -1 = eval.batches divided "
+        "among them, rounded up; 0 = none",
+        minimum=0,
+        derived=True,
+    )
     global_batch_size: int = option(
         -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
     )

@@ -2,26 +2,33 @@
 
 A message has a role and content, and whatever else the chat template knows, as in chat interfaces
 and in the data sets of Hugging Face. Parquet files are rewritten once as JSON lines, see
-`data.cache_dir`.
+`data.cache_dir`; nulls are left out then, since parquet has them for what another row has.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.chat_template import ChatTemplate, Message, has_marks, load_chat_template
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.chat_template import (
+    ChatTemplate,
+    Message,
+    has_reserved_characters,
+    load_chat_template,
+)
+from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
 from maxpipe.data.files import find_files, require_content
 from maxpipe.data.sources.parquet import read_rows
 from maxpipe.data.sources.text import JsonLines
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
 _FIELDS = ("messages", "tools")
 _PARQUET = ".parquet"
+_COPY = ".messages.jsonl"  # ends the name of the lines made of a parquet file
 
 
 class Conversation(NamedTuple):
@@ -50,17 +57,24 @@ class Conversations:
         """Return a conversation as text in which the assistant's turns are targets.
 
         Raises:
-          BadDocument: it is no conversation, or the template refuses it; names file and line.
-          ConfigError: the template does not tell what the assistant says.
+          BadDocument: it is no conversation, or the template refuses it.
+          ConfigError: the template does not tell what the assistant says. Both name file and line,
+            or row.
         """
         try:
             return self._template.render(*parse(self._lines.line(index)))
-        except BadDocument as error:
-            place = self._lines.place(index)
+        except ConfigError as error:
+            place = self._place(index)
             problems = (
                 Problem(problem.key, f"{place}: {problem.message}") for problem in error.problems
             )
-            raise BadDocument(*problems) from error
+            kind = BadDocument if isinstance(error, BadDocument) else ConfigError
+            raise kind(*problems) from error
+
+    def _place(self, index: int) -> str:
+        path, line = self._lines.position(index)
+        # Each row has become a line.
+        return f"{path}: row {line - 1}" if path.endswith(_PARQUET) else f"{path}:{line}"
 
 
 def parse(line: bytes) -> Conversation:
@@ -81,7 +95,7 @@ def parse(line: bytes) -> Conversation:
                 raise TypeError("a message has no role")
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
-        if has_marks(text):
+        if has_reserved_characters(text):
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
         tools = value.get("tools")
         if not isinstance(tools, list | None):
@@ -92,21 +106,9 @@ def parse(line: bytes) -> Conversation:
             f"({type(error).__name__}: {error})"
         )
         raise BadDocument(Problem("data.path", message)) from error
-    return Conversation([_filled(message) for message in messages], _filled(tools) or None)
-
-
-def _filled(value: Any) -> Any:
-    """Return a value without the nulls of objects: parquet writes them for what is not there.
-
-    `content` may be null, as in a message that only calls a tool, and templates ask for it.
-    """
-    if isinstance(value, dict):
-        return {
-            key: _filled(item)
-            for key, item in value.items()
-            if item is not None or key == "content"
-        }
-    return [_filled(item) for item in value] if isinstance(value, list) else value
+    # As apply_chat_template does: `"tool_calls": null` is a message without calls.
+    given = [{key: item for key, item in m.items() if item is not None} for m in messages]
+    return Conversation(given, tools)
 
 
 def _as_lines(path: str, cache_dir: str) -> str:
@@ -118,7 +120,7 @@ def _as_lines(path: str, cache_dir: str) -> str:
         with target.open("wb") as out:
             out.writelines(_lines(path))
 
-    return local_copy(path, version_of(path), ".jsonl", cache_dir, write)
+    return local_copy(path, version_of(path), _COPY, cache_dir, write)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -128,10 +130,17 @@ def _lines(path: str) -> Iterator[bytes]:
 
 def _line(path: str, row: Mapping[str, object]) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
         message = f"{path}: a conversation cannot be written as JSON: {error}"
         raise ConfigError(Problem("data.path", message)) from error
+
+
+def _filled(value: object) -> object:
+    """Return a value without the nulls of objects, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
 
 
 def chat(config: DataConfig) -> Conversations:
@@ -140,11 +149,12 @@ def chat(config: DataConfig) -> Conversations:
     In a directory these are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet.
 
     Raises:
-      ConfigError: there is no file, one is empty or damaged, or there is no chat template.
+      ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
+        tokenizer cannot encode conversations.
     """
+    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
     template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
     endings = SOURCES["chat"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
-    return Conversations(
-        JsonLines(require_content([_as_lines(path, config.cache_dir) for path in files])), template
-    )
+    lines = require_content([_as_lines(path, config.cache_dir) for path in files])
+    return Conversations(JsonLines(lines, originals=files), template)

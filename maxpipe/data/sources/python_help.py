@@ -11,8 +11,9 @@ from functools import lru_cache
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import ChatTemplate, Message, load_chat_template
-from maxpipe.data.documents import MarkedText, read_text
+from maxpipe.data.documents import MarkedText, read_text, require_offsets
 from maxpipe.data.sources.text import stdlib_modules
+from maxpipe.data.tokenizers import load_tokenizer
 
 
 class Questions:
@@ -61,9 +62,10 @@ def python_help(config: DataConfig) -> Questions:
     """Return conversations about the running Python's standard library. `data.path` is not used.
 
     Raises:
-      ConfigError: this Python comes without the source of its library, or there is no chat
-        template.
+      ConfigError: this Python comes without the source of its library, there is no chat template,
+        or the tokenizer cannot encode conversations.
     """
+    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
     questions = Questions(
         load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
     )

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -153,10 +154,12 @@ class JsonLines:
 
     Args:
       paths: non-empty files; each is scanned once here for its index.
+      originals: the files that the user knows, of which these may be copies.
     """
 
-    def __init__(self, paths: list[str]):
+    def __init__(self, paths: list[str], originals: Sequence[str]):
         self._paths = paths
+        self._originals = originals
         self._lines = Spans([_index_lines(path, *version_of(path)) for path in paths])
 
     def __len__(self) -> int:
@@ -175,8 +178,9 @@ class JsonLines:
             # An escaped lone surrogate is legal JSON that no tokenizer can encode.
             text.encode("utf-8")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
+            path, number = self.position(index)
             message = (
-                f'{self.place(index)}: not a JSON object with a string under "text" '
+                f'{path}:{number}: not a JSON object with a string under "text" '
                 f"({type(error).__name__}: {error})"
             )
             raise BadDocument(Problem("data.path", message)) from error
@@ -189,12 +193,11 @@ class JsonLines:
             stream.seek(start)
             return stream.read(end - start)
 
-    def place(self, index: int) -> str:
-        """Return path and number of a line, for messages."""
+    def position(self, index: int) -> tuple[str, int]:
+        """Return the original file that has a line, and the line's number from 1, for messages."""
         file, start, _ = self._lines.locate(index)
         with open(self._paths[file], "rb") as stream:
-            number = stream.read(start).count(b"\n") + 1
-        return f"{self._paths[file]}:{number}"
+            return self._originals[file], stream.read(start).count(b"\n") + 1
 
 
 @lru_cache(maxsize=1024)
@@ -220,4 +223,5 @@ def jsonl(config: DataConfig) -> JsonLines:
     """
     endings = SOURCES["jsonl"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
-    return JsonLines(require_content([unpacked(path, config.cache_dir) for path in files]))
+    lines = require_content([unpacked(path, config.cache_dir) for path in files])
+    return JsonLines(lines, originals=files)

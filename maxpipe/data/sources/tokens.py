@@ -18,7 +18,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Spans
 from maxpipe.data.files import find_all, find_files, require_content
-from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = SOURCES["token_bin"].companion
@@ -51,8 +51,8 @@ class TokenFiles:
 
 
 # Mappings are cached per process, outside the object, because pickling a memmap would copy the file
-# to every worker.
-@lru_cache(maxsize=1024)
+# to every worker. Each holds a file descriptor, of which macOS gives a process 256.
+@lru_cache(maxsize=128)
 def _map_tokens(path: str, dtype: str) -> np.ndarray:
     """Return the file's tokens, [tokens], read-only.
 
@@ -116,8 +116,12 @@ def token_bin(config: DataConfig) -> TokenFiles:
         raise ConfigError(Problem("data.path", message))
     files = find_files(config.path, SOURCES["token_bin"].suffixes)
     files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    return TokenFiles(require_content(files), dtype, tokenizer.eos_id)
+    return TokenFiles(require_content(files), dtype_of(tokenizer).str, tokenizer.eos_id)
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """Return the dtype of .bin files of a tokenizer's ids."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
 class SyntheticDocuments:

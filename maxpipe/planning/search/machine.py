@@ -65,6 +65,16 @@ class Machine(NamedTuple):
         """Return the share of the peak that matrix products reach."""
         return self.chip.matrix_efficiency or MATRIX_EFFICIENCY
 
+    @property
+    def zeros_rate(self) -> float:
+        """Return how many values a device fills with zeros in a second."""
+        return self.chip.memory_shares.zeros * self.hbm / 4
+
+    def stream_rate(self, size: float) -> float:
+        """Return the bytes/s that a device moves where values have so many bytes."""
+        shares = self.chip.memory_shares
+        return (shares.bfloat16 if size < 4 else shares.float32) * self.hbm
+
     def attention_peak(self) -> float:
         """Return the FLOP/s of attention kernels."""
         return ATTENTION_EFFICIENCY * self.peak

@@ -25,18 +25,23 @@ def memory_bytes(sizes: BlockSizes) -> Number:
 
 def _program_bytes(sizes: BlockSizes) -> Number:
     """Return the same as `planning.estimate.estimate`, for many."""
-    config, parameters = sizes.config, sizes.parameters
+    parameters = sizes.parameters
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
-    state = state_per_parameter(config) * parameters.at_rest + held.copies + held.gradients
-    widths, store = Widths(config.model.embed_dim, sizes.residuals, sizes.stash), _store(sizes)
-    size, first = sizes.itemsize, sizes.first_kept
-    columns = stored_columns(store, sizes.layers, sizes.outside, widths, size, first)
+    state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    column = sizes.tokens * size
-    share = store.outside if sizes.engine.lockstep else 1.0
+    column = sizes.tokens * sizes.itemsize
+    share = _store(sizes).outside if sizes.engine.lockstep else 1.0
     unit = column * _working(sizes, share) + held.unit
     head = _logits(sizes, head_tokens) + held.head
-    return state + column * columns + np.maximum(unit, head)
+    return state + column * kept_columns(sizes) + np.maximum(unit, head)
+
+
+def kept_columns(sizes: BlockSizes) -> Number:
+    """Return the width of what one program keeps from forwards to backwards."""
+    widths = Widths(sizes.config.model.embed_dim, sizes.residuals, sizes.stash)
+    return stored_columns(
+        _store(sizes), sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.first_kept
+    )
 
 
 def _use(sizes: BlockSizes) -> Use:

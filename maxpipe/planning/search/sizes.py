@@ -95,6 +95,11 @@ class BlockSizes:
         return np.array(values, float)[:, :, None, None, None]
 
     @property
+    def is_written_out(self) -> bool:
+        """Return whether the engine runs backwards as units, not by differentiating a loop."""
+        return self.engine.lockstep or not self.engine.one_program
+
+    @property
     def splits_backward(self) -> bool:
         """Return whether weight gradients are units of their own."""
         return self.engine.has_stages and SCHEDULES[self.block.schedule].splits_backward

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
-from maxpipe.planning.footprint import itemsize
-from maxpipe.planning.search.facts import Facts, Parameters
+from maxpipe.planning.search.block import along
+from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import (
     ATTENTION_BACKWARD,
@@ -20,7 +20,8 @@ from maxpipe.planning.search.seconds import (
     exposed,
     roofline,
 )
-from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.search.traffic import FLOAT32, layer_traffic, once_seconds
 from maxpipe.planning.stores import Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
@@ -42,17 +43,34 @@ class _Layer(NamedTuple):
 
 def _units(sizes: BlockSizes, machine: Machine) -> Units:
     """Return the times of a layer and of the head for one microbatch."""
-    grid = sizes.block.grid
     again: Number = 0.0
     if sizes.engine.has_stages:
         # The backward of several layers holds results of products, and computes the rest once more.
         again = (sizes.layers > 1) * (sizes.held > sizes.residuals)
-    stored = _stored(sizes, sizes.residuals) / machine.hbm
-    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, stored)
-    head_flops = 3 * sizes.tokens * sizes.facts.head_flops / grid.layer_shards
-    peak, moved = machine.peak * machine.matrix_efficiency, sizes.parameters.head_gathered
-    head = roofline(head_flops, peak, 3 * sizes.itemsize * moved, machine.hbm)
-    return Units(*layer, head)
+    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
+    return Units(*layer, _head(sizes, machine))
+
+
+def _head(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of logits, loss and their gradients for one microbatch.
+
+    Of the devices of a pipeline in one program each has a share: of every microbatch's tokens on a
+    lockstep engine, else of the microbatches.
+    """
+    engine, size, count = sizes.engine, sizes.itemsize, sizes.parameters.head_gathered
+    tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
+    tiles = along(sizes.block.tiles, "tiles")
+    flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
+    peak = machine.peak * machine.matrix_efficiency
+    # Autodiff computes logits again. Every tile reads the weights, and adds to their gradients.
+    products = 3 if sizes.is_written_out else 4
+    seconds = products * tiles * roofline(flops / tiles, peak, size * count, machine.hbm)
+    sums = tiles * (tiles > 1)
+    if engine.has_stages:
+        sums = sums + 1  # over microbatches
+    seconds = seconds + 2 * FLOAT32 * count * sums / machine.stream_rate(FLOAT32)
+    is_divided = engine.has_stages and engine.one_program and not engine.lockstep
+    return seconds / (sizes.stages if is_divided else 1)
 
 
 def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
@@ -62,8 +80,7 @@ def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
         return 0.0
     stored: Number = 0.0
     if not sizes.engine.lockstep:
-        residuals = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
-        stored = _stored(sizes, residuals) / machine.hbm
+        stored = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
     layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
     # A lockstep engine begins their backward at the tokens.
     return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
@@ -85,70 +102,43 @@ def _layer(
       facts: of the model.
       recomputed: share of the forward that the backward computes again.
       again: how often it makes what lies between products once more.
-      stored: time of writing residuals to a store, or of reading them.
+      stored: width of the residuals that go to a store.
     """
     axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
     layer, parameters = facts.layer(axes), facts.parameters(axes)
     peak = machine.peak * machine.matrix_efficiency
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
     products = roofline(tokens * layer.weight_flops, peak, moved, machine.hbm)
+    # With few tokens the gradients of weights take longer to write than to compute.
+    written = size * parameters.layer_gathered / machine.stream_rate(size)
     length = sizes.config.data.sequence_length
     masked = 1 + min(ATTENTION_BLOCK, length) / length
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
-    forward = products + attention + between + stored
-    prepared = _prepared(sizes, parameters) / machine.hbm
-    # Sums of gradients are read and written, float32.
-    accumulated = 8.0 * _gradient_parameters(sizes, parameters) / machine.hbm
+    traffic = layer_traffic(sizes, machine, parameters, layer.key_values, stored)
+    forward = products + attention + between + traffic.keys
     return _Layer(
-        forward + prepared,
+        forward + traffic.written + traffic.forward,
         products
         + ATTENTION_BACKWARD * attention
         + (2 + again) * between
-        + recomputed * (forward - stored)
-        + stored
-        + prepared,
-        products + accumulated,
+        + traffic.keys
+        + recomputed * forward
+        + traffic.read
+        + traffic.backward,
+        np.maximum(products, written) + traffic.gradients,
     )
-
-
-def _prepared(sizes: BlockSizes, parameters: Parameters) -> Number:
-    """Return the bytes that move while a unit casts and gathers a layer's weights for itself."""
-    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
-    stored = itemsize(sizes.config.model.param_dtype)
-    cast = (stored + sizes.itemsize) * parameters.layer_at_rest
-    is_gathered = parameters.layer_gathered > parameters.layer_at_rest
-    return each * (cast + is_gathered * sizes.itemsize * parameters.layer_gathered)
-
-
-def _stored(sizes: BlockSizes, residuals: Number) -> Number:
-    """Return the bytes that move while a layer's residuals are written to a store, or read of it.
-
-    Each is a copy, as what makes them and what reads them has layouts of its own.
-    """
-    if not sizes.engine.one_program:
-        return 0.0  # programs hand them over
-    return 2 * sizes.itemsize * sizes.tokens * residuals
-
-
-def _gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
-    """Return the parameters of a layer whose gradients one unit adds to a sum."""
-    is_whole = sizes.gathers("once") if sizes.engine.has_stages else 0.0
-    return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest
 
 
 def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
     """Return the seconds of all that is no waiting and no bubble."""
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
-    # One program divides the layers outside, and the head, among the stages; else the last stage
-    # has the head.
+    # One program divides the layers outside among the stages.
     share = sizes.stages if sizes.engine.one_program else 1
     outside = (sizes.outside * units.layer + _first_layers(sizes, machine)) / share
-    state = state_per_parameter(sizes.config) * sizes.parameters.at_rest
-    update = (2 * state + 4.0 * sizes.parameters.at_rest) / machine.hbm
-    return count * (pipelined + outside + units.head / share) + update
+    return count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
 
 
 def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
@@ -160,7 +150,7 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
         return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
 
     moved = parameters.layer_gathered - parameters.layer_at_rest
-    gradient_size = 4.0 if sizes.engine.lockstep or not sizes.engine.one_program else sizes.itemsize
+    gradient_size = 4.0 if sizes.is_written_out else sizes.itemsize
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     tensor, context = grid.size("tensor"), grid.size("context")
     experts = grid.size(EXPERT_AXIS)
@@ -219,8 +209,7 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
     """Return 1 where JAX differentiates the loop over layers or iterations, else 0."""
     if not sizes.engine.has_stages:
         return 1.0
-    is_written_out = sizes.engine.lockstep or not sizes.engine.one_program
-    return 0.0 if is_written_out else sizes.gathers("per_iteration")
+    return 0.0 if sizes.is_written_out else sizes.gathers("per_iteration")
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

@@ -104,7 +104,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _job_variables() -> list[dict[str, Any]]:
-    """Return variables that tell an attempt of this JobSet from another, for the run's lease."""
+    """Return variables that name this JobSet, for the run's lease."""
 
     def variable(name: str, field: str) -> dict[str, Any]:
         return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
@@ -114,7 +114,6 @@ def _job_variables() -> list[dict[str, Any]]:
         variable("JOBSET_NAMESPACE", "metadata.namespace"),
         variable("JOBSET_NAME", label.format("jobset-name")),
         {"name": "MAXPIPE_JOB", "value": "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"},
-        variable("MAXPIPE_ATTEMPT", label.format("restart-attempt")),
     ]
 
 

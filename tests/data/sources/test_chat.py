@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,17 @@ def test_chat_reads_conversations_of_every_kind_of_file(tmp_path: Path, name: st
     assert _texts(_config(tmp_path)) == EXPECTED
 
 
+def test_nulls_within_fields_of_json_lines_stay() -> None:
+    call = [{"function": {"name": "f", "arguments": {"unit": None, "a": [None, 1]}}}]
+    tools = [{"name": "f", "parameters": {"unit": {"default": None}}}]
+    message = {"role": "assistant", "tool_calls": call}
+    talk = {"messages": [{**message, "content": None, "name": None}], "tools": tools}
+    assert parse(json.dumps(talk).encode()) == ([message], tools)
+
+
 def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> None:
     talk = {
-        "messages": [{"role": "assistant", "content": None, "tool_calls": CALL}],
+        "messages": [{"role": "assistant", "tool_calls": CALL}],
         "tools": [{"name": "f"}],
     }
     rows = [talk, {"messages": [{"role": "assistant", "content": "b"}], "tools": None}]
@@ -66,6 +75,16 @@ def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> 
     assert texts[1] == 'null[{"content": "b", "role": "assistant"}]' or texts[1] == (
         'null[{"role": "assistant", "content": "b"}]'
     )
+
+
+@pytest.mark.parametrize("source", ["chat", "python_help"])
+def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(
+    tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(TALKS[0]))
+    config = replace(_config(tmp_path, tokenizer="ids:300"), source=source)
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
+        open_documents(config, "train")
 
 
 def test_parquet_without_messages_is_named(tmp_path: Path) -> None:
@@ -103,3 +122,30 @@ def test_bad_conversation_is_named_with_its_line(tmp_path: Path) -> None:
         documents[1]
     with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.jsonl:5: the assistant says noth"):
         documents[2]
+
+
+def test_bad_row_is_named_with_its_parquet_file(tmp_path: Path) -> None:
+    rows = [TALKS[0], {"messages": [{"role": "user", "content": "a"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    documents = open_documents(_config(tmp_path), "train")
+    with pytest.raises(BadDocument, match=rf"^data\.path: {tmp_path}/a\.parquet: row 1: the ass"):
+        documents[1]
+
+
+def test_turn_that_cannot_be_told_is_named_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "last.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}.{% endif %}{% endfor %}"
+    )
+    talk = {"messages": TALKS[0]["messages"] * 2}
+    lines = "\n".join(json.dumps(line) for line in (TALKS[0], talk)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    config = _config(tmp_path, chat_template=str(tmp_path / "last.jinja"))
+    documents = open_documents(config, "train")
+    assert isinstance(documents[0], MarkedText)
+    with pytest.raises(
+        ConfigError, match=rf"^data\.chat_template: {tmp_path}/a\.jsonl\.gz:2: "
+    ) as e:
+        documents[1]
+    assert "message 2, a turn of the assistant" in str(e.value)
+    assert not isinstance(e.value, BadDocument)

@@ -35,11 +35,16 @@ from maxpipe.pipeline.engines.base import (
     sum_of,
 )
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
-from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
+from maxpipe.pipeline.engines.circular.iterations import (
+    BatchSpecs,
+    Iterations,
+    StageInputs,
+    unfit_rules,
+)
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.layout import LAYER_AXES
-from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
+from maxpipe.pipeline.manual import BATCH_AXES, Gather
 from maxpipe.pipeline.weights import Weights, axes_in_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
 
@@ -58,7 +63,7 @@ class CircularEngine(SpmdEngine):
 
     Raises:
       ConfigError: weights are gathered per repeat or once, and the axis rules do not split rows
-        over all row axes.
+        over all row axes, or split layers over some of them.
     """
 
     layer_axes = LAYER_AXES
@@ -78,24 +83,17 @@ class CircularEngine(SpmdEngine):
         self.weights = Weights(rules, program.specs, self.layer_axes, layout.shape)
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
-            self._check_rows()
+            self._check_rules()
         self._remat = Remat(config, remat_policy(config))
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)
         self._delay = 2 if config.delay_activation_forwarding else 1
 
-    def _check_rows(self) -> None:
-        """Refuse rules that give the same rows to two devices, whose gradients would be summed."""
-        mesh_axes = self._rules.spec(("activation_batch",))[0] or ()
-        axes_of_rows = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
-        if axes_of_rows != {axis for axis in ROW_AXES if self._rules.mesh.shape[axis] > 1}:
-            names = ", ".join(ROW_AXES)
-            message = (
-                f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {names}; "
-                f"use [activation_batch, [{names}]]"
-            )
-            raise ConfigError(Problem(AXIS_RULES_KEY, message))
+    def _check_rules(self) -> None:
+        if reasons := unfit_rules(self._rules):
+            mode = f"pipeline.fsdp_gather={self._config.fsdp_gather}"
+            raise ConfigError(*(Problem(AXIS_RULES_KEY, f"{mode} {text}") for text in reasons))
 
     def _prepare_layer(self, layer: Params) -> Params:
         if not self._gathers_in_iteration:

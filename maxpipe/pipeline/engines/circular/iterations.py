@@ -10,7 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, Tree
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration
-from maxpipe.pipeline.manual import Gather
+from maxpipe.pipeline.layout import LAYER_AXES
+from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
+from maxpipe.sharding.rules import AxisRules, axes_of
 
 
 class StageInputs(NamedTuple):
@@ -46,6 +48,24 @@ class BatchSpecs(NamedTuple):
 Stages = Callable[[jax.Array, Params, StageInputs], tuple[jax.Array, AuxiliaryLosses]]
 # (t, side inputs [M, B, ...], key data) -> inputs of iteration t
 InputsOf = Callable[[Iteration, SideInputs, jax.Array | None], StageInputs]
+
+
+def unfit_rules(rules: AxisRules) -> list[str]:
+    """Return why axis rules do not go with gathered weights, a phrase with a remedy for each rule.
+
+    Gradients are summed over all row axes, so rows must not be on two devices. Every device of a
+    stage gathers parts of all its layers, so none of these may be elsewhere.
+    """
+    reasons = []
+    row_axes = {axis for axis in ROW_AXES if rules.mesh.shape[axis] > 1}
+    if axes_of(rules.spec(("activation_batch",))) != row_axes:
+        names = ", ".join(ROW_AXES)
+        reasons.append(f"needs rows over all of {names}; use [activation_batch, [{names}]]")
+    for name in LAYER_AXES:
+        if axes := axes_of(rules.spec((name,))).intersection(BATCH_AXES):
+            remedy = f"[{name}, [{'stage' if name == 'stage' else ''}]]"
+            reasons.append(f"needs {name} over no part of {', '.join(sorted(axes))}; use {remedy}")
+    return reasons
 
 
 @dataclass(frozen=True, eq=False)

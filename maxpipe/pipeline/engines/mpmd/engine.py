@@ -23,6 +23,7 @@ from maxpipe.pipeline.engines.mpmd.model import MarkedModel
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, check_gather, manual_axes
 from maxpipe.pipeline.engines.mpmd.runner import Observer, Sums
+from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.engines.mpmd.staged import (
     Arguments,
     ArraysByPath,
@@ -59,6 +60,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
       training: the sliced gradient.
       loss_stage: the stage of the loss.
       observer: told of each unit of a training step that is dispatched, if not None.
+      clocks: of the stages of this process that are to be timed in training steps.
 
     Raises:
       ConfigError: weights cannot be gathered once a step under the sharding rules.
@@ -78,6 +80,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
         self.model = MarkedModel(inputs, stage_of_chunk, manual)
         self.observer: Observer | None = None
+        self.clocks: dict[int, StageClock] = {}
         self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
         self._needs_key = inputs.program.needs_key
@@ -151,14 +154,14 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         # 1. Run all units; each stage has sums of what its own units add to.
         keys = self._keys(key)
         arguments = self._arguments(params, self.training)
-        sums = self.training.run(arguments, batch, keys, self.observer)
+        sums = self.training.run(arguments, batch, keys, self.observer, self.clocks)
         metrics = {name: self._total(sums, output) for output, name in enumerate(self._losses)}
         # 2. Bring gradients of parameters that several stages read to the owner, and zeros of those
-        # without a gradient, which the stage of the loss has. They follow the losses.
+        # without a gradient, which the stage of the last backward has. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
-            # A copy of the names, since what belongs elsewhere is taken out on the way.
-            for output in list(stage_sums):
+            # JAX numbers transfers, and the order of a dictionary differs between processes.
+            for output in sorted(stage_sums):
                 path = self._paths[output - first]
                 owner = self._owner[path]
                 if owner != stage:

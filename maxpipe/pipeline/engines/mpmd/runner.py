@@ -6,14 +6,9 @@ follows the order of dispatch, since a buffer is freed once no unit dispatched l
 
 With several processes each walks the same order. A value that one of them sends to another has a
 layout that both know without the other's programs, see `sent_spec`.
-
-Transfers run along the pipeline only. A value that a later stage reads passes through the stages in
-between, together with the activation, so that it is there when the schedule lets the later stage
-start. Letters: G chunks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import jax
@@ -26,6 +21,8 @@ from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.offloading import Offloading
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
+from maxpipe.pipeline.engines.mpmd.routes import route
+from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.schedules.table import KINDS, Table
 
 ArraysByVar = Mapping[Var, jax.Array]
@@ -49,67 +46,6 @@ def execution_order(table: Table) -> list[tuple[int, UnitName, int]]:
         for t, s, m, c in zip(tick, stage, microbatch, chunk, strict=True):
             units.extend((t, KINDS.index(half), s, UnitName(half, c), m) for half in halves)
     return [(s, name, m) for _, _, s, name, m in sorted(units)]
-
-
-@dataclass
-class Routes:
-    """Transfers and lifetimes, the same for every microbatch.
-
-    Attributes:
-      sends: for each computation, the values that its stage sends to the stage of the next one when
-        it is done.
-      uses: for each stage, the computations that read or send each value there.
-    """
-
-    sends: dict[UnitName, list[Var]]
-    uses: list[dict[Var, set[UnitName]]]
-
-    def last_reads(self, stage: int, name: UnitName) -> set[Var]:
-        """Return the values on a stage that no schedule uses after computation `name`."""
-        return {
-            v
-            for v, names in self.uses[stage].items()
-            if name in names and all(before(other, name) for other in names)
-        }
-
-
-def route(program: SlicedProgram, stage_of_chunk: Sequence[int]) -> Routes:
-    """Compute the transfers that each value needs.
-
-    Args:
-      program: sliced.
-      stage_of_chunk: the stage that holds each of the G chunks.
-    """
-    num_stages = max(stage_of_chunk) + 1
-    routes = Routes({name: [] for name in program.computations}, [{} for _ in range(num_stages)])
-    backward_kind = "I" if any(name.kind == "I" for name in program.computations) else "B"
-    arrived: set[tuple[Var, int]] = set()  # (value, stage)
-    for name, computation in program.computations.items():
-        stage = stage_of_chunk[name.chunk]
-        arrived.update((v, stage) for v in computation.writes)
-        for v in computation.reads:
-            for sender, receiver in _hops(program.producer[v], name, backward_kind):
-                # A hop is left out if an earlier reader has brought the value this far already.
-                source, target = stage_of_chunk[sender.chunk], stage_of_chunk[receiver.chunk]
-                if (v, stage) not in arrived and (v, target) not in arrived:
-                    routes.sends[sender].append(v)
-                    routes.uses[source].setdefault(v, set()).add(sender)
-                    arrived.add((v, target))
-            routes.uses[stage].setdefault(v, set()).add(name)
-    return routes
-
-
-def before(first: UnitName, second: UnitName) -> bool:
-    """Return whether `first` is `second`, or runs before it in every schedule."""
-    if first == second:
-        return True
-    # No other unit waits for a W.
-    if first.kind == "W":
-        return False
-    # Forwards run from the first chunk to the last, and after them all backwards the other way.
-    if first.kind == "F":
-        return second.kind != "F" or first.chunk < second.chunk
-    return second.kind != "F" and first.chunk >= second.chunk
 
 
 def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> PartitionSpec:
@@ -138,27 +74,13 @@ def _layout_of(v: Var, parts: DeviceParts | None, sharding: NamedSharding) -> ja
     return x.update(sharding=sharding)
 
 
-def _hops(
-    producer: UnitName, reader: UnitName, backward_kind: str
-) -> list[tuple[UnitName, UnitName]]:
-    """Return the (sender, receiver) pairs of a value's way from its producer to a reader."""
-    turn = max(producer.chunk, reader.chunk)
-    # With the activations, if the reader comes later in the forward; else with the gradients.
-    if producer.kind == "F" and reader.chunk >= producer.chunk:
-        return [(UnitName("F", c), UnitName("F", c + 1)) for c in range(producer.chunk, turn)]
-    return [
-        (UnitName(backward_kind, c), UnitName(backward_kind, c - 1))
-        for c in range(turn, reader.chunk, -1)
-    ]
-
-
 class Executable:
     """One computation, compiled at its first call and used for all microbatches.
 
     `run` is called as f(sums, donated, retained, fixed, varying): the running sums of `outputs`,
     the values of `donated` and `retained`, and the arguments of `fixed` and `varying`, each a list.
-    It returns (new sums, values of `writes`, done). The arrays of the first two lists are donated.
-    With offloaded values `done` is a scalar, ready when the unit is finished; otherwise None.
+    It returns (new sums, values of `writes`, done). The arrays of the first two lists are donated;
+    `done` is a scalar, ready when the unit is finished.
 
     Args:
       program: that the computation belongs to.
@@ -215,9 +137,9 @@ class Executable:
             groups = self.donated, self.retained, self.writes
             unit = parts.unit(run, mesh, self.outputs, groups, (self.fixed, self.varying))
 
-        def run_to_end(*args: Values) -> tuple[Values, Values, jax.Array | None]:
+        def run_to_end(*args: Values) -> tuple[Values, Values, jax.Array]:
             totals, written = unit(*args)
-            return totals, written, jnp.zeros(()) if self.moved else None
+            return totals, written, jnp.zeros(())
 
         run_to_end.__name__ = str(computation.name)  # in profiles and dumps of XLA
         # Sums keep their layout from unit to unit; XLA chooses that of the values which stay here.
@@ -376,7 +298,20 @@ class Runner:
         self.reductions: dict[int, tuple[list[int], jax.stages.Wrapped]] = {}
         if parts is not None:
             self._add_ends(parts, stage_of_chunk)
+        self._incoming = {
+            name: self._from_other_stage(name, stage_of_chunk) for name in self._sends
+        }
         self._sharding_on_stage: dict[tuple[int, tuple[int, ...], Sharding], NamedSharding] = {}
+
+    def _from_other_stage(self, name: UnitName, stage_of_chunk: Sequence[int]) -> list[Var]:
+        """Return what a computation reads that has come from another stage for it."""
+        sender = UnitName(name.kind, name.chunk - 1 if name.kind == "F" else name.chunk + 1)
+        stage = stage_of_chunk[name.chunk]
+        if self._receiver.get(sender) != stage or stage_of_chunk[sender.chunk] == stage:
+            return []
+        executable = self.executables[name]
+        reads = {*executable.donated, *executable.retained}
+        return [v for v in self._sends[sender] if v in reads]
 
     def run(
         self,
@@ -384,6 +319,7 @@ class Runner:
         varying: Sequence[Sequence[ArraysByVar]],
         sums: Sums,
         observe: Observer | None = None,
+        clocks: Mapping[int, StageClock] = MappingProxyType({}),
     ) -> Sums:
         """Dispatch all units of a step.
 
@@ -392,6 +328,7 @@ class Runner:
           varying: for each stage and microbatch, the other inputs.
           sums: for each stage, the start of each output's sum; donated.
           observe: told of each unit of this process.
+          clocks: of stages of this process, if they are to be timed.
 
         Returns:
           The sums over all microbatches, by stage. Those of other processes stay as they are.
@@ -410,6 +347,9 @@ class Runner:
             # 1. Compute.
             if executable.moved:
                 offloading[stage].wait()
+            clock, incoming = clocks.get(stage), self._incoming[name]
+            if clock and incoming:
+                clock.will_read(live[stage].read(incoming, microbatch))
             totals, written, done = executable.run(
                 [sums[stage][output] for output in executable.outputs],
                 live[stage].read(executable.donated, microbatch),
@@ -419,8 +359,10 @@ class Runner:
             )
             sums[stage].update(zip(executable.outputs, totals, strict=True))
             live[stage].add(executable.writes, written, microbatch)
-            if done is not None:
+            if executable.moved:
                 offloading[stage].dispatched(done)
+            if clock:
+                clock.dispatched(done)
             # 2. Send to the stage of the next computation.
             if values := self._sends[name]:
                 receiver = self._receiver[name]

@@ -8,6 +8,7 @@ Letters: M microbatches, B sequences of the global batch, T tokens of each.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, TypedDict
 
 import jax
@@ -26,6 +27,7 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, total_of, tracer
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.collectives import CONTEXT_AXIS
@@ -197,6 +199,7 @@ class StagedProgram:
         batch: Batch,
         keys: Sequence[jax.Array | None],
         observe: Observer | None = None,
+        clocks: Mapping[int, StageClock] = MappingProxyType({}),
     ) -> Sums:
         """Return the sums of the outputs over all microbatches, by stage and output.
 
@@ -205,6 +208,7 @@ class StagedProgram:
           batch: laid out over the mesh of all stages; M and the shards divide its rows.
           keys: "key" on each stage.
           observe: told of each unit of this process.
+          clocks: of stages of this process, if they are to be timed.
 
         Of stages of other processes nothing is read, and the sums are absent.
         """
@@ -226,7 +230,7 @@ class StagedProgram:
             fixed.append(arrays | dict(zip(self._shared[stage], inputs.shared, strict=True)))
             varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
             sums.append(inputs.zeros)
-        return self.runner.run(fixed, varying, sums, observe)
+        return self.runner.run(fixed, varying, sums, observe, clocks)
 
     def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
         """Return what the sums of a stage of other processes will be."""

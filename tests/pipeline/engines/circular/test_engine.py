@@ -156,6 +156,21 @@ def test_rules_that_give_two_devices_the_same_rows_are_refused_where_weights_are
         EngineUnderTest(config)
 
 
+@pytest.mark.parametrize("gather", ["per_iteration", "per_repeat", "once"])
+def test_rules_that_divide_layers_among_devices_with_rows_are_refused_where_weights_are_kept(
+    gather,
+):
+    changes = {"layers_per_stage": ["fsdp"], "embed": []}
+    rules = [[name, changes.get(name, axes)] for name, axes in DEFAULT_RULES]
+    values = {"model.num_layers": 8, "sharding.logical_axis_rules": rules}
+    config = small(**values, **{"pipeline.fsdp_gather": gather})
+    if gather == "per_iteration":
+        EngineUnderTest(config)
+        return
+    with pytest.raises(ConfigError, match=r"layers_per_stage over no part of fsdp; use \["):
+        EngineUnderTest(config)
+
+
 def sequential_like(config):
     return tiny(
         **{

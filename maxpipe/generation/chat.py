@@ -1,0 +1,134 @@
+"""Talk to a model: its run's chat template, the prompt of a conversation, and where answers end."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.data.chat_template import (
+    ChatTemplate,
+    Message,
+    chat_template_among,
+    load_chat_template,
+)
+from maxpipe.data.documents import BadDocument
+from maxpipe.data.tokenizers import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    template_files,
+)
+
+_KEY = "--chat"
+
+
+class TooLong(ConfigError):
+    """A conversation that has more tokens than the model has learned positions."""
+
+
+class EndOfTurn(NamedTuple):
+    """What ends an answer.
+
+    Attributes:
+      tokens: ids of special tokens, any of which ends it.
+      text: if there are none, the text that ends it; may be empty.
+    """
+
+    tokens: set[int]
+    text: str
+
+
+def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
+    """Return the chat template that a run was trained with, or that its tokenizer has.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    data = config.data
+    with store.local_files(TOKENIZER) as files:
+        is_kept = any(file.name == CHAT_TEMPLATE for file in files)
+        # Runs of earlier versions have no copy of a template that is not the tokenizer's own.
+        own = chat_template_among(files) if is_kept or not data.chat_template else None
+    if own is not None:
+        return own
+    if data.chat_template:
+        return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+    original = template_files(data.tokenizer, data.cache_dir)
+    if (own := chat_template_among([file for file in original if file])) is not None:
+        return own
+    message = (
+        "the run has no chat template: it was not trained on conversations, as with "
+        f"data.source=chat, and data.tokenizer={data.tokenizer} has none of its own"
+    )
+    raise ConfigError(Problem(_KEY, message))
+
+
+def read_conversation(
+    messages: Sequence[Message],
+    tools: Sequence[object] | None,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    limit: int,
+) -> list[int]:
+    """Return the token ids after which the assistant's answer begins, as training had them.
+
+    Raises:
+      TooLong: it has more than `limit` tokens.
+      ConfigError: the template refuses the conversation.
+    """
+    try:
+        text = template.render_prompt(messages, tools)
+    except BadDocument as error:
+        raise ConfigError(Problem(_KEY, error.problems[0].message)) from error
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) > limit:
+        message = (
+            f"the conversation has {len(ids)} tokens, and the model has learned {limit} positions "
+            "(data.sequence_length)"
+        )
+        raise TooLong(Problem(_KEY, message))
+    return ids
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
+    """Return what a template writes after an answer.
+
+    Raises:
+      ConfigError: the template refuses a conversation of a question and an answer.
+    """
+    try:
+        text = template.end_of_turn()
+    except BadDocument as error:
+        raise ConfigError(Problem(_KEY, error.problems[0].message)) from error
+    special: Sequence[str] = ()
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        special = [token for token in tokenizer.special_tokens if token in text]
+    tokens = {int(tokenizer.encode(token)[0]) for token in special}
+    return EndOfTurn(tokens, "" if tokens else text.strip() or text)
+
+
+def before(end: str, pieces: Iterable[str]) -> Iterator[str]:
+    """Yield the text before `end` as soon as it is sure that it does not belong to `end`.
+
+    Whitespace that it begins with is left out.
+
+    Args:
+      end: the text that ends it; "" if nothing does.
+      pieces: what the model writes.
+    """
+    waiting = ""
+    has_begun = False
+    for piece in pieces:
+        waiting += piece
+        if not has_begun:
+            # A template may end turns by a newline; then it is no whitespace before the answer.
+            waiting = waiting if end.isspace() else waiting.lstrip()
+            has_begun = bool(waiting)
+        if end and end in waiting:
+            yield waiting.partition(end)[0]
+            return
+        unsure = next((n for n in range(len(end) - 1, 0, -1) if waiting.endswith(end[:n])), 0)
+        yield waiting[: len(waiting) - unsure]
+        waiting = waiting[len(waiting) - unsure :]
+    yield waiting

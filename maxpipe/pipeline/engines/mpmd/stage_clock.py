@@ -1,0 +1,120 @@
+"""Measure for how long a stage is busy in a step, and not waiting for other stages.
+
+All stages of a pipeline take equally long for a step, since they wait for each other; so the time
+that tells a slow one from the others is what remains without the waiting. A stage waits while the
+arrays of another stage that its next unit reads are not there, if that unit has been dispatched and
+the one before it is finished. What a process does too late, such as to read its data or to dispatch
+its units, is no waiting.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class _Work(NamedTuple):
+    """Work that has been dispatched to a stage.
+
+    Attributes:
+      since: when it was dispatched.
+      arrived: ready when the arrays of other stages are here, if the work waits for any.
+      done: ready when the work is finished.
+      is_last: whether the step ends with it.
+    """
+
+    since: float
+    arrived: jax.Array | None
+    done: jax.Array
+    is_last: bool = False
+
+
+class StageClock:
+    """Take the time of one stage of this process, without making the process wait.
+
+    A thread waits for what is dispatched to the stage, in order, and looks at the time.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage clock")
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._steps: deque[Future[float]] = deque()  # not asked for
+        self._arrived: jax.Array | None = None
+        self._begin = self._end = 0.0  # of a step, at the earliest
+
+    def will_read(self, arrays: Sequence[jax.Array]) -> None:
+        """Note the arrays of other stages that the unit dispatched next reads, and may donate."""
+        # The arrays themselves are gone as soon as the unit is dispatched.
+        self._arrived = ready_after(arrays)
+
+    def dispatched(self, done: jax.Array) -> None:
+        """Note work of the stage, given an array that is ready when it is finished."""
+        self._work.put(_Work(time.perf_counter(), self._arrived, done))
+        self._arrived = None
+
+    def begin(self) -> None:
+        """Begin a step; it counts from the end of the last one, or from `resume`."""
+        if not self._begin:
+            self.resume()
+        self._steps.append(self._thread.submit(self._watch, self._begin))
+
+    def resume(self) -> None:
+        """Leave what happened since the last step out of the next one's time."""
+        self._begin = time.perf_counter()
+
+    def end(self, verdict: jax.Array) -> None:
+        """End the step with an array that arrives when all stages have finished their units."""
+        self._work.put(_Work(time.perf_counter(), verdict, verdict, is_last=True))
+
+    def abandon(self) -> None:
+        """End the step without more."""
+        self._work.put(None)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of the oldest step whose seconds were not taken, once it is over."""
+        return self._steps.popleft().result()
+
+    def _watch(self, earliest: float) -> float:
+        """Return the seconds of a step; NaN if it is abandoned."""
+        begun = last = max(earliest, self._end)
+        waited = 0.0
+        while (work := self._work.get()) is not None:
+            # The loop meets the same error.
+            with suppress(jax.errors.JaxRuntimeError):
+                if work.arrived is not None:
+                    work.arrived.block_until_ready()
+                    arrived = time.perf_counter()
+                    waited += max(0.0, arrived - max(last, work.since))
+                work.done.block_until_ready()
+            last = time.perf_counter()
+            if work.is_last:
+                self._end = last
+                return last - begun - waited
+        return math.nan
+
+
+@contextmanager
+def timed(clocks: Collection[StageClock]) -> Iterator[None]:
+    """Begin a step on all clocks; the context ends it on each, unless there is an error."""
+    for clock in clocks:
+        clock.begin()
+    try:
+        yield
+    except BaseException:
+        for clock in clocks:
+            clock.abandon()
+        raise
+
+
+@partial(jax.jit, keep_unused=True)
+def ready_after(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return a scalar that is ready when the arrays are."""
+    return jnp.zeros(())

@@ -1,0 +1,146 @@
+"""The mean of the parameters of several steps, for exports and generated text."""
+
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+from helpers.training_process import command
+
+import maxpipe
+from maxpipe import export, generate, train
+from maxpipe.checkpoint import average
+from maxpipe.checkpoint.average import ParameterReader, read_mean_parameters
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig, ConfigError
+
+STEPS = (10, 20, 30)
+
+
+@pytest.fixture
+def directories(directory, samples):
+    """Return the directories of three committed steps."""
+    checkpointer = Checkpointer(directory, CheckpointConfig(keep=3))
+    for step in STEPS:
+        samples.save(checkpointer, step)
+    checkpointer.close()
+    return [directory / str(step) for step in STEPS]
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_mean_is_taken_in_float32(name, directories, samples):
+    leaves = [np.asarray(samples.state(step)["params"][name], np.float32) for step in STEPS]
+    expected = (leaves[0] + leaves[1] + leaves[2]) / np.float32(3)
+    found = ParameterReader(directories).read(f"params.{name}")
+    assert isinstance(found, np.ndarray)
+    assert samples.bits(found) == samples.bits(expected)
+    assert ParameterReader(directories).steps == [*STEPS]
+
+
+def test_one_step_is_read_as_it_was_saved(directories, samples):
+    found = ParameterReader(directories[1:2]).read("params.scale")
+    assert samples.bits(found) == samples.bits(samples.state(20)["params"]["scale"])
+
+
+def test_mean_keeps_shardings_and_reads_a_leaf_at_a_time(directories, samples, monkeypatch):
+    target = samples.abstract(samples.state(10))["params"]
+    read, names = average.read_arrays, []
+
+    def read_arrays(directory, leaves, shardings):
+        names.append([directory.name, *shardings])
+        return read(directory, leaves, shardings)
+
+    monkeypatch.setattr(average, "read_arrays", read_arrays)
+    mean = read_mean_parameters(directories, target)
+    assert names == [
+        [str(step), f"params.{name}"] for name in ("scale", "weight") for step in STEPS
+    ]
+    assert mean["weight"].sharding == target["weight"].sharding
+    expected = np.mean([samples.state(step)["params"]["weight"] for step in STEPS], axis=0)
+    np.testing.assert_allclose(np.asarray(mean["weight"]), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_steps_of_other_models_have_no_mean(directories, samples, tmp_path):
+    state = samples.state(40)
+    state["params"]["scale"] = state["params"]["scale"][:3]
+    checkpointer = Checkpointer(tmp_path / "other", CheckpointConfig())
+    checkpointer.save(40, state, samples.iterator(40), samples.meta(40))
+    checkpointer.close()
+    with pytest.raises(CheckpointMismatch, match=r"params\.scale: bfloat16\[33\]"):
+        ParameterReader([directories[0], tmp_path / "other" / "40"])
+    target = samples.abstract(state)["params"]
+    with pytest.raises(CheckpointMismatch, match=r"bfloat16\[3\] in this run"):
+        read_mean_parameters(directories, target)
+
+
+def test_damaged_step_is_named(directories):
+    for file in (directories[1] / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match="step 20 of 3 steps: arrays cannot be read"):
+        ParameterReader(directories).read("params.weight")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """Return a run with three checkpoints, made on two stages."""
+    directory = tmp_path_factory.mktemp("runs")
+    words = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=3")
+    assert train.main(command(directory, *words, "checkpoint.every=1")) == 0
+    return directory / "base"
+
+
+def tensors(path):
+    """Return the tensors of a safetensors file in float32, and its metadata."""
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    metadata = json.loads(header.pop("__metadata__")["maxpipe"])
+    data = content[8 + size :]
+    arrays = {
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], np.float32)
+        for name, entry in header.items()
+    }
+    return arrays, metadata
+
+
+def test_export_of_an_average_is_the_mean_of_exports(run_dir, tmp_path, capsys):
+    def exported(*words):
+        file = tmp_path / "-".join(["file", *words])
+        words = [str(run_dir), "--safetensors", str(file), *words]
+        assert export.main(words) == 0
+        return tensors(file)
+
+    (first, _), (second, _) = exported("--step=1"), exported("--step=2")
+    mean, metadata = exported("--step=2", "--average=2")
+    assert metadata["mean_of_steps"] == [1, 2]
+    assert "mean of steps 1, 2" in capsys.readouterr().out
+    assert mean.keys() == first.keys()
+    for name, array in mean.items():
+        np.testing.assert_array_equal(array, (first[name] + second[name]) / np.float32(2))
+    assert any((first[name] != second[name]).any() for name in mean)
+    assert export.main([str(run_dir), "--hf", str(tmp_path / "hf"), "--average=3"]) == 0
+    assert "| weights | the mean of steps 1, 2, 3 |" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_average_generates_and_has_logits_of_the_mean(run_dir, capsys):
+    whole = maxpipe.load_model(run_dir, average=3)
+    each = [maxpipe.load_model(run_dir, step=step) for step in (1, 2, 3)]
+    expected = jax.tree.map(lambda *leaves: sum(leaves) / 3, *(model.params for model in each))
+    for found, wanted in zip(jax.tree.leaves(whole.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    assert (whole.logits([[1, 2]]) != each[2].logits([[1, 2]])).any()
+    words = ["--prompt=def", "--temperature=0", "--max-tokens=5"]
+    capsys.readouterr()
+    assert generate.main([str(run_dir), "--average=3", *words]) == 0
+    written = whole.generate("def", temperature=0, max_tokens=5)
+    assert capsys.readouterr().out == f"def{written}\n"
+
+
+@pytest.mark.parametrize(("number", "step"), [(0, None), (4, None), (3, 2)])
+def test_average_of_more_steps_than_there_are_is_refused(run_dir, number, step):
+    held = 3 if step is None else step
+    with pytest.raises(ConfigError, match=f"average: expected 1 to {held}, since .* up to {held}"):
+        maxpipe.load_model(run_dir, step=step, average=number)

@@ -1,0 +1,188 @@
+"""Lines between supervisors: who is heard, who is refused, and what cannot silence a council."""
+
+import contextlib
+import os
+import resource
+import select
+import socket
+import time
+
+import pytest
+
+from maxpipe.supervision import link
+from maxpipe.supervision.council import (
+    Council,
+    End,
+    Ended,
+    Finish,
+    Joined,
+    Policy,
+    Start,
+    decode,
+    encode,
+)
+from maxpipe.supervision.link import Hub
+
+
+class Member:
+    """A connection to a hub, as a supervisor or as a stranger."""
+
+    def __init__(self, hub, number, host="localhost", count=2):
+        self.socket = socket.create_connection((host, hub.port))
+        self.socket.settimeout(20)
+        self.file = self.socket.makefile()
+        self.say(str(number), encode(Joined(count, f"host{number}")))
+
+    def say(self, *texts):
+        self.socket.sendall("".join(text + "\n" for text in texts).encode())
+
+    def hear(self):
+        """Return the next order, without what only tells that the hub is there."""
+        while not (text := self.file.readline().strip()):
+            pass
+        return decode(text)
+
+    def has_order(self, seconds=0.5):
+        return bool(select.select([self.socket], [], [], seconds)[0])
+
+    def close(self):
+        self.file.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def council():
+    return Council(2, Policy(), "job", free_port=lambda: 7, log=lambda text: None)
+
+
+@pytest.fixture
+def hub(council, monkeypatch):
+    monkeypatch.setattr(link, "_FAREWELL_SECONDS", 0.1)
+    with Hub(council, 0) as hub:
+        yield hub
+
+
+@pytest.fixture
+def join(hub):
+    """Return a function that joins, as `Member`."""
+    with contextlib.ExitStack() as stack:
+
+        def join(number, **more):
+            return stack.enter_context(contextlib.closing(Member(hub, number, **more)))
+
+        yield join
+
+
+def test_hub_refuses_a_second_supervisor_of_a_number_alone_once_the_first_is_heard(
+    join, council, monkeypatch
+):
+    monkeypatch.setattr(link, "_SURE_SECONDS", 0.0)
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    second = join(1)
+    assert not second.has_order(), "it may be the first one, which has come back"
+    members[1].say("")
+    refusal = second.hear()
+    assert refusal.code == 2
+    assert refusal.why.startswith("process 1 has a supervisor already, on host1")
+    second.say("", encode(Ended(council.status.attempt, 42)))
+    second.close()
+    assert not members[0].has_order()
+    assert council.status.members == {0: "host0", 1: "host1"}
+
+
+def test_hub_seats_a_supervisor_that_comes_back_when_its_earlier_line_is_lost(join, council):
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    attempt = council.status.attempt
+    again = join(1)
+    assert not again.has_order()
+    members[1].close()
+    assert members[0].hear() == End(attempt, 2.0)
+    members[0].say(encode(Ended(attempt, 134)))
+    assert again.hear() == End(attempt, 2.0), "to whom it does not apply"
+    start = again.hear()
+    assert type(start) is Start
+    assert start == members[0].hear()
+    assert start.attempt > attempt
+
+
+def test_hub_drops_a_supervisor_of_another_count_without_loss_of_the_member(join, council):
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    members[1].say(encode(Joined(4, "host1")))
+    assert members[1].hear().code == 2
+    members[1].close()
+    assert not members[0].has_order()
+
+
+def test_hub_tells_a_late_supervisor_how_the_run_has_ended(join, council):
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    for member in members:
+        member.say(encode(Ended(council.status.attempt, 42)))
+    assert [type(members[0].hear()) for _ in range(2)] == [End, Finish]
+    members[1].close()
+    assert join(1).hear() == Finish(42, "")
+
+
+def test_hub_whose_council_raises_lets_all_supervisors_end_with_1(
+    join, council, monkeypatch, capfd
+):
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+
+    def fail(member, report):
+        raise BrokenPipeError("unforeseen")
+
+    monkeypatch.setattr(council, "receive", fail)
+    members[1].say(encode(Ended(council.status.attempt, 75)))
+    why = "the council has failed: BrokenPipeError: unforeseen"
+    assert [member.hear() for member in members] == [Finish(1, why)] * 2
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_hub_with_more_files_than_select_takes_hears_all(council):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine lets a process open too few files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        descriptors = [os.open(os.devnull, os.O_RDONLY)]
+        stack.callback(lambda: [os.close(descriptor) for descriptor in descriptors])
+        while descriptors[-1] < 1024:
+            descriptors.append(os.dup(descriptors[0]))
+        hub = stack.enter_context(Hub(council, 0))
+        lines = [
+            link.connect(
+                ("localhost", hub.port),
+                i,
+                lambda host: Joined(2, host),
+                time.monotonic(),
+                lambda: False,
+            )
+            for i in range(2)
+        ]
+        assert lines[0].fileno() >= 1024
+        for line in lines:
+            orders = []
+            while not orders:
+                link.exchange(line, orders.append, 1.0)
+            assert type(orders[0]) is Start
+            line.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_hub_at_a_port_is_reached_by_both_kinds_of_addresses(council, host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, 0), family=family) as probe:
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with Hub(council, port) as hub:
+        members = [Member(hub, number, host) for number in (0, 1)]
+        assert {type(member.hear()) for member in members} == {Start}
+        for member in members:
+            member.close()

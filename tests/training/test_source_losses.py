@@ -1,0 +1,100 @@
+"""The loss of each source of a mixture, next to that of the whole."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.training_process import command
+
+import maxpipe
+from maxpipe import train
+from maxpipe.config import Config, ConfigError, load, replace, resolve
+from maxpipe.data.loader import make_loader, open_eval_sources, source_names
+
+ENTRIES = (("easy", 0.9, "a"), ("hard", 0.1, "sphinx of quartz "))
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Return the words of a tiny run on two stages that mixes two folders of text."""
+    mixture = []
+    for name, weight, text in ENTRIES:
+        folder = tmp_path / name
+        folder.mkdir()
+        for number in range(12):
+            (folder / f"{number}.txt").write_text(text * (number + 5))
+        mixture.append(f"{{source: text, path: {folder}/*.txt, weight: {weight}}}")
+    devices = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4")
+    data = ("data.source=text", "data.packing=false", "data.eval_fraction=0.5")
+    evaluation = ("eval.every=2", "eval.batches=3", "steps=2")
+    return [
+        *command(tmp_path, *devices, *data, *evaluation),
+        f"data.mixture=[{', '.join(mixture)}]",
+    ]
+
+
+def _expected_loss(run_dir, config, path):
+    """Return the loss of a source's held-out documents, computed from logits."""
+    model = maxpipe.load_model(run_dir)
+    alone = replace(config, **{"data.mixture": [], "data.path": path})
+    loader = make_loader(alone, "eval", range(config.eval.global_batch_size))
+    total = weight = 0.0
+    for _ in range(2):  # 3 batches of an evaluation, divided among two sources
+        batch = next(loader)
+        log_probs = jax.nn.log_softmax(model.logits(batch["tokens"]))
+        picked = jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+        total -= float((picked * batch["weights"]).sum())
+        weight += float(batch["weights"].sum())
+    loader.close()
+    return total / weight
+
+
+def test_loss_of_a_source_is_that_of_its_held_out_documents(words, tmp_path, capsys):
+    assert train.main(words) == 0
+    out = capsys.readouterr().out
+    config = resolve(load(words[0], words[1:]), 8)
+    lines = (tmp_path / "base" / "metrics.jsonl").read_text().splitlines()
+    (row,) = (row for row in map(json.loads, lines) if "eval_loss" in row)
+    for name, _, _ in ENTRIES:
+        path = f"{tmp_path}/{name}/*.txt"
+        loss = row[f"eval_loss/text:{path}"]
+        expected = _expected_loss(tmp_path / "base", config, path)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert f"text:{path} {loss:.4f}" in out
+    losses = [row[f"eval_loss/text:{tmp_path}/{name}/*.txt"] for name, _, _ in ENTRIES]
+    assert losses[0] != losses[1]
+    assert min(losses) <= row["eval_loss"] <= max(losses)
+
+
+def test_sources_have_names_of_their_own():
+    entries = [
+        {"source": "python_stdlib", "weight": 1},
+        {"source": "text", "path": "a", "weight": 1},
+        {"source": "text", "path": "b", "weight": 1},
+        {"source": "jsonl", "path": "c", "weight": 1},
+        {"source": "jsonl", "path": "c", "weight": 1},
+    ]
+    names = ["python_stdlib", "text:a", "text:b", "jsonl:c#4", "jsonl:c#5"]
+    assert source_names(replace(Config(), **{"data.mixture": entries}).data) == names
+
+
+def test_batches_are_divided_among_sources_or_left_out(words):
+    assert resolve(load(words[0], words[1:]), 8).eval.batches_per_source == 2
+    for word in ("eval.batches_per_source=0", "eval.every=0", "data.eval_path=/etc/hostname"):
+        config = resolve(load(words[0], [*words[1:], word]), 8)
+        assert open_eval_sources(config, range(8)) == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("data.mixture=[]", "data.mixture has not several"),
+        ("data.eval_path=/etc/hostname", "data.eval_path is one set"),
+    ],
+)
+def test_batches_of_sources_that_are_not_told_apart_are_refused(words, word, reason):
+    words = [*words[1:], word, "eval.batches_per_source=3"]
+    with pytest.raises(ConfigError, match=rf"^eval\.batches_per_source .*: 3 batches .*{reason}"):
+        resolve(load("base", words), 8)
