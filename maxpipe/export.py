@@ -1,6 +1,7 @@
 """Write a checkpoint for Hugging Face transformers: `maxpipe.export RUN_DIR --hf DIR`.
 
-`--safetensors FILE` writes it under maxpipe's own names into one file. The command reads a
+`--safetensors FILE` writes it under maxpipe's own names into one file. Adapters (`model.lora`) are
+merged; `--adapter DIR` writes them alone, for PEFT. The command reads a
 checkpoint of any run, whatever its layout over devices, and needs no accelerator. Exit codes: 0;
 1 if the checkpoint cannot be read; 2 if the command line is wrong or no type of model fits; 130
 after Ctrl-C.
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.safetensors and (flags.type or flags.file_size):
         parser.error("--type and --file-size are for --hf; --safetensors writes one file")
+    if flags.adapter and flags.file_size:
+        parser.error("--file-size is for --hf; --adapter writes one file of weights")
     flags.file_size = flags.file_size or FILE_SIZE
     import_variants(flags.imports)
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
@@ -58,12 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--safetensors", metavar="FILE", help="the new file, with maxpipe's own names"
     )
+    target.add_argument("--adapter", metavar="DIR", help="the new directory, for PEFT")
     add("--dtype", choices=DTYPES, help="of the tensors; default: model.param_dtype of the run")
     add(
         "--type",
         default="",
         metavar="TYPE",
-        help="with --hf: model_type; default: the imported one, else the first that fits",
+        help="model_type of --hf, --adapter; default: the imported one, else the first that fits",
     )
     add(
         "--file-size",

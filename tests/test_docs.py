@@ -71,6 +71,9 @@ SMALL = [
 # A run from a folder of Hugging Face, which the commands after it export.
 IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
 IMPORTED_RUN = "runs/mine"
+# A run with adapters, likewise.
+ADAPTER = next(line for line in commands(PAGES["docs/finetuning.md"]) if "model.lora" in line)
+ADAPTED_RUN = "runs/adapter"
 FINETUNE = "python -m maxpipe.train configs/finetune.yml"
 FINETUNED_RUN = "runs/finetune"
 COMPARED = ("dense", "of_experts")  # runs whose losses a page draws
@@ -149,6 +152,13 @@ def imported(place):
 
 
 @pytest.fixture(scope="module")
+def adapted(place):
+    """Make the run with adapters."""
+    assert train.main([*shlex.split(ADAPTER)[3:], *SMALL]) == 0
+    assert (place / ADAPTED_RUN / "checkpoints" / "2").is_dir()
+
+
+@pytest.fixture(scope="module")
 def finetuned(place):
     """Make the run on conversations."""
     assert train.main([*FINETUNE.split()[3:], *SMALL]) == 0
@@ -169,6 +179,8 @@ def test_command(command, place, capfd, request):
     words = shlex.split(command)
     if command == IMPORT or IMPORTED_RUN in words:
         request.getfixturevalue("imported")
+    if ADAPTED_RUN in words:
+        request.getfixturevalue("adapted")
     if FINETUNED_RUN in words:
         request.getfixturevalue("finetuned")
     words += ["--seconds=1"] if words[3:4] == ["solve"] else []

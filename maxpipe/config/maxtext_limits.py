@@ -227,7 +227,7 @@ LIMITS = (
         {"load_full_state_path": None},
     ),
     Limit(
-        "LoRA is not trained; leave it out to train all parameters",
+        "adapters of other runs are not read; model.lora.rank trains new ones",
         {"lora_input_adapters_path": None, "hf_lora_adapter_path": None},
     ),
     Limit(

@@ -21,6 +21,7 @@ _REASONS = {
     "optimizer.decay_steps": "steps",
     "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
     "eval.global_batch_size": "data.global_batch_size",
+    "eval.batches_per_source": "eval.batches over the sources of data.mixture",
 }
 
 
@@ -28,7 +29,7 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     """Return, for a key and a value of it, the keys that have no effect with that value."""
     unused: dict[tuple[str, str | int], tuple[str, ...]] = {
         ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
-        ("eval.every", 0): ("eval.batches",),
+        ("eval.every", 0): ("eval.batches", "eval.batches_per_source"),
     }
     for name, optimizer in OPTIMIZERS.items():
         unused["optimizer.name", name] = tuple(f"optimizer.{key}" for key in optimizer.unused)
@@ -155,6 +156,8 @@ def _reason(c: Config, key: str) -> str:
         return "the devices that the other axes leave"
     if key == "model.head_dim" and c.model.is_latent:
         return "model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim"
+    if key == "eval.batches_per_source" and not c.eval.batches_per_source:
+        return ""
     if not key.startswith("pipeline."):
         return _REASONS.get(key, "")
     stages = num_stages(c)

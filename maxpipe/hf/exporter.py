@@ -7,21 +7,20 @@ no more than the largest leaf is in memory.
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from maxpipe.checkpoint.average import ParameterReader
-from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
 from maxpipe.data.chat_template import put_chat_template
 from maxpipe.data.tokenizers import CHAT_TEMPLATE, Tokenizer, main_file
+from maxpipe.hf.adapters import MergedParameters
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
@@ -32,7 +31,7 @@ from maxpipe.hf.origin import (
     name_in_folder,
     special_ids,
 )
-from maxpipe.hf.tensors import Rule, tensor_rules
+from maxpipe.hf.tensors import tensor_rules
 from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
 
@@ -51,7 +50,7 @@ def export(
     tokenizer: Tokenizer | None,
     version: str,
 ) -> list[str]:
-    """Write the parameters of a checkpoint into a new folder.
+    """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
 
     Args:
       reader: of the parameters.
@@ -76,14 +75,15 @@ def export(
     """
     if target.exists():
         raise ConfigError(Problem("--hf", f"{target} exists; name a new directory"))
-    program = ModelProgram(config.model)
+    program = ModelProgram(config.model.base)
     rules = tensor_rules(family, program)
     kind = jnp.dtype(dtype)
     files = plan_files(rules, config.model.stacked_layers, kind.itemsize, file_bytes)
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        write_weights(unfinished, files, rules, kind, _leaf_reader(reader))
+        parameters = MergedParameters(reader, config.model.lora)
+        write_weights(unfinished, files, rules, kind, lambda rule: parameters.read(rule.path))
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
@@ -120,13 +120,6 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
     longest = max(int(kept.get("max_position_embeddings", 0)), written["max_position_embeddings"])
     kept.pop("quantization_config", None)  # what is written is not quantised
     return {**kept, **written, "max_position_embeddings": longest}
-
-
-def _leaf_reader(reader: ParameterReader) -> Callable[[Rule], np.ndarray]:
-    def read(rule: Rule) -> np.ndarray:
-        return np.asarray(reader.read(".".join((PARAMS, *rule.path))))
-
-    return read
 
 
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:

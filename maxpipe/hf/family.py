@@ -28,6 +28,10 @@ _NOT_SHAPE = (
     "attention_block_size",
     "rotation",
     "rope_scaling.length",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "lora.dropout",
 )
 SHAPE_DEFAULTS: Mapping[str, object] = {
     key.removeprefix("model."): option.default

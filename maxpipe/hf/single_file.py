@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 
 from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
+from maxpipe.hf.adapters import MergedParameters, is_of_adapter
 from maxpipe.hf.safetensors import header
 from maxpipe.storage.local_files import write_atomically
 
@@ -22,7 +22,7 @@ FLAG = "--safetensors"
 
 
 def export_file(reader: ParameterReader, config: Config, target: Path, dtype: str) -> int:
-    """Write all parameters, one leaf in memory at a time.
+    """Write all parameters, one leaf in memory at a time, adapters merged into the base.
 
     Layer parameters are [num_layers, ...], in model order. The file's metadata has the step, the
     steps of a mean, and the model's configuration as JSON.
@@ -44,16 +44,21 @@ def export_file(reader: ParameterReader, config: Config, target: Path, dtype: st
     if target.exists():
         raise ConfigError(Problem(FLAG, f"{target} exists; name a new file"))
     kind, prefix = jnp.dtype(dtype), f"{PARAMS}."
-    leaves = reader.leaves
-    entries = [(name.removeprefix(prefix), kind, leaf.shape) for name, leaf in leaves.items()]
-    model = {"step": reader.steps[-1], "model": asdict(config.model)}
+    leaves = {
+        name.removeprefix(prefix): leaf
+        for name, leaf in reader.leaves.items()
+        if not is_of_adapter(name)
+    }
+    entries = [(name, kind, leaf.shape) for name, leaf in leaves.items()]
+    model = {"step": reader.steps[-1], "model": asdict(config.model.base)}
     if len(reader.steps) > 1:
         model["mean_of_steps"] = reader.steps
+    parameters = MergedParameters(reader, config.model.lora)
 
     def pieces() -> Iterator[bytes]:
         yield header(entries, {"maxpipe": json.dumps(model)})[0]
         for name in leaves:
-            yield np.asarray(reader.read(name)).astype(kind).tobytes()
+            yield parameters.read(tuple(name.split("."))).astype(kind).tobytes()
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, pieces())

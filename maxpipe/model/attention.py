@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
-from maxpipe.model.layers import RMSNorm, project
+from maxpipe.model.layers import DropFn, RMSNorm, adapted, add_adapters
 from maxpipe.model.parameters import declare
 from maxpipe.model.rope import score_factor
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
@@ -68,14 +68,17 @@ class Attention(nnx.Module):
         self.has_norm = config.qk_norm
         if config.qk_norm:
             self.query_norm, self.key_norm = (_head_norm(config, heads) for heads in ("", "kv_"))
+        add_adapters(self, config, {"query": 1, "key": 1, "value": 1, "out": 2})
 
     def project(
-        self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
+        self,
+        x_BTD: jax.Array,
+        positions: jax.Array,
+        facts: LayerFacts,
+        drop: DropFn | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return query [B,T,H,C], key and value [B,T,K,C]; query and key are rotated."""
-        q = project(x_BTD, self.query[...])
-        k = project(x_BTD, self.key[...])
-        v = project(x_BTD, self.value[...])
+        q, k, v = (adapted(self, name, x_BTD, 1, drop) for name in ("query", "key", "value"))
         if self.has_bias:
             q, k, v = q + self.query_bias[...], k + self.key_bias[...], v + self.value_bias[...]
         q = checkpoint_name(q, "query_proj")
@@ -103,6 +106,7 @@ class Attention(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         layer_index: jax.Array | None = None,
+        drop: DropFn | None = None,
     ) -> jax.Array:
         """Apply the sublayer.
 
@@ -110,13 +114,14 @@ class Attention(nnx.Module):
           x_BTD: [B,T,D].
           positions, segment_ids: int32 [B,T].
           layer_index: as in `SideInputs`; needed where layers differ.
+          drop: dropout on the inputs of adapters; None without.
         """
         facts = look_up(self.table, layer_index)
-        q, k, v = self.project(x_BTD, positions, facts)
+        q, k, v = self.project(x_BTD, positions, facts, drop)
         sinks = self.sinks[...] if self.has_sinks else None
         options = AttentionOptions(facts.window, sinks, self.soft_cap)
         context = checkpoint_name(self.attention(q, k, v, segment_ids, options), "context")
-        y = project(context, self.out[...], 2)
+        y = adapted(self, "out", context, 2, drop)
         if self.has_output_bias:
             y = y + self.out_bias[...]
         return checkpoint_name(y, "out_proj")

@@ -6,14 +6,23 @@ import jax
 from flax import nnx
 
 from maxpipe.config.sections import ModelConfig
+from maxpipe.config.sections.lora import PROJECTIONS
 from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
 from maxpipe.model.latent_attention import LatentAttention
-from maxpipe.model.layers import AuxiliaryLosses, GatedMLP, RMSNorm, SideInputs, dropout
+from maxpipe.model.layers import (
+    AuxiliaryLosses,
+    DropFn,
+    GatedMLP,
+    RMSNorm,
+    SideInputs,
+    dropout,
+)
 
 # Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
 ATTENTION = 0
 MLP = 1
+ADAPTERS = 2  # of the first of `PROJECTIONS`
 
 
 class LlamaBlock(nnx.Module):
@@ -28,6 +37,7 @@ class LlamaBlock(nnx.Module):
         self, config: ModelConfig, attention: AttentionFn, experts: ExpertsFn | None = None
     ):
         self.rate = config.dropout
+        self.adapter_rate = config.lora.dropout if config.adapted else 0.0
         self.residual_scale = config.residual_scale
         self.placement = config.norm_placement
         norm = partial(
@@ -66,10 +76,11 @@ class LlamaBlock(nnx.Module):
         Returns:
           (activations [B, T, D], auxiliary losses by name, float32 scalars summed over sequences).
         """
+        drop = self._adapter_drop(key, side)
         # 1. x + attention(norm(x))
         with jax.named_scope("attention"):
             normed = x_BTD if self.placement == "post" else self.attention_norm(x_BTD)
-            y = self.attention(normed, side.positions, side.segment_ids, side.layer_index)
+            y = self.attention(normed, side.positions, side.segment_ids, side.layer_index, drop)
             if self.placement != "pre":
                 y = self.attention_post_norm(y)
             x_BTD = self._add(x_BTD, y, key, ATTENTION, side)
@@ -80,7 +91,7 @@ class LlamaBlock(nnx.Module):
             if self.has_experts:
                 y, auxiliary = self.moe(normed)
             else:
-                y = self.mlp(normed)
+                y = self.mlp(normed, drop)
             if self.placement != "pre":
                 y = self.mlp_post_norm(y)
             x_BTD = self._add(x_BTD, y, key, MLP, side)
@@ -92,6 +103,17 @@ class LlamaBlock(nnx.Module):
         """Add a sublayer's output to the residual stream, after scale and dropout."""
         y = y if self.residual_scale == 1 else y * self.residual_scale
         return x + self._drop(y, key, sublayer, side)
+
+    def _adapter_drop(self, key: jax.Array | None, side: SideInputs) -> DropFn | None:
+        """Return dropout on the inputs of adapters, each with a mask of its own; None without."""
+        if key is None or not self.adapter_rate:
+            return None
+
+        def drop(x: jax.Array, name: str) -> jax.Array:
+            number = ADAPTERS + PROJECTIONS.index(name)
+            return dropout(x, self.adapter_rate, jax.random.fold_in(key, number), side)
+
+        return drop
 
     def _drop(
         self, x_BTD: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs

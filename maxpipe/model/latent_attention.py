@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import LayerFacts, look_up, query_factor, rotate
 from maxpipe.model.layer_facts import layer_table
-from maxpipe.model.layers import RMSNorm, project
+from maxpipe.model.layers import DropFn, RMSNorm, project
 from maxpipe.model.parameters import declare
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions, OverLatents
 
@@ -69,8 +69,9 @@ class LatentAttention(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         layer_index: jax.Array | None = None,
+        drop: DropFn | None = None,
     ) -> jax.Array:
-        """Apply the sublayer; arguments as of `Attention`."""
+        """Apply the sublayer; arguments as of `Attention`, without adapters."""
         facts = look_up(self.table, layer_index)
         options = AttentionOptions(facts.window, None, self.soft_cap)
         q_nope, q_rope = self._queries(x_BTD, positions, facts)

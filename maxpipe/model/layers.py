@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, D embed, F hidden width of the MLP.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -15,8 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxpipe.config.sections import ModelConfig
-from maxpipe.model.parameters import declare
+from maxpipe.config.sections import LoRAConfig, ModelConfig
+from maxpipe.model.parameters import ParamSpec, declare
 
 # Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
 # function of one sequence, with its weight in the total loss. Next to them lie `COUNTS`.
@@ -107,6 +107,81 @@ def _dot(
 
 
 # ------------------------------------------------------------------------------------------------
+# Low-rank adapters of projections (LoRA, Hu et al. 2021)
+# ------------------------------------------------------------------------------------------------
+
+RANK_AXIS = "adapter_rank"  # logical axis by which an adapter is known
+# (input of an adapter [B, T, ...], name of its projection) -> the input after dropout
+DropFn: TypeAlias = Callable[[jax.Array, str], jax.Array]
+
+
+class Adapter(nnx.Module):
+    """What is added to a projection of x: alpha / rank * x A B, where A leads to R = rank numbers.
+
+    B starts at 0, so that the first step's losses are those of the base.
+
+    Args:
+      config: `model.lora`.
+      spec: of the projection's weight, whose logical axes A and B have.
+      contracted: dimensions of the weight that are summed over.
+    """
+
+    def __init__(self, config: LoRAConfig, spec: ParamSpec, contracted: int):
+        ins, outs = spec.shape[:contracted], spec.shape[contracted:]
+        self.contracted = contracted
+        self.scale = config.alpha / config.rank
+        # The deviation is that of PEFT's initial values.
+        self.a = declare(
+            (*ins, config.rank),
+            (*spec.axes[:contracted], RANK_AXIS),
+            spec.dtype,
+            stddev=1 / math.sqrt(3 * math.prod(ins)),
+        )
+        self.b = declare((config.rank, *outs), (RANK_AXIS, *spec.axes[contracted:]), spec.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return what is added, [B, T, *K], for x [B, T, *C]."""
+        low = project(x, self.a[...], self.contracted) * self.scale  # [B, T, R]
+        return project(low, self.b[...])
+
+
+def add_adapters(module: nnx.Module, config: ModelConfig, contracted: Mapping[str, int]) -> None:
+    """Give a module the adapters of those of its projections that `model.lora` names.
+
+    Args:
+      module: has the projections' weights under their names, and gets `<name>_adapter`.
+      config: of the model.
+      contracted: of each projection, by name: dimensions of its weight that are summed over.
+    """
+    for name in config.adapted:
+        if name in contracted:
+            spec = getattr(module, name).get_metadata()["spec"]
+            setattr(module, f"{name}_adapter", Adapter(config.lora, spec, contracted[name]))
+
+
+def adapted(
+    module: nnx.Module, name: str, x: jax.Array, contracted: int = 1, drop: DropFn | None = None
+) -> jax.Array:
+    """Project with the module's weight of that name, and add what its adapter adds, if it has one.
+
+    Args:
+      module: that `add_adapters` was called with.
+      name: of the projection.
+      x: [B, T, *C].
+      contracted: as of `project`.
+      drop: dropout on the adapter's input; None without.
+
+    Returns:
+      [B, T, *K].
+    """
+    y = project(x, getattr(module, name)[...], contracted)
+    adapter: Adapter | None = getattr(module, f"{name}_adapter", None)
+    if adapter is None:
+        return y
+    return y + adapter(drop(x, name) if drop else x)
+
+
+# ------------------------------------------------------------------------------------------------
 # Normalisation
 # ------------------------------------------------------------------------------------------------
 
@@ -185,15 +260,16 @@ class GatedMLP(nnx.Module):
             self.gate_bias = declare((F,), ("mlp",), dtype)
             self.up_bias = declare((F,), ("mlp",), dtype)
             self.down_bias = declare((D,), ("norm",), dtype)
+        add_adapters(self, config, {"gate": 1, "up": 1, "down": 1})
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Apply the MLP to each token, [B, T, D] -> [B, T, D]."""
-        gate = checkpoint_name(self._project(x_BTD, "gate"), "mlp_gate")  # [B, T, F]
-        up = checkpoint_name(self._project(x_BTD, "up"), "mlp_up")  # [B, T, F]
-        return checkpoint_name(self._project(self.gating(gate, up), "down"), "mlp_down")
+    def __call__(self, x_BTD: jax.Array, drop: DropFn | None = None) -> jax.Array:
+        """Apply the MLP to each token, [B, T, D] -> [B, T, D]; `drop` is for its adapters."""
+        gate = checkpoint_name(self._project(x_BTD, "gate", drop), "mlp_gate")  # [B, T, F]
+        up = checkpoint_name(self._project(x_BTD, "up", drop), "mlp_up")  # [B, T, F]
+        return checkpoint_name(self._project(self.gating(gate, up), "down", drop), "mlp_down")
 
-    def _project(self, x: jax.Array, name: str) -> jax.Array:
-        y = project(x, getattr(self, name)[...])
+    def _project(self, x: jax.Array, name: str, drop: DropFn | None) -> jax.Array:
+        y = adapted(self, name, x, drop=drop)
         return y + getattr(self, f"{name}_bias")[...] if self.has_bias else y
 
 
@@ -209,7 +285,7 @@ def dropout(x_BTD: jax.Array, rate: float, key: jax.Array, side: SideInputs) -> 
     order of tokens changes it.
 
     Args:
-      x_BTD: [B, T, D].
+      x_BTD: [B, T, D], or with more dimensions than one after T.
       rate: in [0, 1).
       key: key of the step, layer and sublayer.
       side: identifies sequences and tokens.

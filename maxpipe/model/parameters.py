@@ -19,6 +19,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 Leaf = TypeVar("Leaf")
+TreeT = TypeVar("TreeT")
 # Nested dicts by name, {"attention": {"query": leaf, ...}, ...}, with leaves of one type.
 Tree: TypeAlias = dict[str, Union[Leaf, "Tree[Leaf]"]]
 # A tree of arrays, or of what stands for them (specs, shapes). Leaves are not typed: every access
@@ -36,6 +37,7 @@ class ParamSpec:
       stddev: standard deviation of the initial normal values; 0 with `fill` gives a constant.
       fill: constant added to the initial values.
       keeps_dtype: whether computations take it in `dtype`, not in that of activations.
+      frozen: whether training leaves it as it is: it has no gradient and no optimizer state.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class ParamSpec:
     stddev: float
     fill: float = 0.0
     keeps_dtype: bool = False
+    frozen: bool = False
 
     def compute_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype in which it is used where activations have `dtype`."""
@@ -98,6 +101,24 @@ def split_module(make: Callable[[], nnx.Module]) -> tuple[Callable[..., Any], Pa
 def map_specs(f: Callable[..., Leaf], specs: Params, *trees: Params) -> Tree[Leaf]:
     """Apply `f(spec, *leaves)` to every parameter, as `jax.tree.map` does."""
     return jax.tree.map(f, specs, *trees, is_leaf=_is_spec)
+
+
+def trainable(specs: Params, tree: Params) -> Params:
+    """Return a tree like the specs with None, no leaf at all, in the places of frozen parameters.
+
+    Without frozen parameters this is the tree itself.
+    """
+    return map_specs(lambda spec, leaf: None if spec.frozen else leaf, specs, tree)
+
+
+def has_frozen(specs: Params) -> bool:
+    """Return whether any parameter is frozen."""
+    return any(spec.frozen for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
+def with_trainable(params: TreeT, moving: TreeT) -> TreeT:
+    """Return `params` with the leaves of `moving`, from `trainable`, in their places."""
+    return jax.tree.map(lambda p, m: p if m is None else m, params, moving)
 
 
 def init_params(specs: Params, key: jax.Array) -> Params:

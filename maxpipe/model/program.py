@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights
 from maxpipe.model.kernels.dot_product import dot_product_attention
-from maxpipe.model.layers import COUNTS, AuxiliaryLosses, RMSNorm, SideInputs
+from maxpipe.model.layers import COUNTS, RANK_AXIS, AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import (
     Params,
@@ -78,6 +79,19 @@ def _shape_of_sums(
     return x
 
 
+def _with_frozen_base(specs: Params, block: str) -> Params:
+    """Return the specs of a model of which adapters alone are trained."""
+
+    def freeze(spec: ParamSpec) -> ParamSpec:
+        return spec if RANK_AXIS in spec.axes else replace(spec, frozen=True)
+
+    specs = map_specs(freeze, specs)
+    if not parameters.count(parameters.trainable(specs, specs)):
+        message = f"model.block={block} declares no adapters; use 0, or model.block=llama"
+        raise ConfigError(Problem("model.lora.rank", message))
+    return specs
+
+
 class ModelProgram:
     """The model of one configuration, with one function for attention and one for experts.
 
@@ -85,6 +99,7 @@ class ModelProgram:
 
     Raises:
       ValueError: `model.block` is not in the catalogue.
+      ConfigError: it declares none of the adapters that `model.lora` asks for.
 
     Attributes:
       config: the model's section of the configuration.
@@ -119,11 +134,15 @@ class ModelProgram:
             embed["first"] = {str(i): first for i in range(config.first_dense_layers)}
         self._output = OutputLoss.of(config)
         self.specs = {"embed": embed, "layers": layers, "head": head}
+        if config.lora.rank:
+            self.specs = _with_frozen_base(self.specs, config.block)
 
     @property
     def needs_key(self) -> bool:
         """Return whether `block` draws random numbers."""
-        return self.config.dropout > 0
+        return self.config.dropout > 0 or (
+            bool(self.config.adapted) and self.config.lora.dropout > 0
+        )
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:

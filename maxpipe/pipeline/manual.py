@@ -183,8 +183,12 @@ GatherTree: TypeAlias = "Gather | dict[str, GatherTree]"  # of the structure of 
 
 
 def map_gathers(f: Callable[..., jax.Array], gathers: GatherTree, *trees: Params) -> Params:
-    """Apply `f(gather, *leaves)` to every parameter, as `jax.tree.map` does."""
-    return jax.tree.map(f, gathers, *trees, is_leaf=lambda x: isinstance(x, Gather))
+    """Apply `f(gather, *leaves)` to every parameter, as `jax.tree.map` does; None stays None."""
+
+    def apply(gather: Gather, *leaves: jax.Array | None) -> jax.Array | None:
+        return None if leaves[0] is None else f(gather, *leaves)
+
+    return jax.tree.map(apply, gathers, *trees, is_leaf=lambda x: isinstance(x, Gather))
 
 
 def gather_tree(gathers: GatherTree, params: Params) -> Params:

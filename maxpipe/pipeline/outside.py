@@ -47,11 +47,16 @@ def with_outside(
 ) -> Params:
     """Return live layers [V + E, S, L, ...] whose last E rows are `outside` [num_outside, ...].
 
-    Its transpose, up to rows of padding, is `for_use`; gradients are brought back with it.
+    Its transpose, up to rows of padding, is `for_use`; gradients are brought back with it, where
+    frozen parameters have none.
     """
     repeats, shape = layout.num_repeats, layout.shape
 
-    def write_rows(spec: ParamSpec, leaf: jax.Array, part: jax.Array) -> jax.Array:
+    def write_rows(
+        spec: ParamSpec, leaf: jax.Array | None, part: jax.Array | None
+    ) -> jax.Array | None:
+        if leaf is None or part is None:
+            return None
         outside_rows = shape[0] - repeats, *shape[1:]
         missing = math.prod(outside_rows) - layout.num_outside
         padded = jnp.pad(part, [(0, missing)] + [(0, 0)] * len(spec.shape))

@@ -100,14 +100,15 @@ def estimate(config: Config, capacity: float | None = None) -> Memory:
       capacity: bytes of a device, which decide whether weights are gathered ahead; None if unknown.
     """
     at_rest, use = total_parameters(config), _use(config, capacity)
-    held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use)
+    trained = weights_of(config, only_trained=True)
+    held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
     copies, gradients, unit, head = map(float, held)
     moments = _moments(config)
     # The head has done its work before the backward of a layer begins.
     layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(
         parameters=use.stored * at_rest,
-        optimizer=optimizer_bytes(config) * at_rest,
+        optimizer=optimizer_bytes(config) * float(trained.at_rest),
         gradients=gradients,
         activations=moments.kept + (moments.unit if layers_are_more else moments.head),
         in_use=copies + (unit if layers_are_more else head),

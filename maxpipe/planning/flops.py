@@ -51,7 +51,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     Of a decoder of L layers with H query heads of width D these are 6 N + 6 L H D T, with N the
     parameters that are multiplied with a token's activations: the output projection included, tied
     or not; the embedding lookup, norms and biases left out, as are experts that a token does not
-    use. The second term is attention: PaLM's 12 L H D T
+    use. With adapters the base has no gradients of its weights, so that these are 4 N, and 6 for
+    each of the adapters' parameters. The second term is attention: PaLM's 12 L H D T
     halved, because on average a causal query sees half of the T keys; in layers with a window it
     sees fewer. Packed sequences are counted as if they were one document.
 
@@ -59,14 +60,33 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
       model: resolved: `head_dim` is not -1.
       sequence_length: T, tokens per sequence.
     """
-    head = trace_model(model, sequence_length).head_flops
-    forward = model.stacked_layers * _layer_flops(model, sequence_length) + head
+    passes = _PASSES - bool(model.lora.rank)
+    flops = passes * trace_model(model, sequence_length).head_flops
+    flops += model.stacked_layers * _layer_flops(model, sequence_length, passes)
     if model.first_dense_layers:
-        forward += model.first_dense_layers * _layer_flops(model.dense, sequence_length)
-    return _PASSES * forward
+        flops += model.first_dense_layers * _layer_flops(model.dense, sequence_length, passes)
+    return flops
 
 
-def _layer_flops(model: ModelConfig, sequence_length: int) -> float:
-    """Return the FLOPs per token of a layer's forward."""
+def _layer_flops(model: ModelConfig, sequence_length: int, weight_passes: int) -> float:
+    """Return the FLOPs per token of a layer's forward and backward.
+
+    Args:
+      model: resolved.
+      sequence_length: T.
+      weight_passes: over products with weights, those of adapters apart.
+    """
     layer = read_layer(trace_model(model, sequence_length), lambda spec: (1,) * len(spec.shape))
-    return layer.weight_flops + layer.activation_flops
+    flops = weight_passes * layer.weight_flops + _PASSES * layer.activation_flops
+    if model.lora.rank:
+        specs = model_program(model).specs["layers"]
+        flops += _PASSES * 2.0 * parameters.count(parameters.trainable(specs, specs))
+    return flops
+
+
+def trained_parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters of a resolved model that have a gradient."""
+    specs = model_program(model).specs
+    trained = parameters.trainable(specs, specs)
+    outer = parameters.count({"embed": trained["embed"], "head": trained["head"]})
+    return outer + model.stacked_layers * parameters.count(trained["layers"])

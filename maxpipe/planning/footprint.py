@@ -6,7 +6,7 @@ Widths are values of `model.dtype` per token of a microbatch.
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -52,7 +52,12 @@ def logits_bytes(config: Config, tokens: float) -> float:
 
 
 def device_parameters(
-    config: Config, part: str, *, whole_over: Collection[str] = (), without_stages: bool = False
+    config: Config,
+    part: str,
+    *,
+    whole_over: Collection[str] = (),
+    without_stages: bool = False,
+    only_trained: bool = False,
 ) -> float:
     """Return the parameters of a part of the model that a device holds.
 
@@ -61,23 +66,26 @@ def device_parameters(
       part: "embed", "head", or "layers" for one layer, which lies on one stage.
       whole_over: mesh axes over which the parameters are gathered.
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
+      only_trained: leave out what is frozen.
     """
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
     if without_stages or part == "layers":
         sizes["stage"] = 1
     mesh = tuple(sizes.items())
     gathered = tuple(sorted(whole_over))
-    return _device_parameters(config.model, part, _rules(config), mesh, gathered)
+    return _device_parameters(config.model, part, _rules(config), mesh, gathered, only_trained)
 
 
-def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
-    """Return the parameters of all parts on one device, gathered over some mesh axes."""
+def total_parameters(
+    config: Config, whole_over: Collection[str] = (), *, only_trained: bool = False
+) -> float:
+    """Return the parameters of all parts on one device; arguments as of `device_parameters`."""
     layers = config.model.stacked_layers / config.mesh.size("stage")
-    return (
-        layers * device_parameters(config, "layers", whole_over=whole_over)
-        + device_parameters(config, "embed", whole_over=whole_over)
-        + device_parameters(config, "head", whole_over=whole_over)
+    of_layer, *ends = (
+        device_parameters(config, part, whole_over=whole_over, only_trained=only_trained)
+        for part in ("layers", "embed", "head")
     )
+    return layers * of_layer + sum(ends)
 
 
 def with_dense_layers(config: Config) -> Config:
@@ -139,19 +147,25 @@ def held_width(config: Config) -> float:
     return max(layer_of(config).result_width, saved)
 
 
-def weights_of(config: Config) -> Weights:
-    """Return the parameters on one device of a configuration on an engine of one program."""
-    at_rest, layer = total_parameters(config), device_parameters(config, "layers")
-    projection = device_parameters(config, "head", whole_over=STORAGE_AXES)
+def weights_of(config: Config, *, only_trained: bool = False) -> Weights:
+    """Return the parameters on one device of a configuration on an engine of one program.
+
+    Args:
+      config: resolved.
+      only_trained: leave out what is frozen.
+    """
+    part = partial(device_parameters, only_trained=only_trained)
+    total = partial(total_parameters, config, only_trained=only_trained)
+    layer = part(config, "layers")
+    projection = part(config, "head", whole_over=STORAGE_AXES)
     if config.model.tie_embeddings:  # the table, without the first dense layers next to it
-        table = with_dense_layers(config)
-        projection = device_parameters(table, "embed", whole_over=STORAGE_AXES)
+        projection = part(with_dense_layers(config), "embed", whole_over=STORAGE_AXES)
     return Weights(
-        at_rest,
+        total(),
         layer * config.model.stacked_layers / config.mesh.size("stage"),
-        total_parameters(config, ("fsdp",)),
+        total(("fsdp",)),
         layer,
-        device_parameters(config, "layers", whole_over=STORAGE_AXES),
+        part(config, "layers", whole_over=STORAGE_AXES),
         projection,
     )
 
@@ -223,7 +237,12 @@ def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes)
 
 @cache
 def _device_parameters(
-    model: ModelConfig, part: str, rules: Rules, sizes: Sizes, whole_over: tuple[str, ...]
+    model: ModelConfig,
+    part: str,
+    rules: Rules,
+    sizes: Sizes,
+    whole_over: tuple[str, ...],
+    only_trained: bool,
 ) -> float:
     axis_rules = _axis_rules(rules, sizes)
     specs: list[ParamSpec] = jax.tree.leaves(
@@ -234,7 +253,9 @@ def _device_parameters(
         gathered = set(whole_over) - axes_in_use(axis_rules, spec)
         return _shards(without(axis_rules.spec(spec.axes, spec.shape), gathered), sizes)
 
-    return sum(math.prod(spec.shape) / shards(spec) for spec in specs)
+    return sum(
+        math.prod(spec.shape) / shards(spec) for spec in specs if not (only_trained and spec.frozen)
+    )
 
 
 def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:

@@ -2,8 +2,8 @@
 
 On TPUs a gather in every iteration is exposed, and so is part of one that runs ahead. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
-their gradients in full. Gathering a repeat ahead is as fast where the engine can: it compiles
-longer, and holds less.
+their gradients in full. Where the engine can, gathering a repeat ahead holds less and is about as
+fast, though it gathers more often.
 """
 
 from collections.abc import Callable

@@ -150,8 +150,11 @@ def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
 
 
 def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 1) -> ModelTrace:
-    """Trace a resolved model; made once for each model, length and number of devices."""
-    return _trace(model_program(model, expert_devices), sequence_length)
+    """Trace a resolved model; made once for each model, length and number of devices.
+
+    Adapters are left out: next to the base's their products and results are narrow.
+    """
+    return _trace(model_program(model.base, expert_devices), sequence_length)
 
 
 @cache

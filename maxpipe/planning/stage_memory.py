@@ -10,7 +10,7 @@ what an I hands to its W is 3 % low, and of what a B works with a third high.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -62,30 +62,34 @@ class StageMemory:
         whole; otherwise all are sharded as at rest.
         """
         model = self._config.model
-        owned, copied = self._held(stage, layers)
-        at_rest = (owned + copied) * itemsize(model.param_dtype)
+        at_rest = sum(self._held(stage, layers)) * itemsize(model.param_dtype)
+        owned, copied = self._held(stage, layers, only_trained=True)
         at_rest += owned * optimizer_bytes(self._config)
         if not self._gathers_once:
             return at_rest + (owned + copied) * 4.0
         whole = sum(self._held(stage, layers, gathered=True))
+        sums = sum(self._held(stage, layers, gathered=True, only_trained=True))
         gathered = whole
         if model.tie_embeddings and self._is_first(stage) and self._is_last(stage):
             # The first chunk gathers the embeddings, and so does the last.
             gathered += self._parameters("embed", gathered=True)
-        return at_rest + gathered * itemsize(model.dtype) + whole * 4.0
+        return at_rest + gathered * itemsize(model.dtype) + sums * 4.0
 
-    def _held(self, stage: int, layers: int, *, gathered: bool = False) -> tuple[float, float]:
+    def _held(
+        self, stage: int, layers: int, *, gathered: bool = False, only_trained: bool = False
+    ) -> tuple[float, float]:
         """Return the parameters that a stage owns, and those that it has as a copy."""
-        owned = layers * self._parameters("layers", gathered=gathered)
+        parameters = partial(self._parameters, gathered=gathered, only_trained=only_trained)
+        owned = layers * parameters("layers")
         copied = 0.0
         if self._is_first(stage):
-            owned += self._parameters("embed", gathered=gathered)
+            owned += parameters("embed")
         if self._is_last(stage):
-            owned += self._parameters("head", gathered=gathered)
+            owned += parameters("head")
             if self._config.model.tie_embeddings and not self._is_first(stage):
                 # The embeddings are copied to the stage of the head, with a gradient and without
                 # an optimizer.
-                copied = self._parameters("embed", gathered=gathered)
+                copied = parameters("embed")
         return owned, copied
 
     @property
@@ -135,14 +139,23 @@ class StageMemory:
             ends = self._parameters("embed", gathered=True) * size
         if self._is_last(stage):
             # With the head's gradient, float32.
-            ends = max(ends, self._parameters(projection, gathered=True) * (size + 4.0))
+            head = self._parameters(projection, gathered=True) * size
+            head += self._parameters(projection, gathered=True, only_trained=True) * 4.0
+            ends = max(ends, head)
         if config.mesh.size("fsdp") == 1:
             return ends
         return ends + layers * self._parameters("layers", gathered=True) * size
 
-    def _parameters(self, part: str, *, gathered: bool = False) -> float:
-        axes = STORAGE_AXES if gathered else ()
-        return device_parameters(self._config, part, whole_over=axes, without_stages=True)
+    def _parameters(
+        self, part: str, *, gathered: bool = False, only_trained: bool = False
+    ) -> float:
+        return device_parameters(
+            self._config,
+            part,
+            whole_over=STORAGE_AXES if gathered else (),
+            without_stages=True,
+            only_trained=only_trained,
+        )
 
     def _is_first(self, stage: int) -> bool:
         return bool(self._table.stage_of_chunk[0] == stage)

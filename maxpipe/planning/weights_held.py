@@ -74,22 +74,33 @@ class Held(NamedTuple):
     head: Number
 
 
-def weights_held(engine: Engine, weights: Weights, use: Use) -> Held:
-    """Return what an engine of one program holds besides parameters and optimizer at rest."""
+def weights_held(
+    engine: Engine, weights: Weights, use: Use, trained: Weights | None = None
+) -> Held:
+    """Return what an engine of one program holds besides parameters and optimizer at rest.
+
+    Args:
+      engine: the facts.
+      weights: all parameters.
+      use: how the engine uses them.
+      trained: those of them that have a gradient; None if all have.
+    """
+    trained = weights if trained is None else trained
     if not engine.has_stages:
-        return _sequential(weights, use)
-    return _lockstep(weights, use) if engine.lockstep else _circular(weights, use)
+        return _sequential(weights, trained, use)
+    compute = _lockstep if engine.lockstep else _circular
+    return compute(weights, trained, use)
 
 
-def _sequential(weights: Weights, use: Use) -> Held:
+def _sequential(weights: Weights, trained: Weights, use: Use) -> Held:
     # Gradients of a microbatch wait until all are there, and are added then.
-    waiting = use.stored * weights.at_rest * np.greater(use.microbatches, 1)
+    waiting = use.stored * trained.at_rest * np.greater(use.microbatches, 1)
     return Held(
         _cast_layers(weights, use),
-        _SUM * weights.at_rest + waiting,
+        _SUM * trained.at_rest + waiting,
         # A layer and its gradient.
-        2 * use.size * weights.layer_gathered,
-        2 * use.size * weights.projection,
+        use.size * (weights.layer_gathered + trained.layer_gathered),
+        use.size * (weights.projection + trained.projection),
     )
 
 
@@ -101,38 +112,40 @@ def _cast_layers(weights: Weights, use: Use) -> Number:
     return use.size * weights.layers_at_rest if use.size < use.stored else 0.0
 
 
-def _lockstep(weights: Weights, use: Use) -> Held:
+def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once  # per iteration; the engine has no repeats to gather for
     chunk = use.layers * weights.layer_gathered
     # F and B, and W, have a set each if they gather ahead; otherwise one after the other has one.
     sets = 1.0 + use.ahead * (1.0 + use.splits_backward)
-    whole = np.greater(weights.layer_gathered, weights.layer_at_rest) * weights.layer_gathered
-    gradients = each * (use.layers * weights.layer_at_rest + whole) + use.once * chunk
+    whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
+    gradients = each * (use.layers * trained.layer_at_rest + whole)
+    gradients += use.once * use.layers * trained.layer_gathered
     return Held(
         # Of what is gathered ahead XLA casts all shards before the loop.
         use.ahead * _cast_layers(weights, use) + use.once * use.size * weights.gathered,
-        _SUM * (each * weights.at_rest + use.once * weights.gathered),
+        _SUM * (each * trained.at_rest + use.once * trained.gathered),
         each * use.size * sets * chunk + _SUM * gradients,
-        (each * use.size + _SUM) * weights.projection,
+        each * use.size * weights.projection + _SUM * trained.projection,
     )
 
 
-def _circular(weights: Weights, use: Use) -> Held:
+def _circular(weights: Weights, trained: Weights, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once
     chunk = use.layers * weights.layer_gathered
+    trained_chunk = use.layers * trained.layer_gathered
     # A repeat's weights are gathered during the one before, or the one before that.
     lookahead = 1.0 + np.equal(use.microbatches, use.period)
     sets = np.minimum(use.repeats, lookahead + 1.0) * use.per_repeat
     sums = np.minimum(use.repeats, 2.0) * use.per_repeat
     at_rest = each + use.per_repeat
     # Logits of all microbatches are made of one copy, which has one gradient.
-    head = 2 * use.size * weights.projection
+    head = use.size * (weights.projection + trained.projection)
     return Held(
         each * _cast_layers(weights, use)
         + use.size * (sets * chunk + use.once * weights.gathered)
         + head,
-        _SUM * (at_rest * weights.at_rest + sums * chunk + use.once * weights.gathered),
+        _SUM * (at_rest * trained.at_rest + sums * trained_chunk + use.once * trained.gathered),
         # A chunk's weights, and its gradient.
-        (each + 1.0) * use.size * chunk,
+        use.size * (each * chunk + trained_chunk),
         0.0,
     )

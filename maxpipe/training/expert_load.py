@@ -28,9 +28,13 @@ def is_bias(spec: ParamSpec) -> bool:
     return spec.axes == BIAS_AXES
 
 
-def without_biases(specs: Params, tree: Params) -> Params:
-    """Return a tree like the specs with nothing in the places of selection biases."""
-    return map_specs(lambda spec, node: optax.MaskedNode() if is_bias(spec) else node, specs, tree)
+def moved_by_gradients(specs: Params, tree: Params) -> Params:
+    """Return a tree like the specs with nothing for selection biases and frozen parameters."""
+
+    def masked(spec: ParamSpec, node: object) -> object:
+        return optax.MaskedNode() if is_bias(spec) or spec.frozen else node
+
+    return map_specs(masked, specs, tree)
 
 
 def with_excess(specs: Params, gradients: Params, load: jax.Array) -> Params:

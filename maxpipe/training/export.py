@@ -15,6 +15,7 @@ from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
 from maxpipe.generation.text import find_tokenizer
+from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export
 from maxpipe.hf.model_types import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
@@ -49,10 +50,15 @@ def launch(flags: argparse.Namespace) -> int:
                 count = export_file(reader, config, target, dtype)
             print(f"{target}: {what}, {count} tensors")
             return DONE
-        target = Path(flags.hf)
+        target = Path(flags.hf or flags.adapter)
         with store.local_files(TOKENIZER) as companions, store.local_files(ORIGIN) as kept:
             origin = origin_of(config, kept)
             family = choose_family(config, flags.type, origin)
+            if flags.adapter:
+                with open_parameters(store, steps) as reader:
+                    names = export_adapter(reader, config, target, family=family, dtype=dtype)
+                print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
+                return DONE
             with open_parameters(store, steps) as reader:
                 names = export(
                     reader,
@@ -68,9 +74,8 @@ def launch(flags: argparse.Namespace) -> int:
                     version=version_of(record.meta),
                 )
     except OSError as error:
-        flag, place = (
-            ("--safetensors", flags.safetensors) if flags.safetensors else ("--hf", flags.hf)
-        )
+        named = {"--safetensors": flags.safetensors, "--adapter": flags.adapter, "--hf": flags.hf}
+        flag, place = next((flag, place) for flag, place in named.items() if place)
         message = f"cannot write to {place}: {error.strerror or error}"
         raise ConfigError(Problem(flag, message)) from None
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:

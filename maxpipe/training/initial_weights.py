@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
+from functools import reduce
+from operator import getitem
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import MAXTEXT, RUN, split_scheme
 from maxpipe.config.sections import Config
+from maxpipe.model.parameters import Params, has_frozen, trainable
+from maxpipe.model.program import ModelProgram
 from maxpipe.telemetry.byte_progress import ByteProgress
+from maxpipe.training.state import initial_params
 from maxpipe.training.trainer import ReadParameter
 
 
@@ -56,12 +63,42 @@ def open_weights(config: Config, *, together: bool = False) -> InitialWeights | 
     """
     if not config.init_from:
         return None
+    # Weights are those of the base; a new run has new adapters, see `with_adapters`.
+    config = replace(config, model=config.model.base)
     schemes = {MAXTEXT: "maxtext", RUN: "run"}
     form = schemes.get(split_scheme(config.init_from)[0], "hf")
     build = implementation(WEIGHT_FORMATS[form])
     # Only a run may change while it is read.
     weights: InitialWeights = build(config, together=together) if form == "run" else build(config)
     return weights
+
+
+def with_adapters(config: Config, read: ReadParameter) -> ReadParameter:
+    """Wrap `read`, which knows parameters of the base, to return new adapters as well.
+
+    Their values are those of a run that starts from random weights with the same seed.
+    """
+    specs = ModelProgram(config.model).specs
+    if not has_frozen(specs):
+        return read
+    adapters = trainable(specs, specs)
+
+    def leaf(tree: Params, path: tuple[str, ...]) -> Any:
+        return reduce(getitem, path, tree)
+
+    def read_any(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf(specs, path).frozen:
+            return read(path, like)
+
+        def draw(key: jax.Array) -> jax.Array:
+            params = initial_params(adapters, key, np.arange(config.model.stacked_layers))
+            value: jax.Array = leaf(params, path)
+            return value
+
+        drawn: jax.Array = jax.jit(draw, out_shardings=like.sharding)(jax.random.key(config.seed))
+        return drawn
+
+    return read_any
 
 
 def with_progress(weights: InitialWeights, progress: ByteProgress) -> ReadParameter:

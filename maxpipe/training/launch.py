@@ -59,7 +59,12 @@ from maxpipe.training.continuity import (
     describe_changes,
     version_changes,
 )
-from maxpipe.training.initial_weights import InitialWeights, open_weights, with_progress
+from maxpipe.training.initial_weights import (
+    InitialWeights,
+    open_weights,
+    with_adapters,
+    with_progress,
+)
 from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
@@ -365,7 +370,8 @@ def _initial_state(
         log(line)
     terminal = sys.stdout if jax.process_index() == 0 else None
     with ByteProgress("init_from", weights.num_bytes, log, terminal) as progress:
-        return trainer.replace_parameters(state, with_progress(weights, progress))
+        read = with_adapters(config, with_progress(weights, progress))
+        return trainer.replace_parameters(state, read)
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

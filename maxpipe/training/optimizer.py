@@ -7,12 +7,19 @@ import optax
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import OptimizerConfig
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
-from maxpipe.training.expert_load import balanced, is_bias, without_biases
+from maxpipe.model.layers import RANK_AXIS
+from maxpipe.model.parameters import (
+    Params,
+    ParamSpec,
+    map_specs,
+    trainable,
+    with_trainable,
+)
+from maxpipe.training.expert_load import balanced, is_bias, moved_by_gradients
 from maxpipe.training.spikes import SpikeFilter
 
-# Matrices that touch the residual stream or a latent decay; norms and biases do not.
-DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router"}
+# Matrices that touch the residual stream or a latent decay, and adapters; norms and biases do not.
+DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router", RANK_AXIS}
 
 
 class Optimizer:
@@ -20,8 +27,8 @@ class Optimizer:
 
     Args:
       config: `optimizer.*`, resolved.
-      specs: tree of `ParamSpec`s, those of layers for one layer; logical axes say which decay, and
-        which are selection biases of experts.
+      specs: tree of `ParamSpec`s, those of layers for one layer; they say which are frozen, and
+        logical axes which decay, and which are selection biases of experts.
       bias_rate: `model.moe.bias_rate`.
 
     Attributes:
@@ -34,12 +41,12 @@ class Optimizer:
         self._bias_rate = bias_rate
         self.spike_filter = SpikeFilter(config)
         optimizer = implementation(OPTIMIZERS[config.name])
-        self._transform = optimizer(config, without_biases(specs, specs))
+        self._transform = optimizer(config, moved_by_gradients(specs, specs))
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> optax.OptState:
         """Return the optimizer's state before the first step; statistics are float32."""
-        params = without_biases(self._specs, params)
+        params = moved_by_gradients(self._specs, params)
         return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
@@ -59,7 +66,8 @@ class Optimizer:
 
         Args:
           params, gradients, state: of the same tree, which may be part of a model. Gradients of
-            selection biases are what `expert_load.with_excess` puts there.
+            selection biases are what `expert_load.with_excess` puts there; those of frozen
+            parameters are not there, see `parameters.trainable`.
           step: int32 scalar, finished steps.
           norm: float32 scalar, norm of the gradients of all of the model.
           accept: bool scalar; False leaves parameters and state as they are, bit for bit.
@@ -68,17 +76,18 @@ class Optimizer:
           (parameters, state).
         """
         # A conditional, because selecting leaf by leaf would keep old values next to new ones: on
-        # CPUs that doubles the update's time.
-        return jax.lax.cond(
+        # CPUs that doubles the update's time. Frozen parameters pass it by.
+        moving, state = jax.lax.cond(
             accept,
             self._accepted,
             lambda params, state, *_: (params, state),
-            params,
+            trainable(self._specs, params),
             state,
             gradients,
             step,
             norm,
         )
+        return with_trainable(params, moving), state
 
     def _accepted(
         self,
@@ -92,7 +101,7 @@ class Optimizer:
         clip: jax.Array | float = 1.0
         if config.grad_clip_norm:
             clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
-        clipped, others = (without_biases(self._specs, tree) for tree in (gradients, params))
+        clipped, others = (moved_by_gradients(self._specs, tree) for tree in (gradients, params))
         clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, clipped)
         directions, state = self._transform.update(clipped, state, others)
         rate = self.learning_rate(step)
@@ -100,6 +109,8 @@ class Optimizer:
         def apply(
             spec: ParamSpec, p: jax.Array, g: jax.Array, direction: jax.Array, decays: bool
         ) -> jax.Array:
+            if spec.frozen:
+                return p  # None: see `update`
             if is_bias(spec):
                 return balanced(p, g, self._bias_rate)
             if not config.learning_rate:

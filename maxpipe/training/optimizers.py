@@ -17,6 +17,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxpipe.config.sections import OptimizerConfig
+from maxpipe.model.layers import RANK_AXIS
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -24,6 +25,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 LEAST_FACTORED = 128  # adafactor keeps all second moments of smaller matrices
 RMS_OF_ADAMW = 0.2
 MUON_MOMENTUM = 0.95
+_ENDS = ("embed", "expert_embed", "latent", RANK_AXIS)  # of matrices, see `matrix_dimensions`
 
 
 def adamw(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
@@ -90,11 +92,11 @@ def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
     """Return (input dimensions, output dimensions) of a parameter, or None if it is no matrix.
 
     A matrix leads from the residual stream or back to it, or from a latent: the dimension `embed`,
-    `expert_embed` or `latent` is one side, all other dimensions are the other. Each expert is a
-    matrix of its own.
+    `expert_embed` or `latent` is one side, all other dimensions are the other; of an adapter, its
+    rank may be that side, too. Each expert is a matrix of its own.
     """
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
-    ends = [i for i in sides if spec.axes[i] in ("embed", "expert_embed", "latent")]
+    ends = [i for i in sides if spec.axes[i] in _ENDS]
     if not ends or len(sides) < 2:
         return None
     embed = ends[0]

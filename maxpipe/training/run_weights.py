@@ -37,21 +37,27 @@ class RunWeights:
       num_bytes, num_elements: of all parameters.
 
     Raises:
-      ConfigError: there is no step, it cannot be read, its model is another, with all names, or
-        processes have different ones.
+      ConfigError: there is no step, it cannot be read, it has adapters, its model is another, with
+        all names, or processes have different ones.
     """
 
     def __init__(self, config: Config, *, together: bool = False):
         self._directory = newest_step(config.init_from, together=together)
         try:
-            leaves = read_record(self._directory).leaves
+            record = read_record(self._directory)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        if record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):
+            message = (
+                f"{config.init_from} has adapters (model.lora); python -m maxpipe.export "
+                f"{run_of(config.init_from)} --hf NEW merges them, and hf:NEW names the result"
+            )
+            raise ConfigError(Problem(KEY, message))
         if together and processes.count() > 1:
-            record = self._directory / ITEM / FILE
-            agree_on({KEY: sampled_digest(str(record), record.stat().st_size)})
+            file = self._directory / ITEM / FILE
+            agree_on({KEY: sampled_digest(str(file), file.stat().st_size)})
         self._leaves = {
-            name: leaf for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")
+            name: leaf for name, leaf in record.leaves.items() if name.startswith(f"{PARAMS}.")
         }
         if lines := differences(self._leaves, _expected(config), any_float=True):
             raise ConfigError(*(Problem(KEY, f"{self._directory}: {line}") for line in lines))

@@ -14,7 +14,11 @@ from maxpipe.config.sections import Config, DataConfig
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import bubble_fraction
-from maxpipe.planning.flops import active_parameter_count, parameter_count
+from maxpipe.planning.flops import (
+    active_parameter_count,
+    parameter_count,
+    trained_parameter_count,
+)
 
 MAX_LINES = 25
 MAX_STAGES = 8
@@ -60,6 +64,7 @@ class RunSummary:
       mesh: size of each axis, in the order of the mesh.
       num_parameters, parameter_bytes: of the whole model, without optimizer state.
       num_active: parameters that a token uses, fewer with experts.
+      num_trained: parameters that are not frozen, fewer with adapters.
       stage_layers: for each pipeline stage the indices of its layers, ascending; empty without a
         pipeline.
       schedule: engine and schedule in words.
@@ -79,6 +84,7 @@ class RunSummary:
     mesh: Mapping[str, int]
     num_parameters: int
     num_active: int
+    num_trained: int
     parameter_bytes: int
     stage_layers: Sequence[Sequence[int]]
     schedule: str
@@ -131,8 +137,11 @@ def compress(indices: Sequence[int]) -> str:
 
 def _parameters(run: RunSummary) -> str:
     total = f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"
-    is_sparse = run.num_active < run.num_parameters
-    return f"{total}, {run.num_active:,} of them active" if is_sparse else total
+    if run.num_active < run.num_parameters:
+        total += f", {run.num_active:,} of them active"
+    if run.num_trained < run.num_parameters:
+        total += f", {run.num_trained:,} of them trained"
+    return total
 
 
 def _pipeline(run: RunSummary) -> str:
@@ -200,6 +209,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         mesh=dict(mesh.shape),
         num_parameters=parameters,
         num_active=active_parameter_count(config.model),
+        num_trained=trained_parameter_count(config.model),
         parameter_bytes=parameters * jnp.dtype(config.model.param_dtype).itemsize,
         stage_layers=[
             [i + config.model.first_dense_layers for chunk in layout.stage_layers(s) for i in chunk]

@@ -1,5 +1,6 @@
 """Write folders of tiny models as Hugging Face has them: weights, config.json, tokenizer."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
+from helpers.engines import canonical_params
 from helpers.hf_models import recorded, weights
+from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, load, replace, resolve
 from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.families.deepseek import DeepseekV3
@@ -19,6 +22,7 @@ from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.safetensors import INDEX, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
+from maxpipe.training.run_directory import RunDirectory
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
 FAMILIES = {
@@ -104,3 +108,17 @@ def importing(path: Path) -> Config:
     """Return a configuration that starts from the weights of a folder, resolved for one device."""
     values = {"init_from": f"hf:{path}", **read_shape(str(path)).values}
     return resolve(replace(Config(), **values), 1)
+
+
+def save_run(folder: Path, **values: object) -> str:
+    """Write step 1 of a run with random weights of a folder's shape; return its directory."""
+    config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
+    directory = RunDirectory(config)
+    directory.root.mkdir()
+    directory.keep_origin(config)
+    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint)
+    state = {"params": canonical_params(ModelProgram(config.model))}
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    return str(directory.root)

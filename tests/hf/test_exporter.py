@@ -1,22 +1,15 @@
 """What an export writes besides weights, and what is there after it was killed."""
 
-import dataclasses
 import json
 import signal
 
-import numpy as np
 import pytest
-from helpers.engines import canonical_params
-from helpers.hf_folder import importing, write_folder
+from helpers.hf_folder import save_run, write_folder
 from helpers.training_process import TrainingProcess
 
 from maxpipe import export
-from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.config import replace
 from maxpipe.hf.safetensors import read_folder
-from maxpipe.model.program import ModelProgram
 from maxpipe.storage.model_folders import LocalFolder
-from maxpipe.training.run_directory import RunDirectory
 
 # Prints a line when all weights and config.json are written, and goes on no further.
 EXPORT_THAT_STOPS = """
@@ -38,20 +31,6 @@ export.main(sys.argv[1:])
 @pytest.fixture
 def folder(tmp_path):
     return write_folder(tmp_path / "model")
-
-
-def save_run(folder, **values):
-    """Write step 1 of a run with random weights of a folder's shape; return its directory."""
-    config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
-    directory = RunDirectory(config)
-    directory.root.mkdir()
-    directory.keep_origin(config)
-    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint)
-    state = {"params": canonical_params(ModelProgram(config.model))}
-    meta = {"config": dataclasses.asdict(config)}
-    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
-    checkpoints.close()
-    return str(directory.root)
 
 
 def content_of(file):

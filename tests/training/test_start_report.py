@@ -23,6 +23,7 @@ RUN = RunSummary(
     mesh={"data": 1, "stage": 2, "fsdp": 2},
     num_parameters=8_552_704,
     num_active=8_552_704,
+    num_trained=8_552_704,
     parameter_bytes=4 * 8_552_704,
     stage_layers=[[0, 1, 4, 5], [2, 3, 6, 7]],
     schedule="circular, 2 repeats of 2 layers per stage",

@@ -98,6 +98,7 @@ def check_eval_batch(c: Config) -> None:
 @rule(
     "eval.batches_per_source",
     "eval.batches",
+    "eval.every",
     "data.mixture",
     "data.eval_path",
     writes=("eval.batches_per_source",),
@@ -115,7 +116,8 @@ def derive_batches_per_source(c: Config) -> Updates:
         message = f"{count} batches of each source: {reason}; leave the key out"
         raise ConfigError(Problem("eval.batches_per_source", message))
     if count == -1:
-        count = -(-c.eval.batches // sources) if is_told_apart else 0
+        is_divided = is_told_apart and c.eval.every
+        count = -(-c.eval.batches // sources) if is_divided else 0
     return {"eval.batches_per_source": count}
 
 

@@ -5,7 +5,13 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
 from maxpipe.config.sections import MESH_AXES, Config
-from maxpipe.config.sections.model import LAYER_KINDS
+from maxpipe.config.sections.lora import (
+    ALL_LINEAR,
+    ATTENTION_PROJECTIONS,
+    MLP_PROJECTIONS,
+    PROJECTIONS,
+)
+from maxpipe.config.sections.model import LAYER_KINDS, ModelConfig
 from maxpipe.config.values import nearest
 
 _CONTEXT_AXES = ("mesh.ici.context", "mesh.dcn.context")
@@ -199,6 +205,64 @@ def check_layer_pattern(c: Config) -> None:
         raise ConfigError(*problems)
 
 
+@rule(
+    "model.lora",
+    "model.attention_kind",
+    "model.moe.experts",
+    "model.embed_dim",
+    "model.head_dim",
+    "model.num_query_heads",
+    "model.num_kv_heads",
+    "model.mlp_dim",
+)
+def check_lora(c: Config) -> None:
+    """Check which projections have adapters, and that their rank is below the projections' own."""
+    lora, key = c.model.lora, "model.lora.targets"
+    legal = [*PROJECTIONS, ALL_LINEAR]
+    problems = [
+        Problem(key, f"{name!r} is not one of {', '.join(legal)}{nearest(name, legal)}")
+        for name in dict.fromkeys(lora.targets)
+        if name not in legal
+    ]
+    if not lora.rank:
+        message = "has no effect with model.lora.rank=0; set the rank too, such as 8"
+        others = ("alpha", "targets", "dropout")
+        set_keys = [f"model.lora.{name}" for name in others if is_set(c, f"model.lora.{name}")]
+        problems += [Problem(name, message) for name in set_keys]
+    elif c.model.is_latent:
+        message = "model.attention_kind=mla has no adapters; use 0, which trains all parameters"
+        problems.append(Problem("model.lora.rank", message))
+    elif not c.model.adapted and not problems:
+        choices = ATTENTION_PROJECTIONS if c.model.moe.experts else PROJECTIONS
+        message = f"names none of {', '.join(choices)}; name one, or {ALL_LINEAR}"
+        problems.append(Problem(key, message))
+    elif c.model.moe.experts and (names := [n for n in lora.targets if n in MLP_PROJECTIONS]):
+        message = (
+            f"experts have no adapters: leave out {', '.join(names)}, or use [{ALL_LINEAR}], which "
+            "are those of attention and of the first dense layers"
+        )
+        problems.append(Problem(key, message))
+    else:
+        problems += [Problem("model.lora.rank", text) for text in _too_narrow(c.model)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _too_narrow(m: ModelConfig) -> list[str]:
+    """Return what is wrong with a rank above the smaller side of an adapted projection."""
+    width, heads = m.embed_dim, m.num_query_heads * m.head_dim
+    others = {"query": heads, "out": heads} | dict.fromkeys(MLP_PROJECTIONS, m.mlp_dim)
+    others |= dict.fromkeys(("key", "value"), m.num_kv_heads * m.head_dim)
+    sides = {name: min(width, others[name]) for name in m.adapted}
+    if not sides or m.lora.rank <= min(sides.values()):
+        return []
+    narrowest = min(sides, key=lambda name: sides[name])
+    return [
+        f"{m.lora.rank} is above {sides[narrowest]}, the rank of the projection {narrowest} "
+        f"itself; use at most {sides[narrowest]}"
+    ]
+
+
 @rule("model.num_layers", "model.first_dense_layers", "model.moe")
 def check_first_dense_layers(c: Config) -> None:
     """Check that dense layers differ from others, and that there are others."""
@@ -374,6 +438,7 @@ MODEL_RULES = (
     check_rope_fraction,
     derive_rope_scaling,
     check_layer_pattern,
+    check_lora,
     check_first_dense_layers,
     check_experts,
     check_logical_axis_rules,

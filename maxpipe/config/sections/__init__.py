@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import Bounds, option
 from maxpipe.config.sections.latent_attention import MLAConfig
+from maxpipe.config.sections.lora import LoRAConfig
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
@@ -73,6 +74,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "LoRAConfig",
     "MLAConfig",
     "MeshConfig",
     "MoEConfig",

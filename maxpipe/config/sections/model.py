@@ -6,6 +6,12 @@ from maxpipe.config.catalog import BLOCKS, KERNELS
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import hash_of_fields, option
 from maxpipe.config.sections.latent_attention import ATTENTION_KINDS, MLAConfig
+from maxpipe.config.sections.lora import (
+    ALL_LINEAR,
+    ATTENTION_PROJECTIONS,
+    PROJECTIONS,
+    LoRAConfig,
+)
 
 DTYPES = ("float32", "bfloat16")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
@@ -236,6 +242,7 @@ class ModelConfig:
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     @property
     def is_latent(self) -> bool:
@@ -256,6 +263,20 @@ class ModelConfig:
     def dense(self) -> "ModelConfig":
         """Return the model that has the first dense layers everywhere."""
         return replace(self, moe=MoEConfig(), first_dense_layers=0)
+
+    @property
+    def base(self) -> "ModelConfig":
+        """Return the model without adapters."""
+        return replace(self, lora=LoRAConfig())
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Return the names of the projections of a layer that have an adapter."""
+        if not self.lora.rank:
+            return ()
+        names = ATTENTION_PROJECTIONS if self.moe.experts else PROJECTIONS
+        is_all = ALL_LINEAR in self.lora.targets
+        return tuple(name for name in names if is_all or name in self.lora.targets)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

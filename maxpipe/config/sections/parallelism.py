@@ -29,6 +29,7 @@ DEFAULT_RULES: list[object] = [
     ["expert_mlp", ["tensor"]],
     ["router", []],
     ["expert_bias", []],
+    ["adapter_rank", []],
 ]
 
 

@@ -132,7 +132,7 @@ class MixtureOfExperts(nnx.Module):
             self.down_bias = declare((E, D), ("expert", "norm"), dtype)
         self.has_shared = moe.shared_experts > 0
         if self.has_shared:
-            self.shared = GatedMLP(replace(config, mlp_dim=moe.shared_experts * F))
+            self.shared = GatedMLP(replace(config.base, mlp_dim=moe.shared_experts * F))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).

@@ -127,7 +127,8 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
           key: PRNG key of the step.
 
         Returns:
-          ({"loss", *names of auxiliary losses}, gradients like `params` of their sum). The loss is
+          ({"loss", *names of auxiliary losses}, gradients like `params` of their sum,
+          without leaves where a parameter is frozen). The loss is
           the weighted token sum over the global batch divided once by the global weight sum; an
           auxiliary loss is the mean over sequences. With experts there is also `EXPERT_LOAD`,
           float32 [N, E]: assignments of the global batch's tokens, rows in model order; with a

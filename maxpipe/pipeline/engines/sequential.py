@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, trainable, with_trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import (
     apply_first_layers,
@@ -70,13 +69,15 @@ class SequentialEngine(SpmdEngine):
         num_sequences = batch["tokens"].shape[0]
 
         # The divisors are global, so the losses of microbatches add up to that of the batch.
-        def loss(params: Params, micro: Batch) -> tuple[jax.Array, Metrics]:
-            loss_sum, _, aux = self._forward(params, micro, key)
+        def loss(moving: Params, micro: Batch) -> tuple[jax.Array, Metrics]:
+            loss_sum, _, aux = self._forward(with_trainable(params, moving), micro, key)
             metrics = metrics_of(loss_sum / weight, aux, 1 / num_sequences)
             return sum_of(metrics), metrics
 
+        moving = trainable(self._program.specs, params)
+
         def compute(micro: Batch) -> tuple[Metrics, Params]:
-            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params, micro)
+            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(moving, micro)
             return metrics, gradients
 
         def accumulate(
@@ -88,7 +89,7 @@ class SequentialEngine(SpmdEngine):
         if self._num_microbatches == 1:
             return compute(batch)
         no_metrics = metrics_of(jnp.zeros(()), self._program.no_auxiliary(), 1.0)
-        zero = no_metrics, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        zero = no_metrics, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), moving)
         split = microbatches.split(batch, self._num_microbatches)
         return jax.lax.scan(accumulate, zero, split)[0]
 
@@ -121,9 +122,8 @@ class SequentialEngine(SpmdEngine):
         index = jnp.asarray(self.layer_index())
         # Always a scan: one layer is compiled, whatever their number.
         x, aux = apply_layers(self._layer_fn, params["layers"], index, x, side, key, scan=True)
-        # The head saves its input alone: logits would be the largest tensors of the step.
-        head = checkpoint(self._program.head_loss, RematPolicy())
-        loss, cross_entropy = head(
+        # Its backward follows at once, when logits computed again would take as much as saved ones.
+        loss, cross_entropy = self._program.head_loss(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]
         )
         return loss, cross_entropy, aux

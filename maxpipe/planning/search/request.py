@@ -89,6 +89,9 @@ def request_of(arguments: Arguments) -> Request:
         for key, value in ((key, get(loaded.config, key)) for key in overridden)
         if key != BATCH
     ]
+    if loaded.config.model.lora.rank:
+        message = "a plan counts all parameters as trained, and no adapters; plan with 0"
+        problems.append(Problem("model.lora.rank", message))
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
     choices = {key: values for key, values in (tried | fixed).items() if key in SEARCHED}

@@ -17,6 +17,29 @@ import pytest
             "not divisible by model.num_query_heads=4; nearest legal: 64 or 68",
         ),
         (("model.head_dim=15",), "model.head_dim", "must be even"),
+        (
+            ("model.lora.rank=4", "model.lora.targets=[query, valeu]"),
+            "model.lora.targets",
+            "'valeu' is not one of query, key, value, out, gate, up, down, all-linear; did you "
+            "mean value?",
+        ),
+        (("model.lora.targets=[query]",), "model.lora.targets", "has no effect with model.lora."),
+        (("model.lora.rank=4", "model.lora.targets=[]"), "model.lora.targets", "names none of"),
+        (
+            ("model.lora.rank=4", "model.lora.targets=[query, up]", "model.moe.experts=4"),
+            "model.lora.targets",
+            "experts have no adapters: leave out up, or use [all-linear]",
+        ),
+        (
+            ("model.lora.rank=65", "model.num_kv_heads=1"),
+            "model.lora.rank",
+            "65 is above 16, the rank of the projection key itself; use at most 16",
+        ),
+        (
+            ("model.lora.rank=4", "model.attention_kind=mla"),
+            "model.lora.rank",
+            "model.attention_kind=mla has no adapters",
+        ),
         (("model.embed_dim=4",), "model.head_dim", "must be even"),
         (
             ("mesh.ici.expert=2",),

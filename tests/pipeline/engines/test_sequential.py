@@ -17,6 +17,7 @@ from helpers.engines import (
 from maxpipe.config import catalog
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 # A block with an auxiliary loss, for tests only.
 catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
@@ -116,3 +117,22 @@ def test_evaluate_takes_any_batch_size(rows):
     config = sequential(**{"pipeline.num_microbatches": 4, "mesh.ici.fsdp": 2})
     expected = EngineUnderTest(sequential()).evaluate(batch)
     assert EngineUnderTest(config).evaluate(batch) == pytest.approx(expected, rel=TOLERANCE)
+
+
+def products(jaxpr, size):
+    """Count matrix products of arrays with a dimension of a size, each in a loop's body once."""
+    own = [
+        size in (n for atom in (*eqn.invars, *eqn.outvars) for n in atom.aval.shape)
+        for eqn in open_jaxpr(jaxpr).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    inner = (inner for eqn in open_jaxpr(jaxpr).eqns for inner in inner_jaxprs(eqn))
+    return sum(own) + sum(products(one, size) for one in inner)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_logits_are_computed_once(tiles):
+    """In a step logits and the gradients of both operands are a product each."""
+    subject = EngineUnderTest(sequential(**{"model.vocab_size": 96, "model.logit_tiles": tiles}))
+    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
+    assert products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96) == 3

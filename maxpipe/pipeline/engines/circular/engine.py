@@ -8,6 +8,7 @@ every iteration (see `repeat_gather`). Letters: see `maxpipe.pipeline`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,13 @@ from jax.sharding import PartitionSpec
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import (
+    Params,
+    ParamSpec,
+    map_specs,
+    trainable,
+    with_trainable,
+)
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import (
     Remat,
@@ -112,8 +119,11 @@ class CircularEngine(SpmdEngine):
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
-        compute = jax.value_and_grad(self.loss, has_aux=True)
-        (_, metrics), gradients = compute(params, batch, key)
+        def loss(moving: Params) -> tuple[jax.Array, Metrics]:
+            return self.loss(with_trainable(params, moving), batch, key)
+
+        moving = trainable(self._program.specs, params)
+        (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(moving)
         return metrics, gradients
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -233,6 +243,7 @@ class CircularEngine(SpmdEngine):
             conveyor,
             stages,
             inputs_of,
+            partial(trainable, self._program.specs["layers"]),
             map_specs(self._gather, self._program.specs["layers"]),
             self._batch_specs(side),
             self._mesh,

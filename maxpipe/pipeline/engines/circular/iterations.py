@@ -76,6 +76,7 @@ class Iterations:
       conveyor: order of the units, and the loop state.
       stages: the stages' work.
       inputs_of: selects the stages' inputs of an iteration.
+      trained: returns a tree like the parameters of a layer with None for those that are frozen.
       gathers: a `Gather` for each parameter of a layer.
       specs: layouts of the arguments.
       mesh: the device mesh.
@@ -87,6 +88,7 @@ class Iterations:
     conveyor: Conveyor
     stages: Stages
     inputs_of: InputsOf
+    trained: Callable[[Params], Params]
     gathers: Tree[Gather]
     specs: BatchSpecs
     mesh: Mesh
@@ -94,6 +96,12 @@ class Iterations:
     gather_once: bool
     scan_iterations: bool
     scan_repeats: bool
+
+    def operands(
+        self, weights: Params, inputs: StageInputs
+    ) -> tuple[Params, tuple[Params, StageInputs]]:
+        """Return the weights of the stages' vjp, which are trained, and its inputs."""
+        return self.trained(weights), (weights, inputs)
 
     @property
     def lookahead(self) -> int:

@@ -70,7 +70,7 @@ def forward_phase(
         if split is None:
             y, aux = iterations.stages(x, weights, stage_inputs)
         else:
-            (y, aux), new = split.forward(x, weights, stage_inputs)
+            (y, aux), new = split.forward(x, *iterations.operands(weights, stage_inputs))
             residuals = [
                 lax.dynamic_update_index_in_dim(buffer, residual, t, 0)
                 for buffer, residual in zip(residuals, new, strict=True)
@@ -125,7 +125,8 @@ def backward_phase(
         )
         # 3. Back through the stages: dx [S, B, T, D], dw [S, L, ...].
         stored = [lax.dynamic_index_in_dim(buffer, t, keepdims=False) for buffer in residuals]
-        dx, dw = split.backward(stored, weights, stage_inputs, (dy, daux))
+        operands = iterations.operands(weights, stage_inputs)
+        dx, dw = split.backward(stored, *operands, (dy, daux))
         # 4. Back through `stage_inputs`, to the state before the iteration.
         (dstate,) = transpose(lambda s: conveyor.stage_inputs(s, t), (state,), dx)
         state = jax.tree.map(jnp.add, state, dstate)

@@ -41,9 +41,9 @@ from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, with_trainable
 from maxpipe.pipeline.engines.circular.conveyor import State
-from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations
+from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.phases import (
     ForwardCarry,
     GradientSums,
@@ -165,11 +165,13 @@ def _run_backward(
         inputs = _device_inputs(iterations, layers, side, key_data)
         totals, io = _backward(iterations, inputs, residuals, io, aux)
         totals = sum_replicas(iterations.gathers, totals, BATCH_AXES)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), totals, layers), io
+        trained = iterations.trained(layers)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), totals, trained), io
 
-    specs = iterations.specs
+    specs, trained_specs = iterations.specs, iterations.trained(iterations.specs.layers)
     in_specs = (specs.layers, specs.side, REPLICATED, PER_DEVICE, specs.io, REPLICATED)
-    backward = _manual(iterations, device_backward, in_specs, (specs.layers, specs.io))
+    backward = _manual(iterations, device_backward, in_specs, (trained_specs, specs.io))
+    # None, for frozen weights, is a gradient of zero.
     gradients, io = backward(*saved, *cotangents)
     return gradients, io, None, None
 
@@ -266,12 +268,12 @@ def _backward(
     # 1. Turn the gradient of the outputs into the gradient of the last state.
     last_state = jax.eval_shape(conveyor.first_state, io, iterations.no_auxiliary())
     (state,) = transpose(lambda s: (conveyor.outputs(s), s.aux), (last_state,), (io, aux))
-    totals = _float32_zeros(inputs.weights)
+    totals = _float32_zeros(iterations.trained(inputs.weights))
     phase = partial(backward_phase, iterations, inputs, split, residuals)
 
     # 2. Drain: the stages finish repeat V - 1.
     def first(weights: Params) -> BackwardCarry:
-        start = GradientSums(state, _float32_zeros(weights), None)
+        start = GradientSums(state, _float32_zeros(iterations.trained(weights)), None)
         after_drain = phase(start, V * M, fill, weights)
         return BackwardCarry(after_drain.state, after_drain.sums, totals)
 
@@ -281,7 +283,9 @@ def _backward(
         r = V - 1 - i
         steady = GradientSums(carry.state, carry.sums, None)
         steady = phase(steady, r * M + fill, M - fill, weights)
-        switch = GradientSums(steady.state, steady.sums, _float32_zeros(earlier))
+        switch = GradientSums(
+            steady.state, steady.sums, _float32_zeros(iterations.trained(earlier))
+        )
         switch = phase(switch, r * M, fill, weights, earlier)
         assert switch.earlier is not None
         totals = _store_gradient(iterations, carry.totals, r, switch.sums)
@@ -386,7 +390,14 @@ def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -
     )
     # [S, K, B, T, D] -> [S, B, T, D]
     x = jax.ShapeDtypeStruct((io.shape[0], *io.shape[2:]), io.dtype)
-    return SplitVjp(iterations.stages, x, weights, stage_inputs)
+
+    def stages(
+        x: jax.Array, trained: Params, inputs: tuple[Params, StageInputs]
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        weights, stage_inputs = inputs
+        return iterations.stages(x, with_trainable(weights, trained), stage_inputs)
+
+    return SplitVjp(stages, x, *iterations.operands(weights, stage_inputs))
 
 
 def _residual_buffer(num_iterations: int, residual: ShapedArray) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
-from maxpipe.model.parameters import Params, ParamSpec
+from maxpipe.model.parameters import Params, ParamSpec, trainable, with_trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
@@ -93,24 +93,22 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._owned = [list(by_path({"params": tree})) for tree in self.abstract]
         # The owner has the copy that is updated; other stages get theirs in every step.
         self._owner = {path: stage for stage, paths in enumerate(self._owned) for path in paths}
-        all_params = {name: tree for params in self.abstract for name, tree in params.items()}
-        # Several stages have chunks, of which the line above keeps those of the last.
-        all_params["chunks"] = {
-            chunk: tree for params in self.abstract for chunk, tree in params["chunks"].items()
-        }
         self._all_params = jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), all_params
+            lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), _of_all_stages(self.abstract)
         )
         self._paths = list(by_path({"params": self._all_params}))
+        stages = range(len(self.meshes))
+        self._all_specs = _of_all_stages([self.model.specs(stage) for stage in stages])
+        trained = trainable(self._all_specs, self._all_params)
+        self._trained_paths = list(by_path({"params": trained}))
         specs = self._param_specs()
         self._specs = dict(zip(self._paths, specs, strict=True))
         self._rows: RowParallel | None = None
         if manual:
             dtype = inputs.program.config.dtype
-            specs_of: dict[KeyPath, ParamSpec] = {}
-            for stage in range(len(self.meshes)):
-                tree = {"params": self.model.specs(stage)}
-                specs_of |= jax.tree_util.tree_leaves_with_path(tree)
+            specs_of: dict[KeyPath, ParamSpec] = dict(
+                jax.tree_util.tree_leaves_with_path({"params": self._all_specs})
+            )
             gathers = {
                 path: Gather(
                     self._specs[path],
@@ -162,21 +160,20 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         for stage, stage_sums in enumerate(sums):
             # JAX numbers transfers, and the order of a dictionary differs between processes.
             for output in sorted(stage_sums):
-                path = self._paths[output - first]
+                path = self._trained_paths[output - first]
                 owner = self._owner[path]
                 if owner != stage:
                     part = self._on_stage(stage_sums.pop(output), owner)
                     own = sums[owner].get(output)
                     sums[owner][output] = part if own is None else self._sum(owner, own, part)
         # 3. Arrange the gradients like the parameters.
-        output_of = {path: first + i for i, path in enumerate(self._paths)}
-        gradients = tuple(
-            jax.tree.unflatten(
-                jax.tree.structure(tree), [sums[stage][output_of[p]] for p in self._owned[stage]]
-            )
-            for stage, tree in enumerate(self.abstract)
-        )
-        return metrics, gradients
+        output_of = {path: first + i for i, path in enumerate(self._trained_paths)}
+        gradients = []
+        for stage, tree in enumerate(self.abstract):
+            trained = trainable(self.model.specs(stage), tree)
+            leaves = [sums[stage][output_of[path]] for path in by_path({"params": trained})]
+            gradients.append(jax.tree.unflatten(jax.tree.structure(trained), leaves))
+        return metrics, tuple(gradients)
 
     def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
         # The sum before padding; the rows that padding adds have weight 0 in any case.
@@ -220,7 +217,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         """Return the training step's computations in words and equations; see `dump`."""
         program, runner = self.training.program, self.training.runner
         inputs = [keystr(path) for path in self.training.paths]
-        outputs = [*self._losses, *(f"gradient of {keystr(path)}" for path in self._paths)]
+        paths = self._trained_paths
+        outputs = [*self._losses, *(f"gradient of {keystr(path)}" for path in paths)]
         texts = dump(program, inputs, outputs)
         name_of = dict(zip(program.inputs, inputs, strict=True))
         # These run once for each chunk, so they are no units of the sliced program.
@@ -264,8 +262,13 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             data = arguments["key"]
             key = None if data is None else jax.random.wrap_key_data(data)
             fixed = arguments["micro"], arguments["scales"], key
-            compute = jax.value_and_grad(self.model.loss, has_aux=True)
-            (_, metrics), gradients = compute(arguments["params"], *fixed)
+            params = arguments["params"]
+
+            def loss(moving: Params) -> tuple[jax.Array, Metrics]:
+                return self.model.loss(with_trainable(params, moving), *fixed)
+
+            moving = trainable(self._all_specs, params)
+            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(moving)
             return [metrics[name] for name in self._losses], gradients
 
         return StagedProgram(
@@ -277,12 +280,15 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             batch_spec=self.batch_spec,
             param_specs=self._specs,
             # Losses are scalars; a gradient lies as its parameter does.
-            output_specs=[PartitionSpec()] * len(self._losses) + [*self._specs.values()],
+            output_specs=[
+                *[PartitionSpec()] * len(self._losses),
+                *(self._specs[path] for path in self._trained_paths),
+            ],
             needs_key=self._needs_key,
             rows=self._rows,
             output_gathers=[
                 *[None] * len(self._losses),
-                *(self._rows.gathers.values() if self._rows else ()),
+                *(self._rows.gathers[path] for path in self._trained_paths if self._rows),
             ],
             offloaded=self.model.offloaded,
         )
@@ -348,6 +354,14 @@ def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
         Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
         for stage in range(mesh.shape["stage"])
     )
+
+
+def _of_all_stages(parts: Sequence[Params]) -> Params:
+    """Return the tree of all parameters, of what each stage owns."""
+    tree = {name: part for of_stage in parts for name, part in of_stage.items()}
+    # Several stages have chunks, of which the line above keeps those of the last.
+    chunks = {c: layers for of_stage in parts for c, layers in of_stage["chunks"].items()}
+    return tree | {"chunks": chunks}
 
 
 def _homes(meshes: Sequence[Mesh], first: int) -> list[int]:

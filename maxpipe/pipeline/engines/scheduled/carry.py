@@ -44,7 +44,8 @@ class Carry(NamedTuple):
       stash: the same for each array that an I leaves to its W; empty if backwards are not split.
       outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
         along, [B, T, D]; else None.
-      layer_gradients: float32 [V, L, ...] of this stage's layers.
+      layer_gradients: float32 [V, L, ...] of this stage's layers; these and the following are None
+        where a parameter is frozen.
       outer_gradients: float32, of the parameters that the head takes.
       before_gradients: float32, of the layers before the pipeline; empty if there are none.
       table_gradient: float32, of the local columns of the embedding table.

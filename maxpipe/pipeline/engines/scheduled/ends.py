@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from maxpipe.model.layers import AuxiliaryLosses
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, with_trainable
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
@@ -116,10 +116,18 @@ class ShardedHead:
         sum), differentiable in the first two.
       num_stages: S.
       layers: those after the pipeline, if there are any; their parameters are `outer["outside"]`.
+      trained: returns outer parameters with None for those that are frozen.
     """
 
-    def __init__(self, head_loss: HeadLoss, num_stages: int, layers: ShardedLayers | None = None):
+    def __init__(
+        self,
+        head_loss: HeadLoss,
+        num_stages: int,
+        layers: ShardedLayers | None = None,
+        trained: Callable[[Params], Params] = lambda outer: outer,
+    ):
         self._head_loss = head_loss
+        self._trained = trained
         self._num_stages = num_stages
         self._layers = layers
 
@@ -176,15 +184,16 @@ class ShardedHead:
 
         Returns:
           (sums (loss, auxiliary losses) of this stage's share, gradient for y [B, T, D], gradients
-          for `outer` of this share).
+          for `outer` of this share, None where frozen).
         """
         x, targets, weights = self.share(y, targets, weights)
 
-        def losses(outer: Params, x: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
-            loss, _, aux = self._share_losses(outer, x, targets, weights, inputs)
+        def losses(moving: Params, x: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
+            params = with_trainable(outer, moving)
+            loss, _, aux = self._share_losses(params, x, targets, weights, inputs)
             return loss, aux
 
-        sums, vjp = jax.vjp(losses, outer, x)
+        sums, vjp = jax.vjp(losses, self._trained(outer), x)
         daux = jax.tree.map(lambda a: jnp.full_like(a, scales[1]), sums[1])
         outer_gradient, x_gradient = vjp((scales[0], daux))
         # [P, D] -> [B*T, D] -> [B, T, D], or [R, T, D] -> [B, T, D]

@@ -8,6 +8,7 @@ express that order, so here the backward is written out. From a table to gradien
     split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
     ends            embedding and head, their work spread over the stages
     outside         layers before or after the pipeline, spread over them too
+    chunk_vjp       what a chunk computes on, and which of its parameters have a gradient
     carry           what a stage keeps from tick to tick
     stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
@@ -21,6 +22,7 @@ data shard, T tokens of each on one device, D embed.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -49,6 +51,13 @@ from maxpipe.pipeline.engines.base import (
     metrics_of,
 )
 from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
+from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
+    ChunkInputs,
+    ChunkOutputs,
+    ChunkVjp,
+    Weights,
+    all_weights,
+)
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
@@ -56,16 +65,10 @@ from maxpipe.pipeline.engines.scheduled.sharding import (
     batch_specs,
     check_rules,
     param_specs,
+    trained_parts,
     with_first,
 )
-from maxpipe.pipeline.engines.scheduled.stage_program import (
-    ChunkInputs,
-    ChunkOutputs,
-    ChunkVjp,
-    Settings,
-    StageProgram,
-    Weights,
-)
+from maxpipe.pipeline.engines.scheduled.stage_program import Settings, StageProgram
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
@@ -122,12 +125,13 @@ class ScheduledEngine(SpmdEngine):
         self._remat = Remat(inputs.config, remat_policy(inputs.config))
         self._gather_once = inputs.config.fsdp_gather == "once"
         specs = with_first(inputs.program.specs)
+        self._trained = partial(trained_parts, specs)
         self._gathers = map_specs(self._gather, specs) | {"outside": {}}
         self._gather_first = map_specs(self._gather, specs["first"].get("0", {}))
         self._outside: ShardedLayers | None = None
         self._before: ShardedLayers | None = None
         if specs["first"] or inputs.layout.outside_first:
-            self._before = ShardedLayers(self._layers_before)
+            self._before = ShardedLayers(self._layers_before, self._trained)
         if inputs.layout.num_outside:
             self._outside = ShardedLayers(self._outside_layers)
             self._gathers["outside"] = map_specs(
@@ -156,7 +160,7 @@ class ScheduledEngine(SpmdEngine):
         # Divisors are those of the global batch, hence computed outside the manual program.
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
         key_data = jax.random.key_data(key) if self._program.needs_key else None
-        out_specs = (PartitionSpec(), param_specs(self._inputs))
+        out_specs = (PartitionSpec(), self._trained(param_specs(self._inputs)))
         run = self._manual(self._train, out_specs, num_replicated=2)
         metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
         # The program has these layers as parts of their own; parameters do not.
@@ -242,10 +246,9 @@ class ScheduledEngine(SpmdEngine):
             self._program, self._prepare_layer, padded=not self._layout.is_even
         )
         layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
-        index, side, key, gathered = inputs
-        return apply_layers(
-            layer_fn, weights, index, x, side, key, scan=self._loops, gathered=gathered
-        )
+        index, side, key, gathered, _ = inputs
+        layers, scan = all_weights(weights, inputs), self._loops
+        return apply_layers(layer_fn, layers, index, x, side, key, scan=scan, gathered=gathered)
 
     def _prepare_layer(self, layer: Params) -> Params:
         # Weights are gathered before the loop, in the layer itself, or a slot ahead.
@@ -371,9 +374,10 @@ class ScheduledEngine(SpmdEngine):
             embedding=ShardedEmbedding(
                 table_spec, self._program.config.dtype, self._program.scale_embedding
             ),
-            head=ShardedHead(self._head_loss, self._settings.num_stages, after),
+            head=ShardedHead(self._head_loss, self._settings.num_stages, after, self._trained),
             embedding_table=params["embed"]["embedding"],
             layers=layers,
+            layer_specs=self._program.specs["layers"],
             by_layer=not self._loops,
             layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
@@ -419,9 +423,13 @@ class ScheduledEngine(SpmdEngine):
         def stores(slots: int, shapes: Sequence[jax.core.ShapedArray]) -> list[jax.Array]:
             return [store(slots, shape) for shape in shapes]
 
-        def zeros(params: Params) -> Params:
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        def zeros(parts: Params) -> Params:
+            # Frozen parameters have no sums, so nothing of theirs is added up or sent.
+            trained = self._trained(parts)
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
 
+        ends = {"layers": stage.layers, "embed": {"embedding": stage.embedding_table}}
+        sums = zeros(ends) if vjp else None
         outgoing = jnp.zeros(activation.shape, activation.dtype) if self._settings.delayed else None
         return Carry(
             activations=store(sizes.activations, activation),
@@ -430,10 +438,10 @@ class ScheduledEngine(SpmdEngine):
             stash=stores(sizes.stash, vjp.stash) if isinstance(vjp, SplitBackwardVjp) else [],
             outgoing_activation=outgoing,
             outgoing_gradient=outgoing if vjp else None,
-            layer_gradients=zeros(stage.layers) if vjp else None,
+            layer_gradients=sums["layers"] if sums else None,
             outer_gradients=zeros(stage.outer) if vjp else None,
             before_gradients=zeros(stage.before_weights) if vjp else None,
-            table_gradient=jnp.zeros(stage.embedding_table.shape, jnp.float32) if vjp else None,
+            table_gradient=sums["embed"]["embedding"] if sums else None,
             loss=jnp.zeros(()),
             aux=self._program.no_auxiliary(),
         )

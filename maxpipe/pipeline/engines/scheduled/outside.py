@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, with_trainable
 from maxpipe.pipeline.chunk import sum_where
 from maxpipe.pipeline.manual import joined_shares, own_share, share_from
 
@@ -41,10 +41,14 @@ class ShardedLayers:
 
     Args:
       apply: these layers on any number of rows, differentiable in the first two arguments.
+      trained: returns parameters with None for those that are frozen.
     """
 
-    def __init__(self, apply: ApplyLayers):
+    def __init__(
+        self, apply: ApplyLayers, trained: Callable[[Params], Params] = lambda weights: weights
+    ):
         self._apply = apply
+        self._trained = trained
 
     def __call__(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
@@ -107,10 +111,15 @@ class ShardedLayers:
           aux_scale: float32 scalar, the gradient of each auxiliary loss.
 
         Returns:
-          (gradient for x [B, T, D] on every stage, gradients for `weights` of this share).
+          (gradient for x [B, T, D] on every stage, those for `weights` of this share, None where
+          frozen).
         """
+
         # Nothing was stored in the tick of the forward, so it is computed again.
-        (_, aux), vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
+        def forward(moving: Params, x: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
+            return self(with_trainable(weights, moving), x, inputs)
+
+        (_, aux), vjp = jax.vjp(forward, self._trained(weights), own_share(x))
         daux = jax.tree.map(lambda a: jnp.full_like(a, aux_scale), aux)
         # The gradient that leaves the first chunk is on stage 0 alone; all need rows of it.
         weight_gradients, dx = vjp((share_from(dy, source=0), daux))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs, trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
@@ -76,6 +76,20 @@ def with_first(params: Params) -> Params:
     """
     embed = dict(params["embed"])
     return params | {"first": embed.pop("first", {}), "embed": embed}
+
+
+def trained_parts(specs: Params, parts: Params) -> Params:
+    """Return parts of the parameters, or what is like them, with None where they are frozen.
+
+    Args:
+      specs: from `with_first`.
+      parts: by name, of those in `param_specs`.
+    """
+    names = {"outside": "layers"}
+    return {
+        name: trainable(specs[names.get(name, name)], part) if part else part
+        for name, part in parts.items()
+    }
 
 
 def param_specs(engine_inputs: EngineInputs) -> Params:

@@ -34,13 +34,13 @@ data shard, T tokens of each on one device, D embed.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.model.layers import AuxiliaryLosses, SideInputs
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -59,36 +59,22 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     write,
     write_all,
 )
+from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
+    Chunk,
+    ChunkInputs,
+    ChunkOutputs,
+    ChunkVjp,
+    Weights,
+    with_base,
+)
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
 from maxpipe.pipeline.manual import ring
-from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
+from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp
 
 Result = TypeVar("Result")
 Operands = TypeVarTuple("Operands")
-
-
-class ChunkInputs(NamedTuple):
-    """What a chunk reads besides its activation and its parameters; nothing of it has a gradient.
-
-    Attributes:
-      layer_index: int32 [L], layers in model order.
-      side: side inputs of the microbatch, [B, ...] each.
-      key: key of the step or None.
-      gathered: the parameters of each layer in full, if they were gathered ahead; else None.
-    """
-
-    layer_index: jax.Array
-    side: SideInputs
-    key: jax.Array | None
-    gathered: Layers | None
-
-
-ChunkOutputs = tuple[jax.Array, AuxiliaryLosses]  # (activation [B, T, D], auxiliary losses)
-Weights = Params | Layers  # of a chunk: [L, ...], or those of each layer by itself
-Chunk = Callable[[jax.Array, Weights, ChunkInputs], ChunkOutputs]
-ChunkVjp = SplitVjp[Weights, ChunkInputs, ChunkOutputs]
 
 
 @dataclass(frozen=True)
@@ -118,6 +104,7 @@ class StageProgram:
       embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...].
+      layer_specs: of one layer's.
       by_layer: whether `chunk` takes those of each layer by itself, as one that runs no loop does.
       layer_index: int32 [V, L].
       outer: parameters as the head takes them.
@@ -137,6 +124,7 @@ class StageProgram:
     head: ShardedHead
     embedding_table: jax.Array
     layers: Params
+    layer_specs: Params
     by_layer: bool
     layer_index: jax.Array
     outer: Params
@@ -359,7 +347,9 @@ class StageProgram:
         else:
             dx, dw = self._unless_idle(tick.B.active, vjp.backward, *operands)
             carry = add_to_layers(carry, tick.B.active, tick.B.chunk, dw)
-        if (phase.ends.embed_backward >= 0).any():
+        # With a frozen table and no layers before the pipeline dx leads to no weights.
+        trains = carry.table_gradient is not None or self.before is not None
+        if trains and (phase.ends.embed_backward >= 0).any():
             carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
         return carry, dx
 
@@ -367,10 +357,10 @@ class StageProgram:
     def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
         """Add what the first chunk's dx of a microbatch gives the weights before that chunk.
 
-        These are the embedding table and the layers before the pipeline. Nothing is added if
-        `microbatch` is negative.
+        These are the embedding table, unless it is frozen, and the layers before the pipeline.
+        Nothing is added if `microbatch` is negative.
         """
-        Sums = tuple[jax.Array, Params]
+        Sums = tuple[jax.Array | None, Params | None]
 
         def active(sums: Sums) -> Sums:
             table, layers = sums
@@ -381,7 +371,9 @@ class StageProgram:
                     self.before_weights, x, self._layer_inputs(batch), dx, self.aux_scale
                 )
                 layers = jax.tree.map(add, layers, layer_gradients)
-            return self.embedding.add_gradient(table, batch["tokens"], gradient), layers
+            if table is not None:
+                table = self.embedding.add_gradient(table, batch["tokens"], gradient)
+            return table, layers
 
         # As for the lookup, the predicate is the tick's.
         table, layers = lax.cond(
@@ -469,14 +461,15 @@ class StageProgram:
     def chunk_operands(
         self, chunk: PlanArray, microbatch: PlanArray, gathered: Layers | None
     ) -> tuple[Weights, ChunkInputs]:
-        """Return the parameters of a chunk and its inputs for a microbatch."""
+        """Return the trained parameters of a chunk and its inputs for a microbatch."""
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
         index = read(self.layer_index, chunk)
         weights = read_layers(layers, chunk) if self.by_layer else read_chunk(layers, chunk)
         side = microbatches.side_inputs(self._microbatch(microbatch))
-        return weights, ChunkInputs(index, side, self.key, gathered)
+        inputs = ChunkInputs(index, side, self.key, gathered)
+        return with_base(self.layer_specs, weights, inputs)
 
     def _layer_inputs(self, batch: Batch) -> LayerInputs:
         return LayerInputs(microbatches.side_inputs(batch), self.key)

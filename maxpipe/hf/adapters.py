@@ -1,0 +1,174 @@
+"""Bring the adapters of a run into files: added to the weights they belong to, or as PEFT has them.
+
+PEFT (`peft` of Hugging Face) loads an adapter onto its base, which it reads for itself.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import PARAMS
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.model_places import SCHEME
+from maxpipe.config.sections import Config
+from maxpipe.config.sections.lora import LoRAConfig
+from maxpipe.hf.family import Family
+from maxpipe.hf.safetensors import write_file
+from maxpipe.hf.tensor_table import Path as ParameterPath
+from maxpipe.hf.tensors import Rule, tensor_rules
+from maxpipe.hf.weight_files import write_json
+from maxpipe.model.program import ModelProgram
+
+FLAG = "--adapter"
+_SUFFIX = "_adapter"  # of the name of a projection, see `maxpipe.model.layers.add_adapters`
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class MergedParameters:
+    """The parameters of a step, those of the base with what their adapters add.
+
+    Args:
+      reader: of one step, or of several, whose factors A and B have means of their own.
+      lora: `model.lora` of the run.
+    """
+
+    def __init__(self, reader: ParameterReader, lora: LoRAConfig):
+        self._reader, self._lora = reader, lora
+
+    def read(self, path: ParameterPath) -> np.ndarray:
+        """Return a parameter, [stacked_layers, ...] if it is of layers; merged ones are float32.
+
+        Raises:
+          CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+        """
+        value = self._array(path)
+        factors = self.adapter(path)
+        if factors is None:
+            return value
+        added = np.matmul(*factors).reshape(value.shape) * (self._lora.alpha / self._lora.rank)
+        merged: np.ndarray = value.astype(np.float32) + added
+        return merged
+
+    def adapter(self, path: ParameterPath) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return A [..., inputs, R] and B [..., R, outputs] of a parameter, float32; None without.
+
+        Those of layers have a leading dimension, [stacked_layers, ...].
+        """
+        *place, name = path
+        own = (*place, f"{name}{_SUFFIX}")
+        if not self._lora.rank or ".".join((PARAMS, *own, "a")) not in self._reader.leaves:
+            return None
+        a, b = (self._array((*own, factor)).astype(np.float32) for factor in ("a", "b"))
+        rank, stack = self._lora.rank, a.shape[:1] if path[0] == "layers" else ()
+        return a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1)
+
+    def _array(self, path: ParameterPath) -> np.ndarray:
+        return np.asarray(self._reader.read(".".join((PARAMS, *path))))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether the array of a checkpoint with this name is a factor of an adapter."""
+    *_, place, factor = name.split(".")
+    return place.endswith(_SUFFIX) and factor in ("a", "b")
+
+
+def export_adapter(
+    reader: ParameterReader, config: Config, target: Path, *, family: Family, dtype: str
+) -> list[str]:
+    """Write the adapters of a step into a new folder, as PEFT's `PeftModel.from_pretrained` reads.
+
+    Args:
+      reader: of the parameters.
+      config: of the run, resolved.
+      target: the folder; it appears under this name when it is complete.
+      family: type of the base.
+      dtype: of the tensors.
+
+    Returns:
+      Names of all files.
+
+    Raises:
+      ConfigError: the target exists, the run has no adapters, or those of the type cannot be
+        written.
+      OSError: a file cannot be written; nothing of the target is there.
+      CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+    """
+    model = config.model
+    if target.exists():
+        raise ConfigError(Problem(FLAG, f"{target} exists; name a new directory"))
+    if not model.lora.rank:
+        message = "the run has model.lora.rank=0, no adapters; use --hf for all of the model"
+        raise ConfigError(Problem(FLAG, message))
+    parameters = MergedParameters(reader, model.lora)
+    rules = [
+        rule
+        for rule in tensor_rules(family, ModelProgram(model.base))
+        if rule.path[-1] in model.adapted and rule.path[-2] in ("attention", "mlp")
+    ]
+    if any(rule.rows is not None for rule in rules):
+        message = (
+            f"{family.model_type} has projections in one tensor that have an adapter each here; "
+            "use --hf, which merges them"
+        )
+        raise ConfigError(Problem(FLAG, message))
+    tensors: dict[str, np.ndarray] = {}
+    for rule in rules:
+        tensors |= _tensors_of(rule, parameters)
+    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        _write(unfinished / WEIGHTS, tensors, jnp.dtype(dtype))
+        write_json(unfinished / CONFIG, _peft_config(config, tensors))
+        names = sorted(file.name for file in unfinished.iterdir())
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return names
+
+
+def _tensors_of(rule: Rule, parameters: MergedParameters) -> dict[str, np.ndarray]:
+    """Return PEFT's tensors of one projection of all layers, [R, inputs] and [outputs, R]."""
+    factors = parameters.adapter(rule.path)
+    assert factors is not None, rule.path
+    a, b = (f if rule.is_layer else f[None] for f in factors)
+    tensors = {}
+    for layer in range(len(a)):
+        ((name, _),) = rule.tensors(layer)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = a[layer].T
+        tensors[f"{module}.lora_B.weight"] = b[layer].T
+    return tensors
+
+
+def _write(file: Path, tensors: dict[str, np.ndarray], dtype: np.dtype) -> None:
+    data = write_file(file, [(name, dtype, array.shape) for name, array in tensors.items()])
+    end = 0
+    for array in tensors.values():
+        begin, end = end, end + array.size * dtype.itemsize
+        data[begin:end].view(dtype).reshape(array.shape)[...] = array.astype(dtype)
+    data.flush()
+
+
+def _peft_config(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, object]:
+    model, weights = config.model, config.init_from
+    paths = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    # A last name alone would be that of experts' projections, too.
+    targets = paths if model.moe.experts else {path.rpartition(".")[2] for path in paths}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": (
+            weights.removeprefix(SCHEME) if weights.startswith(SCHEME) else None
+        ),
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "lora_dropout": model.lora.dropout,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
