@@ -83,10 +83,10 @@ def of_all_on_first(value: str) -> list[str]:
         return []
     keys = [f"{directory}/{index}" for index in range(1, jax.process_count())]
     # Each call takes a round trip: while one process is waited for, the others report as well.
-    while missing := set(keys) - (found := dict(store.key_value_dir_get(directory))).keys():
+    while missing := set(keys) - (posted := dict(store.key_value_dir_get(directory))).keys():
         store.blocking_key_value_get(min(missing), _ENDLESS_MS)
     store.key_value_delete(directory)
-    return [value, *(found[key] for key in keys)]
+    return [value, *(posted[key] for key in keys)]
 
 
 def share(directory: Path) -> bool:
