@@ -135,7 +135,7 @@ def test_shuffled_reads_of_a_corpus_of_most_parts_map_each_file_once(tmp_path, m
 
 def test_more_files_than_descriptors_are_encoded_and_read(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "PART_BYTES", 1)
-    monkeypatch.setattr(encoding, "MOST_PARTS", 300)  # as in directories of an earlier version
+    monkeypatch.setattr(encoding, "MOST_PARTS", 300)  # more than a process keeps mapped
     lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
     (tmp_path / "a.jsonl").write_text(lines)
     _map_tokens.cache_clear()
