@@ -25,7 +25,7 @@ RESET_SECONDS = 1800.0  # of an attempt, after which earlier restarts no longer 
 _AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
 _AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its own
 # When another one has ended as it should: for what is still saved and copied. As long as a step may
-# take by default, since one that is stopped keeps no deadline itself.
+# take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30.0  # of pauses
 _QUIET_SECONDS = 10.0  # before it is said whom the run waits for
