@@ -122,8 +122,20 @@ def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypa
     assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
 
 
+def test_shuffled_reads_of_a_corpus_of_most_parts_map_each_file_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "PART_BYTES", 1)
+    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
+    (tmp_path / "a.jsonl").write_text(lines)
+    assert encode(tmp_path / "a.jsonl", "byte", tmp_path / "tokens", "--workers=1") == 0
+    _map_tokens.cache_clear()
+    for _ in range(2):
+        assert len(ids_of("token_bin", tmp_path / "tokens", "byte")) == 300
+    assert _map_tokens.cache_info().misses == len([*(tmp_path / "tokens").glob("part-*.bin")])
+
+
 def test_more_files_than_descriptors_are_encoded_and_read(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "PART_BYTES", 1)
+    monkeypatch.setattr(encoding, "MOST_PARTS", 300)  # more than a process keeps mapped
     lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
     (tmp_path / "a.jsonl").write_text(lines)
     _map_tokens.cache_clear()

@@ -15,7 +15,7 @@ import numpy as np
 from maxpipe.checkpoint.arrays import Array, differences, named_leaves
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import Leaf, read_record
 from maxpipe.checkpoint.steps import StepStore
 
 State = TypeVar("State")
@@ -39,12 +39,14 @@ class ParameterReader:
     """
 
     def __init__(self, directories: Sequence[Path]):
-        records = [read_record(directory) for directory in directories]
-        self._sources = [
-            (directory, {name: leaf for name, leaf in record.leaves.items() if _is_parameter(name)})
-            for directory, record in zip(directories, records, strict=True)
-        ]
-        self.steps = [record.step for record in records]
+        self._sources: list[tuple[Path, dict[str, Leaf]]] = []
+        self.steps: list[int] = []
+        for directory in directories:
+            with naming_step(directory.name.partition(".")[0], len(directories)):
+                record = read_record(directory)
+            leaves = {name: leaf for name, leaf in record.leaves.items() if _is_parameter(name)}
+            self._sources.append((directory, leaves))
+            self.steps.append(record.step)
         self.leaves = self._sources[-1][1]
         expected = {
             name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -69,10 +71,8 @@ class ParameterReader:
             return read_arrays(directory, leaves, {name: sharding})[name]
         total: Array | None = None
         for step, (directory, leaves) in zip(self.steps, self._sources, strict=True):
-            try:
+            with naming_step(step, len(self.steps)):
                 array = read_arrays(directory, leaves, {name: sharding})[name].astype(np.float32)
-            except (CheckpointDamaged, CheckpointUnreadable) as error:
-                raise type(error)(f"step {step} of {len(self.steps)} steps: {error}") from error
             total = array if total is None else total + array
         assert total is not None
         return total / np.float32(len(self.steps))
@@ -104,6 +104,24 @@ def read_mean_parameters(directories: Sequence[Path], abstract_params: State) ->
         raise CheckpointMismatch(directories[-1], lines)
     arrays = [reader.read(name, leaf.sharding) for name, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
+
+
+def not_read(store: StepStore, steps: Sequence[int], error: Exception) -> str:
+    """Return what a command prints if the parameters of steps, or their mean, cannot be read."""
+    if len(steps) == 1:
+        return f"error: {store}/{steps[0]}: {error}"
+    return f"error: {store}: {error}\ntake a smaller --average or another --step"
+
+
+@contextmanager
+def naming_step(step: int | str, num_steps: int) -> Iterator[None]:
+    """Name a step in what is raised about it, if it is one of several."""
+    try:
+        yield
+    except (CheckpointDamaged, CheckpointUnreadable) as error:
+        if num_steps == 1:
+            raise
+        raise type(error)(f"step {step}, one of the {num_steps} averaged: {error}") from error
 
 
 def _is_parameter(name: str) -> bool:

@@ -154,6 +154,9 @@ class Checkpointer:
         with jax.transfer_guard("allow"):
             if warning := self._replicas.finish():
                 self._log(warning)
+            # All of them skip it, or none: the digests below need every process.
+            if self._replicas.is_behind:
+                return
             record = Record(step, meta, _describe(step, arrays)).to_json()
             self._replicas.start(step, arrays, record)
 

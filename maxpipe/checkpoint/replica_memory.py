@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import box_of
+from maxpipe.checkpoint.steps import COPIED, PARTNER
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices import processes
 
@@ -23,6 +24,7 @@ NO_MEMORY = (
 )
 
 COPIES = 3  # the two newest replicas, and the copy from which one is being written
+PARTNER_COPIES = 2  # of the process before, if its replicas are copied to this one's supervisor
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -34,8 +36,8 @@ class Share:
     Attributes:
       host: its name.
       free: bytes that are free in it for the directory of replicas.
-      held: bytes of replicas of an earlier process in that directory.
-      needed: bytes for those of this process.
+      held: bytes of replicas that are there, from before this process began.
+      needed: bytes for those of this process, and for a partner's copies.
     """
 
     host: str
@@ -49,18 +51,20 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
 
     Args:
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, as on disk.
-      memory: the directory of this process's replicas.
+      memory: `own` of the supervisor's directory.
       every: `checkpoint.replica_every`.
 
     Raises:
       ConfigError: a host has too little; raised in all processes.
     """
-    share = Share(
-        platform.node(),
-        free_bytes(memory),
-        sum(path.stat().st_size for path in memory.rglob("*") if path.is_file()),
-        COPIES * shard_bytes(abstract_state, jax.process_index()),
-    )
+    index, count = processes.index(), processes.count()
+    parts, needed = [memory], COPIES * shard_bytes(abstract_state, index)
+    if (memory.parent / COPIED).is_file():
+        parts.append(memory.parent / PARTNER)
+        needed += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
+    files = [path for part in parts for path in part.rglob("*") if path.is_file()]
+    held = sum(path.stat().st_size for path in files)
+    share = Share(platform.node(), free_bytes(memory), held, needed)
     return describe(_of_all_processes(share), every)
 
 

@@ -4,7 +4,9 @@ A supervisor makes a directory in memory (below /dev/shm), passes it to its trai
 when the run ends: see `maxpipe.supervision.memory`. Every `checkpoint.replica_every` steps each
 process writes its own shards there, in the background, and no other process's:
 
-    <memory>/<run>/<step>/      a step as on disk: its record, and one database of arrays
+    <memory>/own/<run>/<step>/  a step as on disk: its record, and one database of arrays
+    <memory>/partner/...        the supervisor's copy of what another host's memory has as `own`
+    <memory>/copied             names of the steps of `own` that the partner's host has copied
 
 A replica is committed by one rename, and read like any checkpoint, so that its record and the
 digests of all its arrays are verified. Shards that a process did not write read as zeros: after a
@@ -13,8 +15,10 @@ damaged replica.
 
 A step can be restored if every process has it. So the two newest replicas are kept: while some
 processes are still writing one, all of them have the one before. The older of two is removed only
-when all processes have said that they have the newer one. A replica that could not be written costs
-a warning; it is the checkpoints on disk that a run depends on.
+when all processes have said that they have the newer one, and so have their partners, which bring
+it back after the loss of a host (see `maxpipe.supervision.partner`). Until then no other one is
+begun. A replica that could not be written costs a warning; it is the checkpoints on disk that a run
+depends on.
 """
 
 import hashlib
@@ -30,7 +34,7 @@ import numpy as np
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.arrays import Array, box_of
 from maxpipe.checkpoint.record import record_file
-from maxpipe.checkpoint.steps import StepsDirectory
+from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
 from maxpipe.devices import processes
 
 
@@ -40,21 +44,25 @@ class Replicas:
     All processes make the object and the same calls together.
 
     Args:
-      memory: from the supervisor; outlives this process.
-      run: the directory of the run's checkpoints, by which replicas of another run, which the same
-        command may have started before, are told apart.
+      memory: `own` of the supervisor's directory; outlives this process.
+      run: the directory of the run's checkpoints. Replicas of another run, which the same command
+        may have started before, are removed.
       every: `checkpoint.replica_every`.
 
     Attributes:
       steps: replicas that every process had at the start and that were not dropped since.
+      is_behind: whether a partner of some process has not copied the newest replica yet.
     """
 
     def __init__(self, memory: Path, run: Path, every: int):
-        name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
-        self._directory = StepsDirectory(memory / name)
+        self._name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+        self._directory = StepsDirectory(memory / self._name)
+        self._copied = memory.parent / COPIED
         self._every = every
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.is_behind = False
+        _remove_except({self._name}, memory)
         self._discard_except(self._directory.steps())
         self.steps = _in_every_process(self._directory.steps())
 
@@ -72,19 +80,23 @@ class Replicas:
     def drop(self, *steps: int) -> None:
         """Remove steps, which are not restored any more."""
         for step in steps:
-            shutil.rmtree(self.of(step), ignore_errors=True)
+            remove_step(self.of(step))
         self.steps = [step for step in self.steps if step not in steps]
 
     def finish(self) -> str:
         """Wait until every process has written its last replica; return a warning or ""."""
         self.wait()
         failure, self._failure = self._failure, None
-        if processes.agree(failure is None):
+        if not processes.agree(failure is None):
+            reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
+            return f"the last replica in memory could not be written: {reason}"
+        was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
+        if not self.is_behind:
             # All have the newest one, and none will need the one before.
             self._discard_except(self._directory.steps()[-1:])
-            return ""
-        reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
-        return f"the last replica in memory could not be written: {reason}"
+        elif not was_behind:
+            return "the last replica in memory is still being copied to a partner; none is begun"
+        return ""
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
         """Start writing this process's shards; `finish` must have been called before.
@@ -120,12 +132,22 @@ class Replicas:
             shutil.rmtree(scratch, ignore_errors=True)
             self._failure = error
 
+    def _is_copied(self) -> bool:
+        """Return whether the partner has the newest step; also if it has none, or there is none."""
+        if not self._copied.is_file():
+            return True
+        names = json.loads(self._copied.read_text())
+        newest = [f"{self._name}/{step}" for step in self._directory.steps()[-1:]]
+        return not names or {*newest} <= {*names}
+
     def _discard_except(self, steps: list[int]) -> None:
-        kept = {str(step) for step in steps}
-        if self._directory.path.is_dir():
-            for path in self._directory.path.iterdir():
-                if path.name not in kept:
-                    shutil.rmtree(path, ignore_errors=True)
+        _remove_except({str(step) for step in steps}, self._directory.path)
+
+
+def _remove_except(names: set[str], directory: Path) -> None:
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name not in names:
+            remove_step(path)
 
 
 def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:

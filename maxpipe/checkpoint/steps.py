@@ -7,8 +7,9 @@ has the same interface. Imports no JAX.
 
 import itertools
 import re
+import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,6 +20,9 @@ COMMITTED = "committed"
 DAMAGED = "damaged"
 ABANDONED = "abandoned"
 UNFINISHED = "unfinished"
+
+# In the memory of a supervisor: see `maxpipe.checkpoint.replicas`.
+OWN, PARTNER, COPIED = "own", "partner", "copied"
 
 _COMMITTED_NAME = re.compile(r"0|[1-9]\d*")
 _ASIDE_NAME = re.compile(rf"(\d+)\.({DAMAGED}|{ABANDONED})(-\d+)?")
@@ -151,6 +155,15 @@ class StepsDirectory:
 def step_path(directory: Path, step: int) -> Path:
     """Return the path of the committed checkpoint of `step`."""
     return directory / str(step)
+
+
+def remove_step(path: Path) -> None:
+    """Remove a step's directory, so that no reader sees a part of it as the whole."""
+    removed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    with suppress(OSError):
+        path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def committed_steps(directory: Path) -> list[int]:

@@ -210,7 +210,8 @@ def _run(command: Sequence[str]) -> int:
 def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
     """Hand SIGTERM and Ctrl-C on to a process; only the main thread can. Yields what came.
 
-    The end of the terminal, SIGHUP, is one more SIGTERM for it, unless nohup has it ignored.
+    SIGHUP, which comes when the terminal is closed, is passed on as SIGTERM, unless nohup has it
+    ignored.
     """
     received: list[int] = []
 

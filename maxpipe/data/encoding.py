@@ -27,12 +27,12 @@ from maxpipe.config.imports import import_variants
 from maxpipe.data.corpus import Corpus, text_of
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.data.sources.tokens import INDEX_SUFFIX, dtype_of
+from maxpipe.data.sources.tokens import INDEX_SUFFIX, MOST_MAPPED, dtype_of
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
 
 PART_BYTES = 8 << 20
-MOST_PARTS = 512  # of a larger corpus the parts are larger
+MOST_PARTS = MOST_MAPPED  # so that a run maps each once; of a larger corpus the parts are larger
 RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
 SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
@@ -138,6 +138,7 @@ class Encoding:
             "contents": digest.hexdigest(),
             "sequence_length": self.corpus.sequence_length if self.corpus.is_cut else None,
             "part_bytes": PART_BYTES,
+            "most_parts": MOST_PARTS,
         }
 
     def _compare(self, before: object, record: dict[str, object]) -> None:

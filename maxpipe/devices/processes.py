@@ -22,6 +22,8 @@ class KeyValueStore(Protocol):
 
     def key_value_delete(self, key: str) -> None: ...
 
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
@@ -75,15 +77,16 @@ def of_all_on_first(value: str) -> list[str]:
         return [value]
     number = next(_reports)
     store: KeyValueStore = coordinator()
+    directory = f"maxpipe/report/{number}"
     if jax.process_index() != 0:
-        store.key_value_set(_report_key(number, jax.process_index()), value)
+        store.key_value_set(f"{directory}/{jax.process_index()}", value)
         return []
-    values = [value]
-    for index in range(1, jax.process_count()):
-        key = _report_key(number, index)
-        values.append(store.blocking_key_value_get(key, _ENDLESS_MS))
-        store.key_value_delete(key)
-    return values
+    keys = [f"{directory}/{index}" for index in range(1, jax.process_count())]
+    # Each call takes a round trip: while one process is waited for, the others report as well.
+    while missing := set(keys) - (posted := dict(store.key_value_dir_get(directory))).keys():
+        store.blocking_key_value_get(min(missing), _ENDLESS_MS)
+    store.key_value_delete(directory)
+    return [value, *(posted[key] for key in keys)]
 
 
 def share(directory: Path) -> bool:
@@ -126,10 +129,6 @@ def _state() -> Any:
 
 def _trace(directory: Path, number: int) -> Path:
     return directory / f".shared-{number}"
-
-
-def _report_key(number: int, index: int) -> str:
-    return f"maxpipe/report/{number}/{index}"
 
 
 def _post_key(number: int) -> str:

@@ -117,18 +117,22 @@ class Decoder:
         self._window = window
         self._program = ModelProgram(config)
 
-    def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+    def prefill(
+        self, params: Params, tokens: jax.Array, length: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
         """Read a prompt.
 
         Args:
           params: of all layers.
           tokens: int32 [B,P], P at most W.
+          length: int32 scalar from 1 to P, how many of them are the prompt; what follows changes
+            nothing, so that one program reads prompts of several lengths.
 
         Returns:
           (logits of the token after the prompt, float32 [B,V]; cache).
         """
-        length = tokens.shape[1]
-        assert 0 < length <= self._window
+        rest = self._window - tokens.shape[1]
+        assert 0 <= rest < self._window
 
         def attend_prompt(
             q: jax.Array,
@@ -137,14 +141,16 @@ class Decoder:
             cache: KeysValues | None,
             options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
-            padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
+            # No token sees later ones, and `step` writes a slot before it reads it.
+            padding = ((0, 0), (0, rest), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
             segments = jnp.ones_like(tokens)
             context = dot_product_attention(q, k, v, segments, options)
             return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
 
         start = jnp.zeros((), jnp.int32)
         x, cache = self._run(params, tokens, start, attend_prompt, None)
-        return self._program.logits(params, x[:, -1]), cache
+        last = jax.lax.dynamic_index_in_dim(x, length - 1, axis=1, keepdims=False)
+        return self._program.logits(params, last), cache
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Read whole sequences.
@@ -315,7 +321,8 @@ def generate(
     """
     programs = _programs(config.model, config.data.sequence_length, sampling)
     key = jax.random.key(seed)
-    token, cache = programs.first(params, jnp.asarray([prompt], jnp.int32), key)
+    tokens = _padded(prompt, config.data.sequence_length)
+    token, cache = programs.first(params, tokens, jnp.int32(len(prompt)), key)
     end = len(prompt) + max_tokens
     for position in range(len(prompt), end):
         yield int(token[0])
@@ -323,11 +330,17 @@ def generate(
             token, cache = programs.following(params, token, jnp.int32(position), cache, key)
 
 
+def _padded(prompt: Sequence[int], window: int) -> jax.Array:
+    """Return a prompt, int32 [1,P], padded to one of few lengths, each of which is compiled."""
+    length = min(1 << (len(prompt) - 1).bit_length(), window)
+    return jnp.asarray([[*prompt, *[0] * (length - len(prompt))]], jnp.int32)
+
+
 class _Programs(NamedTuple):
     """What is compiled to generate.
 
     Attributes:
-      first: (params, tokens of a prompt, key) -> the token after it, cache.
+      first: (params, padded tokens of a prompt, its length, key) -> the token after it, cache.
       following: (params, token, its position, cache, key) -> the token after it, cache.
     """
 
@@ -340,9 +353,11 @@ def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs
     """Return the programs of a model, the same ones for the next prompt; arguments of `Decoder`."""
     decoder = Decoder(config, window)
 
-    def first(params: Params, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache]:
-        logits, cache = decoder.prefill(params, tokens)
-        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
+    def first(
+        params: Params, tokens: jax.Array, length: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        logits, cache = decoder.prefill(params, tokens, length)
+        return sampling(logits, jax.random.fold_in(key, length)), cache
 
     def following(
         params: Params, token: jax.Array, position: jax.Array, cache: Cache, key: jax.Array

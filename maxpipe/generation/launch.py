@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.run_argument import find_steps
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
 from maxpipe.generation.chat import TooLong
@@ -41,7 +43,7 @@ def launch(flags: argparse.Namespace) -> int:
             prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(f"error: {store}/{steps[-1]}: {error}", file=sys.stderr)
+        print(not_read(store, steps, error), file=sys.stderr)
         return NOT_LOADED
     draw: Draw = partial(
         model.answer if flags.chat else model.stream,
@@ -61,18 +63,44 @@ def launch(flags: argparse.Namespace) -> int:
 
 
 def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
-    """Answer the lines of standard input until it ends, each as a turn of one conversation."""
-    sign = "> " if sys.stdin.isatty() else ""
+    """Answer the lines of standard input until it ends, each as a turn of one conversation.
+
+    At a terminal a line that cannot be answered is named and left out.
+
+    Raises:
+      ConfigError: such a line comes from elsewhere.
+    """
+    is_terminal = sys.stdin.isatty()
     turns: list[Message] = []
     while True:
         try:
-            line = input(sign).strip()
+            line = _read_line("> " if is_terminal else "")
+            if line:
+                conversation = [*turns, _said("user", line)]
+                prompt = _read_newest(model, system, conversation)
+                answer = _show_all(draw(prompt)).rstrip()
+                turns = [*conversation, _said("assistant", answer)]
         except EOFError:
             return
-        if line:
-            turns.append(_said("user", line))
-            prompt = _read_newest(model, system, turns)
-            turns.append(_said("assistant", _show_all(draw(prompt)).rstrip()))
+        except ConfigError as error:
+            if not is_terminal:
+                raise
+            problems = "; ".join(problem.message for problem in error.problems)
+            print(f"(this line is left out: {problems})", file=sys.stderr)
+
+
+def _read_line(sign: str) -> str:
+    """Return the next line of standard input, without whitespace around it.
+
+    Raises:
+      EOFError: there is none.
+      ConfigError: it is not text.
+    """
+    try:
+        return input(sign).strip()
+    except UnicodeDecodeError as error:
+        message = f"a line of standard input is not {error.encoding.upper()}"
+        raise ConfigError(Problem("--chat", message)) from error
 
 
 def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) -> list[int]:

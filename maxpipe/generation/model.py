@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.checkpoint.average import naming_step
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.run_argument import check_block, find_steps
 from maxpipe.checkpoint.steps import StepStore
@@ -54,7 +55,8 @@ class Model:
         self._store = store
         self._steps = steps
         self.step = steps[-1]
-        self._meta = store.record(self.step).meta
+        with naming_step(self.step, len(steps)):
+            self._meta = store.record(self.step).meta
         self._named_tokenizer = tokenizer
         self.config = from_record(self._meta.get("config", {}))
         check_block(self.config)

@@ -6,6 +6,7 @@ reports and orders. Imports no JAX.
 
 import json
 import math
+import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ RESET_SECONDS = 1800.0  # of an attempt, after which earlier restarts no longer 
 _AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
 _AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its own
 # When another one has ended as it should: for what is still saved and copied. As long as a step may
-# take by default, since one that is stopped keeps no deadline itself.
+# take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30.0  # of pauses
 _QUIET_SECONDS = 10.0  # before it is said whom the run waits for
@@ -34,10 +35,11 @@ _LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
 
 @dataclass(frozen=True)
 class Joined:
-    """A supervisor is there, and has no trainer running."""
+    """A supervisor is there, and has no trainer running; its memory is served at HOST:PORT."""
 
     count: int
     host: str
+    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,16 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host."""
+    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
+
+    `memories` are all supervisors' HOST:PORT, by commas, and `word` opens them; "" without.
+    """
 
     attempt: int
     port: int
     job: str
+    memories: str = ""
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,8 @@ class Council:
         self._free_port = free_port
         self._log = log
         self._clock = clock
+        self._memories: dict[int, str] = {}
+        self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
         self._running: set[int] = set()
         self._ends: list[int] = []
@@ -280,6 +289,7 @@ class Council:
         if not why:
             members = {**self.status.members, member: report.host}
             self.status = replace(self.status, members=members)
+            self._memories[member] = report.memory
             self._since = self._clock()
             return None
         self._log(f"a supervisor on {report.host} is refused: {why}")
@@ -313,7 +323,9 @@ class Council:
         self._is_in_attempt, self._began = True, self._clock()
         several = f" with {self._count} processes" if self._count > 1 else ""
         self._log(f"starts attempt {attempt}{several}")
-        self._orders.append(Start(attempt, self._free_port(), self._job))
+        memories = [self._memories[member] for member in range(self._count)]
+        shared = (",".join(memories), self._word) if all(memories) else ()
+        self._orders.append(Start(attempt, self._free_port(), self._job, *shared))
 
     def _end(self, member: int, code: int, how: str) -> None:
         if member not in self._running:

@@ -36,7 +36,7 @@ _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
 _SURE_SECONDS = 1.0  # of life after another line has come, which shows that there are two
-_MAX_LINE = 10_000  # bytes; what strangers send is not kept
+_MAX_LINE = 200_000  # bytes; what strangers send is not kept
 _MAX_UNREAD = 100  # lines
 
 
@@ -257,7 +257,7 @@ def _listen(port: int) -> socket.socket:
 def connect(
     address: tuple[str, int],
     member: int,
-    report: Joined,
+    greet: Callable[[str], Joined],
     until: float,
     gives_up: Callable[[], bool],
 ) -> Line | None:
@@ -266,7 +266,7 @@ def connect(
     Args:
       address: host and port of supervisor 0.
       member: number of this one.
-      report: its first one.
+      greet: returns its first report, given the address of this host on the way to supervisor 0.
       until: by `time.monotonic`, when to stop waiting for supervisor 0.
       gives_up: whether to return None rather than wait on.
 
@@ -278,7 +278,7 @@ def connect(
             connection = socket.create_connection(address, timeout=SILENCE_SECONDS)
             line = Line(connection)
             line.send(str(member))
-            line.send(encode(report))
+            line.send(encode(greet(str(connection.getsockname()[0]))))
             return line
         except OSError as error:
             if time.monotonic() > until:

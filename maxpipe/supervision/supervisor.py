@@ -4,6 +4,7 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -16,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Self
 
+from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
@@ -48,6 +51,7 @@ from maxpipe.supervision.link import (
     exchange,
 )
 from maxpipe.supervision.memory import MEMORY, shared_memory
+from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
@@ -120,7 +124,8 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
-      memory: a directory for the trainer's replicas; None if there is none.
+      memory: a directory for replicas, the trainer's and a partner's; None if there is none.
+      partners: those with whom replicas are exchanged; None without them or without memory.
 
     Attributes:
       code: exit code of this supervisor, None as long as its run has not ended.
@@ -135,6 +140,7 @@ class Supervisor:
         log: Callable[[str], None],
         directory: Path,
         memory: Path | None,
+        partners: Partners | None = None,
     ):
         self.code: int | None = None
         self.stopped_by = 0
@@ -143,6 +149,8 @@ class Supervisor:
         self._place = place
         self._log = log
         self._memory = memory
+        self._partners = partners
+        self._starting: tuple[Start, Thread] | None = None
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
@@ -157,7 +165,10 @@ class Supervisor:
         match order:
             case Start():
                 self._attempt = order.attempt
-                self._start(order)
+                self._prepare(order)
+            case End() if order.attempt == self._attempt and self._starting is not None:
+                self._starting = None
+                self._report(Ended(self._attempt, LOST))
             case End() if order.attempt == self._attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
             case Finish():
@@ -174,6 +185,7 @@ class Supervisor:
 
     def end(self) -> None:
         """End the trainer and wait for it."""
+        self._starting = None
         if self._trainer is not None:
             self._trainer.end_within(0)
         while self._trainer is not None:
@@ -181,17 +193,30 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def look(self) -> None:
-        """Report the trainer's end, if it has ended."""
+        """Start the trainer when its memory is ready; report its end, if it has ended."""
+        if self._starting is not None:
+            order, fetching = self._starting
+            if not fetching.is_alive():
+                self._starting = None
+                self._start(order)
         code = self._take_end()
         if code is not None:
             self._report(Ended(self._attempt, code))
+
+    def _prepare(self, order: Start) -> None:
+        """Start the trainer, with other supervisors when its memory has what a lost one had."""
+        if self._partners is None or not order.memories:
+            self._start(order)
+        else:
+            fetching = self._partners.begin(order.memories.split(","), order.word)
+            self._starting = order, fetching
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
         if self._memory is not None:
-            environment[MEMORY] = str(self._memory)
+            environment[MEMORY] = str(self._memory / OWN)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
@@ -248,20 +273,35 @@ def supervise(
         memory = stack.enter_context(shared_memory())
         signals = stack.enter_context(_signals())
         address = (place.host, place.port)
-        supervisor = Supervisor(command, place, log, directory, memory)
+        partners = None
+        if memory is not None:
+            (memory / OWN).mkdir()
+            if place.count > 1:
+                partners = stack.enter_context(Partners(memory, place.index, place.count))
+        supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
             hub = stack.enter_context(_hub(council, place))
             address = ("localhost", hub.port)
             stack.enter_context(_StatusWriter(council, supervisor.progress_file))
         stack.callback(supervisor.end)
-        return _follow(supervisor, place, address, policy.wait_seconds, signals, log)
+        greet = functools.partial(_greeting, place, partners)
+        return _follow(supervisor, place, address, greet, policy.wait_seconds, signals, log)
+
+
+def _greeting(place: Place, partners: Partners | None, host: str) -> Joined:
+    """Return the first report of a supervisor whose address towards supervisor 0 is `host`."""
+    # Supervisor 0 reaches itself by an address that the others cannot use.
+    reached = place.host if place.index == 0 else host
+    served = f"{reached}:{partners.port}" if partners is not None else ""
+    return Joined(place.count, platform.node(), served)
 
 
 def _follow(
     supervisor: Supervisor,
     place: Place,
     address: tuple[str, int],
+    greet: Callable[[str], Joined],
     wait_seconds: float,
     signals: list[int],
     log: Callable[[str], None],
@@ -272,18 +312,18 @@ def _follow(
       supervisor: has not joined yet.
       place: of its host in the run.
       address: host and port of supervisor 0.
+      greet: see `connect`.
       wait_seconds: for supervisor 0 to come, or to come back.
       signals: that ask to stop, as they come.
       log: takes a line for each event.
     """
-    greeting = Joined(place.count, platform.node())
     until = time.monotonic() + wait_seconds
     while supervisor.code is None:
         try:
             line = connect(
                 address,
                 place.index,
-                greeting,
+                greet,
                 until,
                 lambda: bool(signals or supervisor.stopped_by),
             )

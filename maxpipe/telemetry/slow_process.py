@@ -47,8 +47,9 @@ class SlowProcess:
             return f"step {step}: {_name(before)} no longer slow"
         return (
             f"warning: {_name(suspect)} slow: without waiting for others, step {step} took "
-            f"{own:.3g} s there and {others:.3g} s elsewhere; stage_seconds in metrics.jsonl has "
-            "all stages, and pipeline.layers_per_stage makes them equal if the hosts are"
+            f"{own:.3g} s there and {others:.3g} s elsewhere; if the hosts are equally fast, "
+            "pipeline.layers_per_stage=auto evens the stages out; otherwise look at that host. "
+            "stage_seconds in metrics.jsonl has all stages"
         )
 
     def _slowest(self, seconds: Sequence[float]) -> tuple[frozenset[int], float, float]:

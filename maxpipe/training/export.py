@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxpipe.checkpoint.average import open_parameters
+from maxpipe.checkpoint.average import naming_step, not_read, open_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.record import Record
@@ -40,7 +40,8 @@ def launch(flags: argparse.Namespace) -> int:
     step = steps[-1]
     what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
     try:
-        record = store.record(step)
+        with naming_step(step, len(steps)):
+            record = store.record(step)
         config = from_record(record.meta["config"])
         check_block(config)
         dtype = flags.dtype or config.model.param_dtype
@@ -79,7 +80,7 @@ def launch(flags: argparse.Namespace) -> int:
         message = f"cannot write to {place}: {error.strerror or error}"
         raise ConfigError(Problem(flag, message)) from None
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        print(not_read(store, steps, error), file=sys.stderr)
         return NOT_READ
     print(f"{target}: {what} as {family.model_type}: {', '.join(names)}")
     if not any(name.startswith("tokenizer") for name in names):

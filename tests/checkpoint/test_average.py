@@ -1,6 +1,7 @@
 """The mean of the parameters of several steps, for exports and generated text."""
 
 import json
+import shutil
 import struct
 
 import jax
@@ -14,6 +15,7 @@ from maxpipe.checkpoint import average
 from maxpipe.checkpoint.average import ParameterReader, read_mean_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.record import record_file
 from maxpipe.config import CheckpointConfig, ConfigError
 
 STEPS = (10, 20, 30)
@@ -79,8 +81,16 @@ def test_damaged_step_is_named(directories):
     for file in (directories[1] / "arrays").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(CheckpointDamaged, match="step 20 of 3 steps: arrays cannot be read"):
+    with pytest.raises(CheckpointDamaged, match="step 20, one of the 3 averaged: arrays cannot"):
         ParameterReader(directories).read("params.weight")
+
+
+def test_step_whose_record_is_damaged_is_named(directories):
+    record_file(directories[0]).write_bytes(b"{")
+    with pytest.raises(CheckpointDamaged, match="step 10, one of the 3 averaged: record cannot be"):
+        ParameterReader(directories)
+    with pytest.raises(CheckpointDamaged, match=r"^record cannot be read"):
+        ParameterReader(directories[:1])
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +147,26 @@ def test_average_generates_and_has_logits_of_the_mean(run_dir, capsys):
     assert generate.main([str(run_dir), "--average=3", *words]) == 0
     written = whole.generate("def", temperature=0, max_tokens=5)
     assert capsys.readouterr().out == f"def{written}\n"
+
+
+@pytest.mark.parametrize("damaged", [1, 3])
+@pytest.mark.parametrize(
+    ("main", "words"), [(generate.main, ["--prompt=a"]), (export.main, ["--safetensors", "file"])]
+)
+def test_commands_name_the_damaged_one_of_several_steps(
+    main, words, damaged, run_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    record_file(run / "checkpoints" / str(damaged)).write_bytes(b"{}")
+    assert main([str(run), *words, "--average=3"]) == 1
+    why = "checksum of the record does not match"
+    assert capsys.readouterr().err == (
+        f"error: {run}/checkpoints: step {damaged}, one of the 3 averaged: {why}\n"
+        "take a smaller --average or another --step\n"
+    )
+    assert main([str(run), *words, f"--step={damaged}"]) == 1
+    assert capsys.readouterr().err == f"error: {run}/checkpoints/{damaged}: {why}\n"
 
 
 @pytest.mark.parametrize(("number", "step"), [(0, None), (4, None), (3, 2)])

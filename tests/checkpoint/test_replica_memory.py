@@ -74,5 +74,18 @@ def test_reserve_counts_the_files_of_an_earlier_process(tmp_path, monkeypatch):
         reserve(STATE, tmp_path, 5)
 
 
+def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_bytes", lambda _: 10**6)
+    (tmp_path / "own").mkdir()
+    alone = f"{COPIES * shard_bytes(STATE, 0):,}"
+    assert f"take {alone} bytes" in reserve(STATE, tmp_path / "own", 5)
+    (tmp_path / "copied").write_text("[]")
+    (tmp_path / "partner").mkdir()
+    (tmp_path / "partner" / "data").write_bytes(bytes(1000))
+    line = reserve(STATE, tmp_path / "own", 5)
+    assert f"take {(COPIES + 2) * shard_bytes(STATE, 0):,} bytes" in line
+    assert "of which 1,001,000 are free" in line
+
+
 def test_free_bytes_are_those_of_the_host(tmp_path):
     assert 0 < free_bytes(tmp_path) < 2**50

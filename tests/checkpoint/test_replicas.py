@@ -1,6 +1,7 @@
 """Replicas in a directory that stands for a host's memory."""
 
 import errno
+import json
 import shutil
 
 import numpy as np
@@ -144,6 +145,28 @@ def test_replicas_keep_two_and_forget_what_was_not_finished(start, replicate, me
 def test_replicas_of_another_run_are_not_seen(start, replicate, tmp_path):
     replicate(start(), 5)
     assert start(run=tmp_path / "other").resumable() == []
+
+
+def test_replicas_wait_for_a_partner_that_has_not_copied_the_newest(
+    start, replicate, memory, messages
+):
+    checkpointer = start()
+    replicate(checkpointer, 5, 10)
+    (run,) = memory.iterdir()
+    copied = memory.parent / "copied"
+    for names, written in (
+        ([], ["10", "15"]),  # a new partner holds up nothing
+        ([f"{run.name}/10"], ["10", "15"]),
+        ([f"{run.name}/10"], ["10", "15"]),
+        ([f"{run.name}/10", f"{run.name}/15"], ["15", "30"]),
+    ):
+        copied.write_text(json.dumps(names))
+        step = 15 if not names else 20 if len(names) == 1 else 30
+        replicate(checkpointer, step)
+        assert steps_in(memory) == written
+    assert messages == [
+        "the last replica in memory is still being copied to a partner; none is begun"
+    ]
 
 
 def test_replica_that_cannot_be_written_is_reported_and_the_one_before_stays(

@@ -116,6 +116,60 @@ def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkey
     )
 
 
+class _Terminal(io.RawIOBase):
+    """Standard input that gives a line at a time."""
+
+    def __init__(self, lines: list[bytes], is_terminal: bool):
+        self._lines, self._is_terminal = [*lines], is_terminal
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def readinto(self, buffer: memoryview) -> int:
+        line = self._lines.pop(0) if self._lines else b""
+        buffer[: len(line)] = line
+        return len(line)
+
+
+TOO_LONG, NO_TEXT = b"a" * 300 + b"\n", b"\xff\xfe\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (TOO_LONG, "the conversation has 3"),
+        (NO_TEXT, "a line of standard input is not UTF-8"),
+        (b"refused\n", "cannot lay it out"),
+    ],
+)
+def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
+    line, problem, run_dir, tmp_path, capsys, monkeypatch
+):
+    def call(is_terminal):
+        source = io.BufferedReader(_Terminal([b"One?\n", line, b"Two?\n"], is_terminal))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(source, "utf-8"))
+        prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
+        return *_call(capsys, run, "--chat"), prompts
+
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    template = run / "tokenizer" / "chat_template.jinja"
+    refusal = "{% for m in messages if m.content == 'refused' %}{{ raise_exception('no') }}"
+    template.write_text(refusal + "{% endfor %}" + template.read_text())
+    code, out, error, prompts = call(True)
+    assert (code, out) == (0, "> 1\n> > 2\n> ")
+    assert error.startswith("(this line is left out: ")
+    assert problem in error
+    assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
+        "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    code, out, error, _ = call(False)
+    assert (code, out) == (2, "1\n")
+    assert f"--chat: {problem}" in error or f"chat_template.jinja {problem}" in error
+
+
 def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, monkeypatch):
     assert (own_dir / "tokenizer" / "chat_template.jinja").read_text() == MINE
     tokenizer = load_tokenizer(str(own_dir / "tokenizer" / "tokenizer.json"))

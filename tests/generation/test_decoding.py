@@ -7,7 +7,7 @@ import pytest
 from helpers.engines import LATENT, canonical_params, tiny
 
 from maxpipe.config.catalog import BLOCKS
-from maxpipe.generation.decoding import Decoder
+from maxpipe.generation.decoding import Decoder, Sampling, _programs, generate
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
@@ -60,7 +60,7 @@ class Case:
 
     def logits(self, tokens, prompt):
         """Return logits [B, T - prompt + 1, V] after each token from number `prompt` - 1 on."""
-        found, cache = self.prefill(self.params, tokens[:, :prompt])
+        found, cache = self.prefill(self.params, tokens[:, :prompt], prompt)
         all_found = [found]
         for position in range(prompt, tokens.shape[1]):
             found, cache = self.step(self.params, tokens[:, position], jnp.int32(position), cache)
@@ -83,15 +83,56 @@ def test_decoder_logits_equal_training_forward(values):
         )
 
 
+EXPERTS_WITH_WINDOWS = LAYERS_THAT_DIFFER | {
+    "model.moe.experts": 4,
+    "model.moe.per_token": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ALL_OPTIONS, LATENT_WITH_WINDOWS, EXPERTS_WITH_WINDOWS],
+    ids=["plain", "latent", "experts"],
+)
+def test_padding_after_the_prompt_changes_nothing(values):
+    """Neither in the prompt nor when the slots of the cache come round again."""
+    case = Case(window=6, **values)
+    for padded in (4, 6):
+        expected, cache = case.prefill(case.params, TOKENS[:, :3], 3)
+        filler = np.full((2, padded - 3), 63, np.int32)
+        tokens = np.concatenate([TOKENS[:, :3], filler], axis=1)
+        found, padded_cache = case.prefill(case.params, tokens, 3)
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+        for position in range(3, 8):
+            read = TOKENS[:, position], jnp.int32(position)
+            expected, cache = case.step(case.params, *read, cache)
+            found, padded_cache = case.step(case.params, *read, padded_cache)
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_of_similar_lengths_share_a_program():
+    values = {"data.sequence_length": 12, "model.num_layers": 1}
+    config = tiny(**values)
+    params = canonical_params(ModelProgram(config.model))
+    sampling = Sampling(temperature=0)
+    programs = _programs(config.model, 12, sampling)
+    for length in range(1, 13):
+        prompt = [*range(length)]
+        (token,) = generate(config, params, prompt, sampling, seed=0, max_tokens=1)
+        logits = forward(config.model, params, jnp.asarray([prompt]))[0, -1]
+        assert token == int(jnp.argmax(logits))
+    assert programs.first._cache_size() == 5  # of 1, 2, 4, 8 and 12 tokens
+
+
 def test_cache_of_latent_attention_holds_one_latent_and_one_rotated_key_per_token():
     case = Case(**LATENT_WITH_WINDOWS)
-    _, cache = case.prefill(case.params, TOKENS[:, :3])
+    _, cache = case.prefill(case.params, TOKENS[:, :3], 3)
     assert [x.shape for x in jax.tree.leaves(cache)] == [(4, 2, 8, 1, 8 + 2)]
 
 
 def test_decoder_greedy_tokens_are_argmax_of_training_forward():
     case = Case()
-    logits, cache = case.prefill(case.params, TOKENS[:, :3])
+    logits, cache = case.prefill(case.params, TOKENS[:, :3], 3)
     written = TOKENS[:, :3]
     for position in range(3, 8):
         token = jnp.argmax(logits, axis=-1)

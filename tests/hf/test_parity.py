@@ -67,7 +67,7 @@ def test_cached_decoding_writes_what_transformers_wrote(name):
             return decoder.step(params, token, position, cache), (token, logits.max(-1))
 
         positions = LENGTH + jnp.arange(NUM_GENERATED)
-        return jax.lax.scan(step, decoder.prefill(params, prompt), positions)[1]
+        return jax.lax.scan(step, decoder.prefill(params, prompt, LENGTH), positions)[1]
 
     params = parameters_of(name, config.model)
     generated, logits = write(params, text_of(name)[:, :LENGTH])

@@ -17,9 +17,10 @@ def config_of(**values):
     return resolve(replace(Config(), **(PIPELINE | values)), 8)
 
 
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule):
-    config = config_of(**{"pipeline.schedule": schedule})
+def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, rank):
+    config = config_of(**{"pipeline.schedule": schedule, "model.lora.rank": rank})
     state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
     memory = estimate(config, None)
     # Norms are not sharded, and the optimizer counts its steps.

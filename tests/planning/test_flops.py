@@ -2,8 +2,13 @@ import dataclasses
 
 import pytest
 
-from maxpipe.config.sections import MLAConfig, ModelConfig, MoEConfig
-from maxpipe.planning.flops import active_parameter_count, model_flops_per_token, parameter_count
+from maxpipe.config.sections import LoRAConfig, MLAConfig, ModelConfig, MoEConfig
+from maxpipe.planning.flops import (
+    active_parameter_count,
+    model_flops_per_token,
+    parameter_count,
+    trained_parameter_count,
+)
 
 TINY = ModelConfig(
     num_layers=3,
@@ -14,6 +19,17 @@ TINY = ModelConfig(
     mlp_dim=16,
     vocab_size=32,
 )
+
+
+def test_base_of_adapters_has_two_passes_of_three():
+    adapted = dataclasses.replace(TINY, lora=LoRAConfig(rank=2))
+    trained = trained_parameter_count(adapted)
+    assert trained == parameter_count(adapted) - parameter_count(TINY)
+    # 12 L H D T / 2 of attention are as without adapters.
+    attention = 6 * TINY.num_layers * TINY.num_query_heads * TINY.head_dim * 10
+    of_weights = model_flops_per_token(TINY, 10) - attention
+    expected = 2 / 3 * of_weights + attention + 6 * trained
+    assert model_flops_per_token(adapted, 10) == pytest.approx(expected)
 
 
 def count_by_hand(model):

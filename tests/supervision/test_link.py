@@ -156,7 +156,11 @@ def test_hub_with_more_files_than_select_takes_hears_all(council):
         hub = stack.enter_context(Hub(council, 0))
         lines = [
             link.connect(
-                ("localhost", hub.port), i, Joined(2, "a"), time.monotonic(), lambda: False
+                ("localhost", hub.port),
+                i,
+                lambda host: Joined(2, host),
+                time.monotonic(),
+                lambda: False,
             )
             for i in range(2)
         ]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from helpers.members import free_port
@@ -21,7 +22,8 @@ from maxpipe.supervision.council import Policy, Start
 from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
-# death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes.
+# death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;
+# "replica" waits when it has written a replica of step 5 into its memory.
 TRAINER = """
 import faulthandler, os, pathlib, signal, sys, time
 faulthandler.enable()
@@ -48,8 +50,14 @@ for number in (signal.SIGTERM, signal.SIGINT):
 if act == "deaf":
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_IGN)
+memory = pathlib.Path(os.environ.get("MAXPIPE_MEMORY", "/nothing"))
+held = sorted(path.name for path in memory.glob("*/*"))
+print("memory", memory, "holds", *held, flush=True)
+if act == "replica":
+    (memory / "0a" / "5").mkdir(parents=True)
+    (memory / "0a" / "5" / "data").write_text(index)
 print("ready", flush=True)
-if act in ("wait", "deaf"):
+if act in ("wait", "deaf", "replica"):
     waiting_here()
 time.sleep(0.3)
 if act == "kill":
@@ -353,6 +361,42 @@ def test_supervise_killed_takes_its_trainer_along_and_comes_back(tmp_path, lost)
         assert run.processes[1 - lost].poll() is None
         run.start(lost)
         assert run.codes() == [0, 0]
+
+
+def memory_of(run, index, attempt=0):
+    """Return the directory in memory that a trainer had in an attempt, and what was in it."""
+    lines = [line for line in run.output(index).splitlines() if line.startswith("memory ")]
+    _, path, _, *held = lines[attempt].split()
+    return Path(path), held
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_supervise_brings_replicas_of_a_lost_supervisor_back_from_its_partner(tmp_path, lost):
+    with Supervised(tmp_path, "replica 0", "replica 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        own = memory_of(run, lost)[0]
+        run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
+        run.processes[lost].kill()
+        run.processes[lost].wait()
+        run.start(lost)
+        assert run.codes() == [0, 0]
+    paths, held = zip(*(memory_of(run, index, attempt=1) for index in (0, 1)), strict=True)
+    assert held == (["5"], ["5"])
+    assert paths[lost] != own, "it is the memory of the supervisor that was killed"
+    assert not own.exists(), "the killed supervisor's memory stays"
+    assert not any(path.parent.exists() for path in paths)
+
+
+def test_supervise_keeps_the_memory_of_one_process_over_restarts(tmp_path):
+    with Supervised(tmp_path, "replica 0") as run:
+        run.ready(1)
+        os.kill(int(run.attempts()[0][0]), signal.SIGKILL)
+        assert run.codes() == [0]
+    (first, before), (second, held) = memory_of(run, 0), memory_of(run, 0, attempt=1)
+    assert first == second
+    assert (before, held) == ([], ["5"])
+    assert not first.parent.exists()
 
 
 @pytest.mark.slow

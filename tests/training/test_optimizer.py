@@ -54,6 +54,20 @@ def run(config, num_steps, *, finite=True, gradients=values):
     return params, state
 
 
+def test_frozen_parameter_keeps_its_bits_and_has_no_state():
+    specs = SPECS | {"kernel": dataclasses.replace(SPECS["kernel"], frozen=True)}
+    optimizer = Optimizer(CONFIG, specs)
+    params = jax.tree.map(jnp.asarray, values(0))
+    state = optimizer.init(params)
+    # One count, and two moments of each of the other two.
+    assert len(jax.tree.leaves(state)) == 1 + 2 * 2
+    gradients = jax.tree.map(jnp.asarray, values(1)) | {"kernel": None}
+    norm = global_norm(gradients)
+    after, _ = optimizer.update(params, gradients, state, jnp.int32(0), norm, jnp.bool_(True))
+    assert after["kernel"].tobytes() == params["kernel"].tobytes()
+    assert not np.array_equal(after["bias"], params["bias"])
+
+
 def test_weights_of_experts_and_their_router_decay():
     axes = {"gate": ("expert", "expert_embed", "expert_mlp"), "router": ("router", "router")}
     specs = {

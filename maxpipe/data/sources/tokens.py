@@ -23,6 +23,7 @@ from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = SOURCES["token_bin"].companion
 NUM_SYNTHETIC = 1 << 16  # documents of random ids
+MOST_MAPPED = 128  # files at a time
 
 
 class TokenFiles:
@@ -52,7 +53,7 @@ class TokenFiles:
 
 # Mappings are cached per process, outside the object, because pickling a memmap would copy the file
 # to every worker. Each holds a file descriptor, of which macOS gives a process 256.
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=MOST_MAPPED)
 def _map_tokens(path: str, dtype: str) -> np.ndarray:
     """Return the file's tokens, [tokens], read-only.
 

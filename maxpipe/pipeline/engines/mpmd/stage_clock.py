@@ -10,7 +10,7 @@ its units, is no waiting.
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,9 +41,13 @@ class StageClock:
     """Take the time of one stage of this process, without making the process wait.
 
     A thread waits for what is dispatched to the stage, in order, and looks at the time.
+
+    Args:
+      clock: returns the time, s.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage clock")
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._steps: deque[Future[float]] = deque()  # not asked for
@@ -57,7 +61,7 @@ class StageClock:
 
     def dispatched(self, done: jax.Array) -> None:
         """Note work of the stage, given an array that is ready when it is finished."""
-        self._work.put(_Work(time.perf_counter(), self._arrived, done))
+        self._work.put(_Work(self._clock(), self._arrived, done))
         self._arrived = None
 
     def begin(self) -> None:
@@ -68,11 +72,11 @@ class StageClock:
 
     def resume(self) -> None:
         """Leave what happened since the last step out of the next one's time."""
-        self._begin = time.perf_counter()
+        self._begin = self._clock()
 
     def end(self, verdict: jax.Array) -> None:
         """End the step with an array that arrives when all stages have finished their units."""
-        self._work.put(_Work(time.perf_counter(), verdict, verdict, is_last=True))
+        self._work.put(_Work(self._clock(), verdict, verdict, is_last=True))
 
     def abandon(self) -> None:
         """End the step without more."""
@@ -91,10 +95,10 @@ class StageClock:
             with suppress(jax.errors.JaxRuntimeError):
                 if work.arrived is not None:
                     work.arrived.block_until_ready()
-                    arrived = time.perf_counter()
+                    arrived = self._clock()
                     waited += max(0.0, arrived - max(last, work.since))
                 work.done.block_until_ready()
-            last = time.perf_counter()
+            last = self._clock()
             if work.is_last:
                 self._end = last
                 return last - begun - waited

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -11,73 +10,104 @@ import pytest
 from maxpipe.pipeline.engines.mpmd import stage_clock
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 
-SLACK = 0.15  # of a busy machine, s
-LONG = 0.4
+BEGIN = 100.0
+
+
+class Time:
+    """A time that passes only when something is waited for, s."""
+
+    def __init__(self):
+        self.now = BEGIN
+
+    def __call__(self):
+        return self.now
+
+    def until(self, seconds):
+        """Wait until so many seconds after the beginning."""
+        self.now = max(self.now, BEGIN + seconds)
+
+    def ready(self, at):
+        """Return what stands for an array that is ready so many seconds after the beginning."""
+        return Ready(self, at)
 
 
 class Ready:
-    """Stand for an array that is ready some seconds from now."""
+    """Stand for an array that is ready at some time."""
 
-    def __init__(self, after):
-        self.at = time.perf_counter() + after
+    def __init__(self, time, at):
+        self.time, self.at = time, at
 
     def block_until_ready(self):
-        time.sleep(max(0.0, self.at - time.perf_counter()))
+        self.time.until(self.at)
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def time():
+    return Time()
+
+
+@pytest.fixture
+def clock(time, monkeypatch):
     monkeypatch.setattr(stage_clock, "ready_after", lambda arrays: arrays[0])
-    return StageClock()
+    return StageClock(time)
 
 
-def test_units_count_and_the_wait_for_their_inputs_does_not(clock):
+def test_units_count_and_the_wait_for_their_inputs_does_not(clock, time):
     with timed([clock]):
-        clock.dispatched(Ready(LONG))
-        clock.will_read([Ready(3 * LONG)])
-        clock.dispatched(Ready(4 * LONG))
-        clock.end(Ready(5 * LONG))
-    assert clock.take_seconds() == pytest.approx(2 * LONG, abs=SLACK)
+        clock.dispatched(time.ready(1))
+        clock.will_read([time.ready(3)])
+        clock.dispatched(time.ready(4))
+        clock.end(time.ready(5))
+    assert clock.take_seconds() == 2
 
 
-def test_an_input_that_arrives_during_the_unit_before_costs_no_wait(clock):
+def test_an_input_that_arrives_during_the_unit_before_costs_no_wait(clock, time):
     with timed([clock]):
-        clock.dispatched(Ready(2 * LONG))
-        clock.will_read([Ready(LONG)])
-        clock.dispatched(Ready(3 * LONG))
-        clock.end(Ready(0))
-    assert clock.take_seconds() == pytest.approx(3 * LONG, abs=SLACK)
+        clock.dispatched(time.ready(2))
+        clock.will_read([time.ready(1)])
+        clock.dispatched(time.ready(3))
+        clock.end(time.ready(0))
+    assert clock.take_seconds() == 3
 
 
-def test_what_the_process_does_too_late_counts(clock):
+def test_what_the_process_does_too_late_counts(clock, time):
     with timed([clock]):
-        time.sleep(LONG)
-        clock.will_read([Ready(0)])
-        clock.dispatched(Ready(0))
-        clock.end(Ready(0))
-    assert clock.take_seconds() == pytest.approx(LONG, abs=SLACK)
+        time.until(1)
+        clock.will_read([time.ready(0)])
+        clock.dispatched(time.ready(0))
+        clock.end(time.ready(0))
+    assert clock.take_seconds() == 1
 
 
-def test_steps_follow_each_other_without_a_gap(clock):
+def test_steps_follow_each_other_without_a_gap(clock, time):
+    seconds = []
     for _ in range(2):
         with timed([clock]):
-            clock.dispatched(Ready(LONG))
-            clock.end(Ready(0))
-        time.sleep(2 * LONG)
-    assert clock.take_seconds() == pytest.approx(LONG, abs=SLACK)
-    assert clock.take_seconds() == pytest.approx(2 * LONG, abs=SLACK)
+            clock.dispatched(time.ready(1))
+            clock.end(time.ready(0))
+        seconds.append(clock.take_seconds())
+        time.until(3)
+    assert seconds == [1, 2]
 
 
-def test_resume_leaves_the_time_between_steps_out(clock):
+def test_seconds_of_the_oldest_step_are_taken_first(clock, time):
+    for at in (1, 3):
+        with timed([clock]):
+            clock.dispatched(time.ready(at))
+            clock.end(time.ready(0))
+    assert [clock.take_seconds(), clock.take_seconds()] == [1, 2]
+
+
+def test_resume_leaves_the_time_between_steps_out(clock, time):
     with timed([clock]):
-        clock.end(Ready(0))
+        clock.end(time.ready(0))
     clock.take_seconds()
-    time.sleep(2 * LONG)
+    time.until(2)
     clock.resume()
-    time.sleep(LONG)
+    time.until(3)
     with timed([clock]):
-        clock.end(Ready(0))
-    assert clock.take_seconds() == pytest.approx(LONG, abs=SLACK)
+        clock.end(time.ready(0))
+    assert clock.take_seconds() == 1
 
 
 def test_arrays_that_the_unit_donates_are_waited_for():
@@ -91,19 +121,18 @@ def test_arrays_that_the_unit_donates_are_waited_for():
     assert clock.take_seconds() >= 0
 
 
-def test_error_in_a_step_abandons_it():
-    clock = StageClock()
+def test_error_in_a_step_abandons_it(clock, time):
     with pytest.raises(KeyError), timed([clock]):  # noqa: PT012
-        clock.dispatched(Ready(0))
+        clock.dispatched(time.ready(0))
         raise KeyError
     assert math.isnan(clock.take_seconds())
 
 
-def test_thread_ends_with_the_clock():
+def test_thread_ends_with_the_clock(time):
     before = {*threading.enumerate()}
     clock = StageClock()
     with timed([clock]):
-        clock.end(Ready(0))
+        clock.end(time.ready(0))
     clock.take_seconds()
     (thread,) = {*threading.enumerate()} - before
     del clock

@@ -1,0 +1,278 @@
+"""Copy replicas between the memories of supervisors, so that the loss of a host loses none.
+
+The directory in memory of each supervisor has two parts. `own` is its trainer's: the steps that
+`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it,
+of supervisor 0 the last one's. A supervisor serves both parts to the others, and asks the one
+before it for new steps several times a second; `copied` tells its trainer which of its steps the
+partner has. A supervisor that begins with an empty memory, such as on a host that takes the place
+of a lost one, first fetches its own steps back from its partner.
+
+Where the memories are, and a word without which none is served, comes with the council's order to
+start. A request and the head of its answer are lines of JSON; the bytes of a step's files follow.
+Imports no JAX.
+"""
+
+import contextlib
+import hmac
+import json
+import re
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from io import BufferedIOBase
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER, remove_step
+from maxpipe.storage.local_files import write_atomically
+
+_LOOK_SECONDS = 0.25
+_REACH_SECONDS = 10.0  # for a partner that has not got its order yet
+_TIMEOUT_SECONDS = 30.0
+_MAX_LINE = 10_000_000  # bytes; names and sizes of the files of a step
+_PIECE = 1 << 20  # bytes
+_NAME = re.compile(r"[0-9a-f]+/\d+")  # of a step: its run and its number
+
+# What an unreachable, ending or strange supervisor may cause.
+ERRORS = (OSError, ValueError, TypeError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of the memory of another supervisor.
+
+    Attributes:
+      address: HOST:PORT of its `MemoryServer`.
+      word: that opens it.
+      part: `OWN` or `PARTNER`.
+      closed: set when this supervisor ends, and with it every copy.
+    """
+
+    address: str
+    word: str
+    part: str
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def names(self, held: Iterable[str]) -> set[str]:
+        """Tell which steps have been copied already, and return those that are there."""
+        with self._ask({"held": sorted(held)}) as answer:
+            return {name for name in _line(answer) if _NAME.fullmatch(name)}
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Copy a step to a new directory; raises one of `ERRORS` if it is gone meanwhile."""
+        with self._ask({"name": name}) as answer:
+            for file, size in _line(answer).items():
+                if ".." in PurePosixPath(file).parts or PurePosixPath(file).is_absolute():
+                    raise ValueError(f"{file} is outside of the step")
+                path = target / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as copy:
+                    _copy(answer, copy, size, self.closed)
+
+    @contextlib.contextmanager
+    def _ask(self, request: Mapping[str, object]) -> Iterator[BufferedIOBase]:
+        host, _, port = self.address.rpartition(":")
+        request = {"word": self.word, "part": self.part, **request}
+        with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                yield answer
+
+
+def names_in(part: Path) -> set[str]:
+    """Return the steps in one part of a memory."""
+    names = {path.relative_to(part).as_posix() for path in part.glob("*/*")}
+    return set(filter(_NAME.fullmatch, names))
+
+
+def copy_new_steps(source: Source, target: Path) -> None:
+    """Make one part of a memory equal to a source, never with less than one of its steps.
+
+    A source without steps changes nothing: its supervisor has just begun.
+
+    Raises:
+      One of `ERRORS`: the source cannot be reached, or has just removed a step.
+    """
+    held = names_in(target)
+    wanted = source.names(held)
+    for name in sorted(wanted - held, key=lambda name: int(name.rpartition("/")[2])):
+        # Room first, as long as a step remains that the source has.
+        _remove(target, names_in(target) - wanted if names_in(target) & wanted else set())
+        scratch = target / f"{name}.unfinished"
+        shutil.rmtree(scratch, ignore_errors=True)
+        source.fetch(name, scratch)
+        scratch.rename(target / name)
+    _remove(target, names_in(target) - wanted if wanted else set())
+
+
+class MemoryServer:
+    """Serve both parts of a memory to the other supervisors of the run, in threads.
+
+    Args:
+      memory: the directory.
+
+    Attributes:
+      port: at which it listens.
+    """
+
+    def __init__(self, memory: Path):
+        self._memory = memory
+        self._word: str | None = None
+        self._closed = threading.Event()
+        self._server = _Server(self._answer)
+        self.port = int(self._server.server_address[1])
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, name="memory", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def open_to(self, word: str) -> None:
+        """Serve whoever knows this word, and from now on no other."""
+        self._word = word
+
+    def _answer(self, request: dict[str, object], out: BufferedIOBase) -> None:
+        """Answer a request; raises ValueError for one that is refused."""
+        word, part = str(request.get("word")), str(request.get("part"))
+        if self._word is None or not hmac.compare_digest(word.encode(), self._word.encode()):
+            raise ValueError("another word")
+        if part not in (OWN, PARTNER):
+            raise ValueError(f"no part {part!r}")
+        name = request.get("name")
+        if name is None:
+            out.write(json.dumps(sorted(names_in(self._memory / part))).encode() + b"\n")
+            if part == OWN:
+                held = json.dumps(request.get("held")).encode()
+                write_atomically(self._memory / COPIED, [held])
+            return
+        if not _NAME.fullmatch(str(name)):
+            raise ValueError(f"no step {name!r}")
+        step = self._memory / part / str(name)
+        files = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
+        names = {path.relative_to(step).as_posix(): size for path, size in files.items()}
+        out.write(json.dumps(names).encode() + b"\n")
+        for path, size in files.items():
+            with path.open("rb") as file:
+                _copy(file, out, size, self._closed)
+
+
+class Partners:
+    """Serve a supervisor's memory, and copy that of the one before it, in threads.
+
+    Args:
+      memory: the directory.
+      index, count: of this supervisor, of all.
+
+    Attributes:
+      port: at which this memory is served.
+    """
+
+    def __init__(self, memory: Path, index: int, count: int):
+        self._memory, self._index, self._count = memory, index, count
+        self._server = MemoryServer(memory)
+        self.port = self._server.port
+        self._source: Source | None = None
+        self._closed = threading.Event()
+        self._fetching = threading.Lock()
+        self._thread = threading.Thread(target=self._follow, name="partner", daemon=True)
+        write_atomically(memory / COPIED, [b"[]"])
+
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._server.__exit__()
+        self._thread.join(_TIMEOUT_SECONDS)
+
+    def begin(self, addresses: list[str], word: str) -> threading.Thread:
+        """Serve and follow the others of an attempt; fetch lost steps in the thread returned.
+
+        Args:
+          addresses: of all memories, by supervisor.
+          word: opens them.
+        """
+        self._server.open_to(word)
+        self._source = Source(addresses[self._index - 1], word, OWN, self._closed)
+        partner = Source(addresses[(self._index + 1) % self._count], word, PARTNER, self._closed)
+        thread = threading.Thread(target=self._fetch, args=(partner,), name="fetch", daemon=True)
+        thread.start()
+        return thread
+
+    def _fetch(self, partner: Source) -> None:
+        """Fetch this supervisor's steps back from its partner, if none are here."""
+        until = time.monotonic() + _REACH_SECONDS
+        with self._fetching:  # one that an ended attempt has left comes first
+            if names_in(self._memory / OWN):
+                return
+            while time.monotonic() < until and not self._closed.is_set():
+                try:
+                    copy_new_steps(partner, self._memory / OWN)
+                    return
+                except ERRORS:  # it has not got its order yet
+                    self._closed.wait(_LOOK_SECONDS)
+
+    def _follow(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            if self._source is not None:
+                # It may have ended, and its place be taken by another one.
+                with contextlib.suppress(*ERRORS):
+                    copy_new_steps(self._source, self._memory / PARTNER)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Answer each connection by a function, at all addresses of this host."""
+
+    daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def __init__(self, answer: Callable[[dict[str, object], BufferedIOBase], None]):
+        self.answer = answer
+        super().__init__(("", 0), _Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = _TIMEOUT_SECONDS
+
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        # A stranger, or one that has ended: the other side sees the end of the answer.
+        with contextlib.suppress(*ERRORS, AttributeError):
+            self.server.answer(_line(self.rfile), self.wfile)
+
+
+def _line(stream: BufferedIOBase) -> Any:
+    """Return the value of a line of JSON; raises ValueError."""
+    return json.loads(stream.readline(_MAX_LINE))
+
+
+def _copy(
+    source: BufferedIOBase, target: BufferedIOBase, size: int, closed: threading.Event
+) -> None:
+    """Copy so many bytes; raises ValueError if there are fewer, or if this side has ended."""
+    while size > 0:
+        piece = source.read(min(size, _PIECE))
+        if not piece or closed.is_set():
+            raise ValueError("one side has ended")
+        target.write(piece)
+        size -= len(piece)
+
+
+def _remove(part: Path, names: Iterable[str]) -> None:
+    for name in names:
+        remove_step(part / name)

@@ -1,0 +1,177 @@
+"""Copies of one memory in another one, over connections of this machine."""
+
+import json
+import shutil
+import socket
+import time
+
+import pytest
+
+from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER
+from maxpipe.supervision import partner
+from maxpipe.supervision.partner import MemoryServer, Partners, Source, copy_new_steps, names_in
+
+RUN = "0123abcd"
+
+
+def write(part, *steps):
+    for step in steps:
+        (part / RUN / str(step) / "meta").mkdir(parents=True)
+        (part / RUN / str(step) / "meta" / "metadata").write_text(f"record of {step}")
+        (part / RUN / str(step) / "data").write_bytes(bytes([step]) * 3_000_000)
+
+
+def steps_in(part):
+    return sorted(int(name.rpartition("/")[2]) for name in names_in(part))
+
+
+def is_whole(part, step):
+    directory = part / RUN / str(step)
+    record = (directory / "meta" / "metadata").read_text()
+    return record == f"record of {step}" and directory.joinpath("data").stat().st_size == 3_000_000
+
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def served(tmp_path):
+    memory = tmp_path / "served"
+    with MemoryServer(memory) as server:
+        server.open_to("word")
+        memory.mkdir()
+        yield memory, Source(f"localhost:{server.port}", "word", OWN)
+
+
+def test_copy_new_steps_brings_all_files_and_removes_what_the_source_removed(served, tmp_path):
+    memory, source = served
+    target = tmp_path / "copy"
+    write(memory / OWN, 10, 20)
+    copy_new_steps(source, target)
+    assert steps_in(target) == [10, 20]
+    assert all(is_whole(target, step) for step in (10, 20))
+    shutil.rmtree(memory / OWN / RUN / "10")
+    write(memory / OWN, 30)
+    copy_new_steps(source, target)
+    assert steps_in(target) == [20, 30]
+    assert json.loads((memory / COPIED).read_text()) == [f"{RUN}/10", f"{RUN}/20"]
+
+
+def test_copy_new_steps_from_an_empty_source_keeps_what_is_there(served, tmp_path):
+    write(tmp_path / "copy", 10)
+    copy_new_steps(served[1], tmp_path / "copy")
+    assert steps_in(tmp_path / "copy") == [10]
+
+
+def test_copy_new_steps_that_is_cut_short_leaves_no_step(served, tmp_path, monkeypatch):
+    memory, source = served
+    write(memory / OWN, 10)
+    copy = partner._copy
+
+    def cut(origin, target, size, closed):
+        copy(origin, target, min(size, 1000), closed)
+        if size > 1000:
+            raise OSError("connection reset")
+
+    monkeypatch.setattr(partner, "_copy", cut)
+    with pytest.raises(partner.ERRORS):
+        copy_new_steps(source, tmp_path / "copy")
+    assert steps_in(tmp_path / "copy") == []
+    monkeypatch.setattr(partner, "_copy", copy)
+    copy_new_steps(source, tmp_path / "copy")
+    assert is_whole(tmp_path / "copy", 10)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"word": "other", "part": OWN},
+        {"part": OWN},
+        {"word": "word", "part": ".."},
+        {"word": "word", "part": OWN, "name": "../own"},
+        {"word": "word", "part": OWN, "name": f"{RUN}/../{RUN}/10"},
+        [],
+    ],
+)
+def test_memory_server_answers_strangers_with_nothing(served, request_):
+    memory, source = served
+    write(memory / OWN, 10)
+    with socket.create_connection(("localhost", int(source.address.rpartition(":")[2]))) as line:
+        line.sendall(json.dumps(request_).encode() + b"\n")
+        assert line.makefile("rb").read() == b""
+
+
+def test_source_refuses_files_outside_of_the_step(tmp_path, monkeypatch):
+    with socket.create_server(("localhost", 0)) as listener:
+        source = Source(f"localhost:{listener.getsockname()[1]}", "word", OWN)
+        with socket.create_connection(listener.getsockname()) as hostile:
+            hostile_side = listener.accept()[0]
+            hostile_side.sendall(json.dumps({"../outside": 1}).encode() + b"\nx")
+            monkeypatch.setattr(socket, "create_connection", lambda *_, **__: hostile)
+            with pytest.raises(ValueError, match="outside of the step"):
+                source.fetch(f"{RUN}/10", tmp_path / "step")
+    assert not (tmp_path / "outside").exists()
+
+
+class Host:
+    """Partners of one supervisor among several, with a memory of its own."""
+
+    def __init__(self, memory, index, count):
+        self.memory = memory
+        memory.mkdir()
+        (memory / OWN).mkdir()
+        self.partners = Partners(memory, index, count)
+        self.partners.__enter__()
+
+    def begin(self, hosts):
+        addresses = [f"localhost:{host.partners.port}" for host in hosts]
+        self.partners.begin(addresses, "word").join()
+
+    def lose(self):
+        self.partners.__exit__()
+        self.memory.rename(self.memory.with_name("lost"))
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = [Host(tmp_path / f"host{index}", index, 3) for index in range(3)]
+    for host in hosts:
+        host.begin(hosts)
+    yield hosts
+    for host in hosts:
+        host.partners.__exit__()
+
+
+def test_partners_each_hold_the_steps_of_the_host_before(hosts):
+    for number, host in enumerate(hosts, 1):
+        write(host.memory / OWN, 10 * number)
+    for before, host in zip((2, 0, 1), hosts, strict=True):
+        until(lambda h=host, b=before: steps_in(h.memory / PARTNER) == [10 * (b + 1)])
+    for number, host in enumerate(hosts, 1):
+        names = [f"{RUN}/{10 * number}"]
+        until(lambda h=host, n=names: json.loads((h.memory / COPIED).read_text()) == n)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, lost):
+    write(hosts[lost].memory / OWN, 10, 20)
+    until(lambda: steps_in(hosts[(lost + 1) % 3].memory / PARTNER) == [10, 20])
+    hosts[lost].lose()
+    hosts[lost] = Host(tmp_path / "new", lost, 3)
+    for host in reversed(hosts):
+        host.begin(hosts)
+    assert steps_in(hosts[lost].memory / OWN) == [10, 20]
+    assert is_whole(hosts[lost].memory / OWN, 20)
+
+
+def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
+    write(hosts[0].memory / OWN, 10)
+    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
+    shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
+    write(hosts[0].memory / OWN, 20)
+    hosts[0].begin(hosts)
+    assert steps_in(hosts[0].memory / OWN) == [20]
