@@ -100,14 +100,27 @@ def test_circular_engine_gathers_per_repeat_where_all_repeats_are_too_much(monke
         {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
         {"device": Device("TPU v99")},
         {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
-        {"pipeline.fsdp_prefetch": "true"},
-        CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"},
         MPMD,
     ],
-    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "gathered_ahead", "offloaded", "mpmd"],
+    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "mpmd"],
 )
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
     assert decided(**values) == ("per_iteration", [])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"pipeline.fsdp_prefetch": "true"}, "fsdp_prefetch=true"),
+        (CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"}, "the host's memory"),
+    ],
+    ids=["gathered_ahead", "offloaded"],
+)
+def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weights(values, reason):
+    mode, (note,) = decided(**values)
+    assert mode == "per_iteration"
+    assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
+    assert reason in note
 
 
 @pytest.mark.parametrize(
@@ -116,7 +129,9 @@ def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
 def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules(rule):
     rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
     values = CIRCULAR | {"sharding.logical_axis_rules": rules}
-    assert decided(**values) == ("per_iteration", [])
+    decision, (note,) = decided(**values)
+    assert decision == "per_iteration"
+    assert note.endswith("sharding.logical_axis_rules do not go with whole weights")
     for mode in ("once", "per_repeat"):
         with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
             EngineUnderTest(config_of(**values, **{KEY: mode}))
