@@ -150,7 +150,7 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
     assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.1)
 
 
-def test_whole_copies_that_are_not_counted_are_not_offered(config):
+def test_weights_that_are_whole_are_gathered_in_one_mode_alone(config):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     offered = {
         grid.size("fsdp") > 1: block_of(space, legality, grid, "circular", "circular", 32).gathers
@@ -237,12 +237,6 @@ def test_sizes_vary_along_their_own_dimension(config, facts):
     # More microbatches need less memory at a time.
     assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
     assert isinstance(Seconds(1.0, 2.0, 3.0).step, float)
-
-
-def test_gather_mode_auto_is_left_to_the_search(config):
-    for choices in ({}, {"pipeline.fsdp_gather": ["auto"]}):
-        modes = Space(config, 8, 1, choices).values("pipeline.fsdp_gather", "scheduled")
-        assert modes == ["per_iteration", "per_repeat", "once"]
 
 
 def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
