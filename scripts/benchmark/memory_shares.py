@@ -70,7 +70,7 @@ def main() -> None:
     chip = chip_for(devices[0].device_kind)
     constants = chip and constants_of(chip, devices_per_chip(devices))
     if constants is None:
-        raise SystemExit(f"the clock of {topology} is not known")
+        raise SystemExit(f"the clock of {topology} is not known; use v5e, v5p or v6e")
     sharding = SingleDeviceSharding(devices[0])
     print(f"| {topology} | s | share of {constants.hbm_bandwidth / 1e9:.0f} GB/s |\n|---|---|---|")
     for program in PROGRAMS:

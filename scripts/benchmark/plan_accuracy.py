@@ -96,7 +96,10 @@ def stored(path: Path | None, source: dict[str, object]) -> list[Compiled]:
         return []
     saved = json.loads(path.read_text(encoding="utf-8"))
     if saved["source"] != source:
-        raise SystemExit(f"{path} is of {saved['source']}, not of {source}")
+        raise SystemExit(
+            f"{path} is of {saved['source']}, not of {source}; give the same flags, or another "
+            "--results"
+        )
     return [Compiled(**entry) for entry in saved["candidates"]]
 
 
@@ -180,6 +183,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file of the candidates, made or gone on with")
     parser.add_argument("--stored", action="store_true", help="compare what the file holds")
     flags = parser.parse_intermixed_args()
+    if flags.stored and not flags.results:
+        parser.error("--stored needs --results FILE")
     written = load(flags.config, flags.overrides).config
     machine = machine_of(flags.topology, 1, written)
     shared = shared_config(written, machine)

@@ -57,5 +57,12 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(
     found = json.loads((tmp_path / "drawn.json").read_text())["candidates"]
     assert [entry["seconds"] for entry in found] == [0.25, 0.5, 0.5]
 
-    with pytest.raises(SystemExit, match="not of"):
+    with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
         run("--seed", "2")
+
+
+def test_stored_without_a_file_is_a_mistake(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", str(BASE), *WORDS, "--stored"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--stored needs --results FILE" in capsys.readouterr().err
