@@ -17,12 +17,11 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, memory_of_tpus
 from maxpipe.pipeline.engines.scheduled.engine import skips_idle
-from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.planning.auto_stages import bubble_fraction
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
-from maxpipe.planning.simulate import simulate
 
 
 def analyse(
@@ -56,7 +55,7 @@ def analyse(
         mesh=dict(mesh.shape),
         engine=config.pipeline.engine,
         schedule=config.pipeline.schedule,
-        bubble=simulate(build_table(config)).bubble_fraction if is_pipelined else 0.0,
+        bubble=bubble_fraction(config) if is_pipelined else 0.0,
         shapes=estimate(config, memory),
         capacity=device_memory(devices),
         model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),

@@ -94,10 +94,11 @@ def gains(
 def _layer_times(config: Config) -> float:
     """Return the time of a microbatch on all stages, in units of the forward of a layer."""
     times = unit_times(config)
-    first = sum(first_layers(config))
+    first = first_layers(config)
+    total = sum(first)
     if ENGINES[config.pipeline.engine].lockstep:  # their backward begins at the tokens
-        first += first_layers(config).forward
-    return first + config.model.stacked_layers * times.layer + times.head
+        total += first.forward
+    return total + config.model.stacked_layers * times.layer + times.head
 
 
 def knobs(

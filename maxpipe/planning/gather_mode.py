@@ -82,8 +82,8 @@ def _obstacle(config: Config) -> str:
 def _whole_modes(config: Config) -> dict[str, str]:
     """Return the engine's modes that gather whole weights, and what they hold.
 
-    The one with the fewest gathers is first: steps are predicted to be as fast within 1 %, but
-    fewer gathers rely less on running beside computation.
+    The one that gathers least often is first: steps are predicted to be as fast within 1 %, and
+    what is gathered less often has less to hide behind computation.
     """
     modes = {
         "once": "whole weights and gradients",

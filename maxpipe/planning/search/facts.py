@@ -70,7 +70,7 @@ class LayerCosts(NamedTuple):
       results: width of what its products make.
       elementwise: width of what its norms and sums make.
       key_values: width of what attention reads besides queries.
-      working: width of all tensors and their gradients.
+      working: width of what a layer's backward holds at its widest moment.
     """
 
     weight_flops: float

@@ -184,7 +184,8 @@ class StageProgram:
         if has_B and not phase.reuses_residuals_in_tick:
             residuals = read_all(carry.residuals, tick.B.residuals)
             if phase.stores_head_gradient:
-                # XLA would fuse reads with the F slot's writes, and B would wait for F.
+                # XLA would fuse reads with the F slot's writes, and B would wait for F, as it does
+                # anyway in other phases: there it takes the gradient of its own tick's head.
                 residuals, stores = lax.optimization_barrier((residuals, carry.residuals))
                 carry = carry._replace(residuals=stores)
 
