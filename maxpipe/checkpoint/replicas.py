@@ -63,8 +63,8 @@ class Replicas:
         self._failure: Exception | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        self._discard_except(self._directory.steps())
         self.steps = _in_every_process(self._directory.steps())
+        self._discard_except(self.steps)  # nobody can restore the others
 
     def __str__(self) -> str:
         return "memory"

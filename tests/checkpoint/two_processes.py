@@ -197,12 +197,19 @@ def restore_what_both_have_in_memory():
     again = start()
     assert again.resumable() == [1, 15]
     check(again.restore(target), 15)
+    assert sorted(path.name for path in replicas.iterdir()) == ["15"], "20 would be taken for new"
+    for step in (20, 25):
+        save(again, step, again.replicate)
+    again.close()
+    assert messages == []
+    assert start().resumable() == [1, 20, 25]
     if INDEX == 1:
-        (replicas / "15" / "arrays" / "manifest.ocdbt").unlink()
+        for step in ("20", "25"):
+            (replicas / step / "arrays" / "manifest.ocdbt").unlink()
     again = start()
-    assert again.resumable() == [1, 15]
+    assert again.resumable() == [1, 20, 25]
     check(again.restore(target), 1)
-    assert len(messages) == (1 if INDEX == 0 else 0), messages
+    assert len(messages) == (2 if INDEX == 0 else 0), messages
     assert again.resumable() == [1]
     print("done")
 
