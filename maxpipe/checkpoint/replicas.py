@@ -66,9 +66,6 @@ class Replicas:
         self.steps = _in_every_process(self._directory.steps())
         self._discard_except(self.steps)  # nobody can restore the others
 
-    def __str__(self) -> str:
-        return "memory"
-
     def due(self, step: int) -> bool:
         """Return whether to write a replica after this step."""
         return step % self._every == 0
