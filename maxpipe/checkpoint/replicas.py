@@ -17,8 +17,8 @@ A step can be restored if every process has it. So the two newest replicas are k
 processes are still writing one, all of them have the one before. The older of two is removed only
 when all processes have said that they have the newer one, and so have their partners, which bring
 it back after the loss of a host (see `maxpipe.supervision.partner`). Until then no other one is
-begun. A replica that could not be written costs a warning; it is the checkpoints on disk that a run
-depends on.
+begun. A replica that some process could not write is removed in all of them and costs a warning; it
+is the checkpoints on disk that a run depends on.
 """
 
 import hashlib
@@ -61,6 +61,7 @@ class Replicas:
         self._every = every
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
         self.steps = _in_every_process(self._directory.steps())
@@ -85,6 +86,8 @@ class Replicas:
         self.wait()
         failure, self._failure = self._failure, None
         if not processes.agree(failure is None):
+            assert self._started is not None
+            remove_step(self.of(self._started))  # the others have it in vain
             reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
             return f"the last replica in memory could not be written: {reason}"
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
@@ -104,6 +107,7 @@ class Replicas:
           record: JSON, from `Record.to_json`.
         """
         assert self._writer is None
+        self._started = step
         arguments = (step, arrays, record)
         self._writer = threading.Thread(
             target=self._write, args=arguments, name="replica", daemon=True
