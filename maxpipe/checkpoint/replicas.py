@@ -88,8 +88,7 @@ class Replicas:
         if not processes.agree(failure is None):
             assert self._started is not None
             remove_step(self.of(self._started))  # the others have it in vain
-            reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
-            return f"the last replica in memory could not be written: {reason}"
+            return f"the last replica in memory could not be written: {_reason(failure)}"
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
             # All have the newest one, and none will need the one before.
@@ -198,6 +197,18 @@ def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndar
 def _shard_shape(array: Array) -> list[int]:
     shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
     return [max(size, 1) for size in shape]
+
+
+def _reason(failure: Exception | None) -> str:
+    """Return what failed in the first process in which something did; all call this.
+
+    What it returns means nothing in other processes than process 0, which reports it.
+    """
+    own = f"{type(failure).__name__}: {failure}" if failure else ""
+    reasons = processes.of_all_on_first(own)
+    if len(reasons) == 1:
+        return own
+    return next((f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason), own)
 
 
 def _in_every_process(steps: list[int]) -> list[int]:
