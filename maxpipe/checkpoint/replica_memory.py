@@ -4,7 +4,6 @@ import json
 import math
 import platform
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +22,17 @@ NO_MEMORY = (
     "none: start with `maxpipe supervise -- python -m maxpipe.train ...` on Linux, or give 0"
 )
 
-COPIES = 3  # the two newest replicas, and the copy from which one is being written
+COPIES = 2  # the newest replicas, as files
+BUFFERS = 1  # in the process, from which a replica is being written
 PARTNER_COPIES = 2  # of the process before, if its replicas are copied to this one's supervisor
 
+NO_ROOM = (
+    "enlarge /dev/shm (docker: --shm-size, Kubernetes: an emptyDir with medium: Memory), use more "
+    "hosts, or give 0"
+)
+
 _MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
 @dataclass(frozen=True)
@@ -35,15 +41,19 @@ class Share:
 
     Attributes:
       host: its name.
-      free: bytes that are free in it for the directory of replicas.
+      shm_free: bytes that are free for the directory of replicas.
+      memory_free: bytes of memory that are free, for that directory or anything else.
       held: bytes of replicas that are there, from before this process began.
-      needed: bytes for those of this process, and for a partner's copies.
+      files: bytes of the replicas of this process, and of a partner's copies.
+      buffers: bytes of the copy from which a replica is being written.
     """
 
     host: str
-    free: int
+    shm_free: int
+    memory_free: int
     held: int
-    needed: int
+    files: int
+    buffers: int
 
 
 def reserve(abstract_state: object, memory: Path, every: int) -> str:
@@ -58,37 +68,53 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
       ConfigError: a host has too little; raised in all processes.
     """
     index, count = processes.index(), processes.count()
-    parts, needed = [memory], COPIES * shard_bytes(abstract_state, index)
+    own = shard_bytes(abstract_state, index)
+    parts, files = [memory], COPIES * own
     if (memory.parent / COPIED).is_file():
         parts.append(memory.parent / PARTNER)
-        needed += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
-    files = [path for part in parts for path in part.rglob("*") if path.is_file()]
-    held = sum(path.stat().st_size for path in files)
-    share = Share(platform.node(), free_bytes(memory), held, needed)
+        files += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
+    held = sum(path.stat().st_size for part in parts for path in part.rglob("*") if path.is_file())
+    free = shutil.disk_usage(memory).free, free_memory()
+    share = Share(platform.node(), *free, held, files, BUFFERS * own)
     return describe(_of_all_processes(share), every)
 
 
 def describe(shares: Sequence[Share], every: int) -> str:
     """Return a line on what the hosts need and have; raise ConfigError if that is too little."""
-    needed: dict[str, int] = defaultdict(int)
-    room: dict[str, int] = {}
-    held: dict[str, int] = defaultdict(int)
+    of_hosts: dict[str, Share] = {}
     for share in shares:
-        needed[share.host] += share.needed
-        held[share.host] += share.held
-        # They look at different times.
-        room[share.host] = min(share.free, room.get(share.host, share.free))
-    lacking = [host for host in needed if needed[host] > room[host] + held[host]]
-    if lacking:
-        host = lacking[0]
-        message = (
-            f"replicas take {needed[host]:,} bytes of the memory of {host}, of which "
-            f"{room[host] + held[host]:,} are free (/dev/shm and all): give 0, or use more hosts"
-        )
-        raise ConfigError(Problem(KEY, message))
-    most = max(needed, key=lambda host: needed[host])
-    reason = f"replicas take {needed[most]:,} bytes of the memory of each host"
-    return f"{KEY}={every}: {reason}, of which {room[most] + held[most]:,} are free"
+        others = of_hosts.get(share.host)
+        of_hosts[share.host] = _together(others, share) if others else share
+    for host, share in of_hosts.items():
+        room = share.shm_free + share.held
+        if share.files > room:
+            message = (
+                f"replicas take {share.files:,} bytes of /dev/shm on {host}, of which {room:,} are "
+                f"free: {NO_ROOM}"
+            )
+            raise ConfigError(Problem(KEY, message))
+        room = share.memory_free + share.held
+        if share.files + share.buffers > room:
+            message = (
+                f"replicas take {share.files + share.buffers:,} bytes of the memory of {host}, of "
+                f"which {room:,} are free: use more hosts, or give 0"
+            )
+            raise ConfigError(Problem(KEY, message))
+    most = max(of_hosts.values(), key=lambda share: share.files + share.buffers)
+    reason = f"replicas take {most.files + most.buffers:,} bytes of the memory of each host"
+    return f"{KEY}={every}: {reason}, of which {most.memory_free + most.held:,} are free"
+
+
+def _together(one: Share, other: Share) -> Share:
+    """Return what two processes on the same host need of it."""
+    return Share(
+        one.host,
+        min(one.shm_free, other.shm_free),  # they look at different times
+        min(one.memory_free, other.memory_free),
+        one.held + other.held,
+        one.files + other.files,
+        one.buffers + other.buffers,
+    )
 
 
 def shard_bytes(abstract_state: object, process: int) -> int:
@@ -96,11 +122,28 @@ def shard_bytes(abstract_state: object, process: int) -> int:
     return sum(_leaf_bytes(leaf, process) for leaf in jax.tree.leaves(abstract_state))
 
 
-def free_bytes(memory: Path) -> int:
-    """Return how many bytes a directory in memory can still take."""
-    lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    available = 1024 * int(lines["MemAvailable"].split()[0])
-    return min(available, shutil.disk_usage(memory).free)
+def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Return how many bytes of memory are free for this process, as the host and a container say.
+
+    Args:
+      meminfo: of the host.
+      cgroup: of the container, version 2; has no limit where there is none.
+    """
+    available = 1024 * _numbers(meminfo.read_text().replace(":", ""))["MemAvailable"]
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        cached = _numbers((cgroup / "memory.stat").read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return available
+    # What is cached of files on disk is given up for anything else.
+    used -= cached["inactive_file"] + cached["active_file"]
+    return max(min(available, limit - used), 0)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Return the first number of each line after its name."""
+    return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}
 
 
 def _leaf_bytes(leaf: jax.ShapeDtypeStruct, process: int) -> int:

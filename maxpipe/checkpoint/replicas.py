@@ -17,8 +17,8 @@ A step can be restored if every process has it. So the two newest replicas are k
 processes are still writing one, all of them have the one before. The older of two is removed only
 when all processes have said that they have the newer one, and so have their partners, which bring
 it back after the loss of a host (see `maxpipe.supervision.partner`). Until then no other one is
-begun. A replica that could not be written costs a warning; it is the checkpoints on disk that a run
-depends on.
+begun. A replica that some process could not write is removed in all of them and costs a warning; it
+is the checkpoints on disk that a run depends on.
 """
 
 import hashlib
@@ -61,13 +61,11 @@ class Replicas:
         self._every = every
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        self._discard_except(self._directory.steps())
         self.steps = _in_every_process(self._directory.steps())
-
-    def __str__(self) -> str:
-        return "memory"
+        self._discard_except(self.steps)  # nobody can restore the others
 
     def due(self, step: int) -> bool:
         """Return whether to write a replica after this step."""
@@ -88,8 +86,9 @@ class Replicas:
         self.wait()
         failure, self._failure = self._failure, None
         if not processes.agree(failure is None):
-            reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
-            return f"the last replica in memory could not be written: {reason}"
+            assert self._started is not None
+            remove_step(self.of(self._started))  # the others have it in vain
+            return f"the last replica in memory could not be written: {_reason(failure)}"
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
             # All have the newest one, and none will need the one before.
@@ -107,6 +106,7 @@ class Replicas:
           record: JSON, from `Record.to_json`.
         """
         assert self._writer is None
+        self._started = step
         arguments = (step, arrays, record)
         self._writer = threading.Thread(
             target=self._write, args=arguments, name="replica", daemon=True
@@ -197,6 +197,18 @@ def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndar
 def _shard_shape(array: Array) -> list[int]:
     shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
     return [max(size, 1) for size in shape]
+
+
+def _reason(failure: Exception | None) -> str:
+    """Return what failed in the first process in which something did; all call this.
+
+    What it returns means nothing in other processes than process 0, which reports it.
+    """
+    own = f"{type(failure).__name__}: {failure}" if failure else ""
+    reasons = processes.of_all_on_first(own)
+    if len(reasons) == 1:
+        return own
+    return next((f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason), own)
 
 
 def _in_every_process(steps: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervision.ending import die_with_parent
-from maxpipe.supervision.signals import PREEMPTED
+from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
 
 FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
@@ -208,24 +208,17 @@ def _run(command: Sequence[str]) -> int:
 
 @contextmanager
 def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Hand SIGTERM and Ctrl-C on to a process; only the main thread can. Yields what came.
-
-    SIGHUP, which comes when the terminal is closed, is passed on as SIGTERM, unless nohup has it
-    ignored.
-    """
+    """Hand `numbers_to_pass_on` on to a process; only the main thread can. Yields what came."""
     received: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        process.send_signal(as_passed_on(number))
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, hand_on) for number in numbers}
+    previous = {number: signal.signal(number, hand_on) for number in numbers_to_pass_on()}
     try:
         yield received
     finally:

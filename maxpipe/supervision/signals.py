@@ -19,6 +19,22 @@ _IGNORE = 1  # SIG_IGN of C
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
+def numbers_to_pass_on() -> list[signal.Signals]:
+    """Return the signals that ask a process to stop what it has started, for `as_passed_on`.
+
+    SIGHUP, which comes when the terminal is closed, is one unless nohup has it ignored.
+    """
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
+def as_passed_on(number: int) -> int:
+    """Return the signal that passes one on: SIGTERM for SIGHUP, of which a run would die."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
 class Interruption:
     """Asks the loop to stop after the current step; inert until it is entered as a context manager.
 

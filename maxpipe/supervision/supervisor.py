@@ -59,7 +59,7 @@ from maxpipe.supervision.progress import (
     downtime_variable,
     read_progress,
 )
-from maxpipe.supervision.signals import PREEMPTED
+from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
@@ -270,8 +270,9 @@ def supervise(
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
-        memory = stack.enter_context(shared_memory())
+        # First, so that no signal leaves the memory behind.
         signals = stack.enter_context(_signals())
+        memory = stack.enter_context(shared_memory())
         address = (place.host, place.port)
         partners = None
         if memory is not None:
@@ -436,13 +437,13 @@ class _StatusWriter:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and Ctrl-C in a list."""
+    """Collect signals that ask to stop in a list, as they are to be passed on."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        received.append(as_passed_on(number))
 
-    previous = {n: signal.signal(n, receive) for n in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, receive) for number in numbers_to_pass_on()}
     try:
         yield received
     finally:

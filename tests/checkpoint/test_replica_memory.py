@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.replica_memory import (
+    BUFFERS,
     COPIES,
     Share,
     describe,
-    free_bytes,
+    free_memory,
     reserve,
     shard_bytes,
 )
@@ -38,9 +39,9 @@ def test_shard_bytes_count_copies_on_several_devices_once():
 
 def test_describe_adds_processes_of_a_host_and_names_the_fullest():
     shares = [
-        Share("one", free=1000, held=0, needed=300),
-        Share("two", free=5000, held=0, needed=2000),
-        Share("two", free=4000, held=0, needed=2000),
+        Share("one", 1000, 1000, held=0, files=200, buffers=100),
+        Share("two", 5000, 5000, held=0, files=1000, buffers=1000),
+        Share("two", 4000, 4000, held=0, files=1000, buffers=1000),
     ]
     assert describe(shares, 10) == (
         "checkpoint.replica_every=10: replicas take 4,000 bytes of the memory of each host, "
@@ -49,23 +50,44 @@ def test_describe_adds_processes_of_a_host_and_names_the_fullest():
 
 
 def test_describe_counts_what_earlier_replicas_hold_as_free():
-    line = describe([Share("one", free=100, held=200, needed=300)], 10)
+    line = describe([Share("one", 100, 100, held=200, files=300, buffers=0)], 10)
     assert line.endswith("of which 300 are free")
 
 
-def test_describe_with_too_little_on_one_host_names_it_and_a_remedy():
-    shares = [Share("one", 1000, 0, 900), Share("two", 1000, 0, 600), Share("two", 1000, 0, 600)]
-    with pytest.raises(ConfigError, match="1,200 bytes of the memory of two") as error:
+def test_describe_counts_the_copy_that_is_being_written_as_memory_only():
+    assert describe([Share("one", 200, 300, held=0, files=200, buffers=100)], 10)
+
+
+@pytest.mark.parametrize(
+    ("shm_free", "memory_free", "message"),
+    [
+        (1199, 9000, "1,200 bytes of /dev/shm on two, of which 1,199 are free: enlarge /dev/shm"),
+        (1200, 1799, "1,800 bytes of the memory of two, of which 1,799 are free: use more hosts"),
+    ],
+)
+def test_describe_with_too_little_on_one_host_names_it_and_a_remedy(shm_free, memory_free, message):
+    shares = [Share(host, shm_free, memory_free, 0, 600, 300) for host in ("one", "two", "two")]
+    with pytest.raises(ConfigError) as error:
         describe(shares, 10)
     (problem,) = error.value.problems
     assert problem.key == "checkpoint.replica_every"
-    assert "of which 1,000 are free" in problem.message
+    assert message in problem.message
     assert "give 0" in problem.message
 
 
-def test_reserve_counts_the_files_of_an_earlier_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_bytes", lambda _: 700)
-    needed = COPIES * shard_bytes(STATE, 0)
+@pytest.fixture
+def free(monkeypatch):
+    """Return free(bytes), after which a host has so many of memory, and enough in /dev/shm."""
+
+    def _free(size):
+        monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_memory", lambda: size)
+
+    return _free
+
+
+def test_reserve_counts_the_files_of_an_earlier_process(tmp_path, free):
+    free(700)
+    needed = (COPIES + BUFFERS) * shard_bytes(STATE, 0)
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "data").write_bytes(bytes(needed - 700))
     assert f"of which {needed} are free" in reserve(STATE, tmp_path, 5)
@@ -74,18 +96,37 @@ def test_reserve_counts_the_files_of_an_earlier_process(tmp_path, monkeypatch):
         reserve(STATE, tmp_path, 5)
 
 
-def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_bytes", lambda _: 10**6)
+def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, free):
+    free(10**6)
     (tmp_path / "own").mkdir()
-    alone = f"{COPIES * shard_bytes(STATE, 0):,}"
-    assert f"take {alone} bytes" in reserve(STATE, tmp_path / "own", 5)
+    alone = COPIES + BUFFERS
+    assert f"take {alone * shard_bytes(STATE, 0):,} bytes" in reserve(STATE, tmp_path / "own", 5)
     (tmp_path / "copied").write_text("[]")
     (tmp_path / "partner").mkdir()
     (tmp_path / "partner" / "data").write_bytes(bytes(1000))
     line = reserve(STATE, tmp_path / "own", 5)
-    assert f"take {(COPIES + 2) * shard_bytes(STATE, 0):,} bytes" in line
+    assert f"take {(alone + 2) * shard_bytes(STATE, 0):,} bytes" in line
     assert "of which 1,001,000 are free" in line
 
 
-def test_free_bytes_are_those_of_the_host(tmp_path):
-    assert 0 < free_bytes(tmp_path) < 2**50
+def test_free_memory_is_that_of_the_host():
+    assert 0 < free_memory() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"),
+    [("max", 8 * 1024), ("5000", 5000 - 4000 + 1500), ("90000", 8 * 1024), ("2000", 0)],
+)
+def test_free_memory_in_a_container_is_what_its_limit_leaves(tmp_path, limit, free):
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  16 kB\nMemAvailable:    8 kB\nHugePages_Free: 0\n"
+    )
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 1000\nactive_file 500\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == free
+
+
+def test_free_memory_without_a_container_is_that_of_the_host(tmp_path):
+    (tmp_path / "meminfo").write_text("MemAvailable:    8 kB\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path / "none") == 8 * 1024

@@ -4,6 +4,7 @@ Arguments: address, index, directory, and optionally the URL of a mirror to rest
 "memory" for replicas.
 """
 
+import errno
 import itertools
 import os
 import shutil
@@ -22,7 +23,7 @@ import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from maxpipe.checkpoint import reader  # noqa: E402
+from maxpipe.checkpoint import reader, replicas  # noqa: E402
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
@@ -159,6 +160,40 @@ def go_on_from_the_mirror(url):
     print("done")
 
 
+def forget_what_one_could_not_write():
+    """A process that has no room for replicas does not let those of the other one grow."""
+    memory = DIRECTORY.parent / f"full-{INDEX}"
+    messages = []
+    checkpointer = Checkpointer(
+        DIRECTORY,
+        CheckpointConfig(),
+        replicas=Replicas(memory, DIRECTORY, 5),
+        log=messages.append,
+    )
+    write_shards = replicas.write_shards
+    save(checkpointer, 5, checkpointer.replicate)
+    checkpointer.close()
+    if INDEX == 1:
+        replicas.write_shards = fail_for_want_of_room
+    for step in (10, 15, 20):
+        save(checkpointer, step, checkpointer.replicate)
+    checkpointer.close()
+    multihost_utils.sync_global_devices("no room")
+    here = sorted(path.name for path in memory.glob("*/*"))
+    assert here == (["20", "5"] if INDEX == 0 else ["5"]), here
+    replicas.write_shards = write_shards
+    save(checkpointer, 25, checkpointer.replicate)
+    checkpointer.close()
+    assert sorted(path.name for path in memory.glob("*/*")) == ["25", "5"]
+    failed = "the last replica in memory could not be written: "
+    no_room = f"{failed}process 1: OSError: [Errno 28] No space left on device"
+    assert messages == ([no_room] * 3 if INDEX == 0 else []), messages
+
+
+def fail_for_want_of_room(database, arrays):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def restore_what_both_have_in_memory():
     """Each process has a memory of its own, and what is damaged in one is so for both."""
     memory = DIRECTORY.parent / f"memory-{INDEX}"
@@ -187,24 +222,30 @@ def restore_what_both_have_in_memory():
     for step in (5, 10, 15, 20):
         save(checkpointer, step, checkpointer.replicate)
     checkpointer.close()
-    (replicas,) = memory.iterdir()
-    assert sorted(path.name for path in replicas.iterdir()) == ["15", "20"]
+    (own,) = memory.iterdir()
+    assert sorted(path.name for path in own.iterdir()) == ["15", "20"]
     assert start().resumable() == [1, 15, 20]
     check(start().restore(target), 20)
     # As if process 1 had been killed while it was writing step 20.
     if INDEX == 1:
-        (replicas / "20").rename(replicas / "20.unfinished")
+        (own / "20").rename(own / "20.unfinished")
     again = start()
     assert again.resumable() == [1, 15]
     check(again.restore(target), 15)
+    assert sorted(path.name for path in own.iterdir()) == ["15"], "20 would be taken for new"
+    for step in (20, 25):
+        save(again, step, again.replicate)
+    again.close()
+    assert messages == []
+    assert start().resumable() == [1, 20, 25]
     if INDEX == 1:
-        (replicas / "15" / "arrays" / "manifest.ocdbt").unlink()
+        for step in ("20", "25"):
+            (own / step / "arrays" / "manifest.ocdbt").unlink()
     again = start()
-    assert again.resumable() == [1, 15]
+    assert again.resumable() == [1, 20, 25]
     check(again.restore(target), 1)
-    assert len(messages) == (1 if INDEX == 0 else 0), messages
+    assert len(messages) == (2 if INDEX == 0 else 0), messages
     assert again.resumable() == [1]
-    print("done")
 
 
 def fail_for_the_newest(download):
@@ -246,6 +287,8 @@ if __name__ == "__main__":
     try:
         if sys.argv[4:] == ["memory"]:
             restore_what_both_have_in_memory()
+            forget_what_one_could_not_write()
+            print("done")
         else:
             go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
     except BaseException:

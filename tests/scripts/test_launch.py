@@ -362,6 +362,23 @@ class TestJobSet:
         assert variables["LIBTPU_INIT_ARGS"]["value"] == flags
         assert variables["HF_HOME"]["value"] == "/shared/hf"
 
+    @pytest.mark.parametrize(
+        ("words", "mounts"),
+        [
+            ((), {"memory": "/dev/shm"}),
+            (("--claim", "disk"), {"memory": "/dev/shm", "shared": "/shared"}),
+        ],
+    )
+    def test_jobset_has_the_host_memory_for_replicas_and_the_claim(self, fakes, words, mounts):
+        done = self.jobset(fakes, *self.WORDS, *words, "--", "a.yml")
+        spec = yaml.safe_load(done.stdout)["spec"]
+        pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {item["name"]: item["mountPath"] for item in container["volumeMounts"]} == mounts
+        volumes = {item.pop("name"): item for item in pod["volumes"]}
+        assert volumes.keys() == mounts.keys()
+        assert volumes["memory"] == {"emptyDir": {"medium": "Memory"}}
+
     def test_jobset_fails_on_final_codes_and_restarts_on_others(self, fakes):
         spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
         job = spec["replicatedJobs"][0]["template"]["spec"]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -179,14 +180,36 @@ def test_supervise_gives_up_with_the_last_code(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGHUP, 75),
+    ],
 )
 def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
     with Supervised(tmp_path, "wait") as run:
         run.ready(1)
         os.killpg(run.processes[0].pid, number)  # as a terminal does
         assert run.codes() == [code]
-    assert run.output().count(f"got {int(number)}") == 1
+    passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+    assert run.output().count(f"got {int(passed_on)}") == 1
+    (memory,) = re.findall(r"memory (/dev/shm/\S+)", run.output())
+    assert not Path(memory).exists()
+
+
+@pytest.mark.slow
+def test_supervise_under_nohup_survives_its_terminal(tmp_path):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which it inherits
+    try:
+        with Supervised(tmp_path, "wait") as run:
+            run.ready(1)
+            run.processes[0].send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert "got" not in run.output()
+            run.processes[0].send_signal(signal.SIGTERM)
+            assert run.codes() == [75]
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_supervise_that_is_asked_to_stop_does_not_wait_for_a_lost_supervisor_0(tmp_path):

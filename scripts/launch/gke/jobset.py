@@ -87,6 +87,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
         "env": [*_job_variables(), *({"name": n, "value": v} for n, v in options.env)],
         "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
         "resources": {"limits": {"google.com/tpu": options.chips_per_host}},
+        "volumeMounts": [{"name": "memory", "mountPath": "/dev/shm"}],
     }
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -96,10 +97,13 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, options.topology)),
         },
         "containers": [container],
+        # For replicas; a container has 64 MB of its own.
+        "volumes": [{"name": "memory", "emptyDir": {"medium": "Memory"}}],
     }
     if options.claim:
-        container["volumeMounts"] = [{"name": "shared", "mountPath": SHARED}]
-        pod["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}}]
+        container["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
+        claim = {"claimName": options.claim}
+        pod["volumes"].append({"name": "shared", "persistentVolumeClaim": claim})
     return pod
 
 
