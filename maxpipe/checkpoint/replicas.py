@@ -10,8 +10,8 @@ process writes its own shards there, in the background, and no other process's:
 
 A replica is committed by one rename, and read like any checkpoint, so that its record and the
 digests of all its arrays are verified. Shards that a process did not write read as zeros: after a
-change of the mesh the digests do not match, and the run continues from the disk. So it does from a
-damaged replica.
+change of the mesh the digests do not match, and the run continues from the disk. A damaged replica
+is dropped; the run continues from the one before it, or from the disk.
 
 A step can be restored if every process has it. So the two newest replicas are kept: while some
 processes are still writing one, all of them have the one before. The older of two is removed only
