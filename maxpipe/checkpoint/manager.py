@@ -90,6 +90,8 @@ class Checkpointer:
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
         self._sync = MirrorSync(self._directory, mirror, self._retention) if mirror else None
         self._replicas = replicas
+        if replicas is not None and replicas.warning:
+            self._log(replicas.warning)
         self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
 
     @property
@@ -392,11 +394,13 @@ class Checkpointer:
         assert self._replicas is not None
         directory = self._replicas.of(step)
         try:
-            return read_step(directory, abstract_state, optional, self._convert_dtype)
+            restored = read_step(directory, abstract_state, optional, self._convert_dtype)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             self._replicas.drop(step)
             self._log(f"the replica of step {step} in memory cannot be used: {error}")
             raise ReplicasDamaged(str(error)) from error
+        self._log(f"step {step} is restored from replicas in memory; {self._safe_steps()}")
+        return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
         """Return the newest step below `limit`, as process 0 sees it."""

@@ -51,6 +51,7 @@ class Replicas:
 
     Attributes:
       steps: replicas that every process had at the start and that were not dropped since.
+      warning: that some processes had other replicas at the start, or "".
       is_behind: whether a partner of some process has not copied the newest replica yet.
     """
 
@@ -64,7 +65,9 @@ class Replicas:
         self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        self.steps = _in_every_process(self._directory.steps())
+        found = self._directory.steps()
+        self.steps = _in_every_process(found)
+        self.warning = "" if processes.agree(found == self.steps) else _lacking(self.steps)
         self._discard_except(self.steps)  # nobody can restore the others
 
     def due(self, step: int) -> bool:
@@ -197,6 +200,11 @@ def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndar
 def _shard_shape(array: Array) -> list[int]:
     shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
     return [max(size, 1) for size in shape]
+
+
+def _lacking(steps: list[int]) -> str:
+    has = f"all have {', '.join(map(str, steps))}" if steps else "there is none that all have"
+    return f"replicas in memory that not every process has were removed; {has}"
 
 
 def _reason(failure: Exception | None) -> str:
