@@ -27,16 +27,12 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.prefetch import gathers_ahead
+from maxpipe.planning.prefetch import gathers_ahead, ignore_note, memory_for_gathers
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
-
-
-def ignore_note(text: str) -> None:
-    """Drop a line that nothing should print."""
 
 
 def build_engine_inputs(
@@ -47,7 +43,8 @@ def build_engine_inputs(
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
-    config = with_gather_mode(config, mesh, note)
+    tpu_memory = memory_for_gathers(config, list(mesh.devices.flat), note)
+    config = with_gather_mode(config, tpu_memory, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,
@@ -70,7 +67,7 @@ def build_engine_inputs(
         mesh=mesh,
         batch_shape=(config.data.global_batch_size, config.data.sequence_length),
         table=table,
-        gathers_ahead=gathers_ahead(config, mesh, note),
+        gathers_ahead=gathers_ahead(config, tpu_memory, note),
     )
 
 

@@ -202,7 +202,7 @@ class TestTpu:
         )
         assert report["fits"]
         assert report["num_devices"] == chips
-        assert estimate(resolve(config, chips)).total < report["memory"]["capacity_bytes"]
+        assert estimate(resolve(config, chips), None).total < report["memory"]["capacity_bytes"]
         assert 0 < report["bounds"]["mfu"] < 1
         assert {c["network"] for c in report["collectives"]} == {"ici"}
 

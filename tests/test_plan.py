@@ -119,6 +119,21 @@ def test_choices_that_leave_nothing_are_an_error(capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--fix", "--try"])
+def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
+    requests = []
+
+    def launch(request, *_):
+        requests.append(request)
+        return 0
+
+    monkeypatch.setattr("maxpipe.compiling.plan.launch", launch)
+    for words in ([], [flag, "pipeline.fsdp_gather=auto"]):
+        assert plan.main([*FROM, *words]) == 0
+    without, auto = requests
+    assert auto == without
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -159,6 +174,7 @@ def test_choices_that_leave_nothing_are_an_error(capsys):
         ([*FROM, "--fix", "pipeline.engine=auto"], "the plan tries engines by name"),
         ([*FROM, "--fix", "mesh.ici.fsdp=-1"], "--fix mesh.ici.fsdp: the plan derives nothing"),
         ([*FROM, "--try", "pipeline.num_repeats=1,-1"], "the plan derives nothing from -1"),
+        ([*FROM, "--try", "pipeline.fsdp_gather=auto,once"], "auto stands for every mode"),
         ([*FROM, "--fix", "seed=1", "--fix", "seed=2"], "--fix seed: is given twice"),
         ([*SMALL, "--fix", "pipeline.schedule=circular"], "give one of them"),
         (

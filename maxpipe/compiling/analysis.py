@@ -14,14 +14,12 @@ from maxpipe.compiling.report import Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.options import update
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, memory_of_tpus
 from maxpipe.pipeline.engines.scheduled.engine import skips_idle
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.gather_mode import KEY as GATHER_MODE
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
 from maxpipe.planning.simulate import simulate
@@ -46,10 +44,9 @@ def analyse(
     Returns:
       The report, and the step; None if the compiler gave up.
     """
-    # Alternatives keep what the trainer has decided, and said.
-    config = with_gather_mode(config, mesh)
-    written = update(written, {GATHER_MODE: config.pipeline.fsdp_gather})
     devices = mesh.devices.reshape(-1).tolist()
+    memory = memory_of_tpus(devices)
+    config = with_gather_mode(config, memory)  # as the trainer has decided, and said
     is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
@@ -60,7 +57,7 @@ def analyse(
         engine=config.pipeline.engine,
         schedule=config.pipeline.schedule,
         bubble=simulate(build_table(config)).bubble_fraction if is_pipelined else 0.0,
-        shapes=estimate(config),
+        shapes=estimate(config, memory),
         capacity=device_memory(devices),
         model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
     )
@@ -72,7 +69,7 @@ def analyse(
     else:
         report, executable = _with_step(report, config, mesh, step), step.executable
     if not report.fits:
-        changes = knobs(written, config, mesh.size, config.compile.num_slices)
+        changes = knobs(written, config, mesh.size, config.compile.num_slices, memory)
         report = replace(report, knobs=changes)
     elif report.bounds and report.capacity:
         report = replace(report, gains=_gains(report, written, config, mesh))
@@ -85,8 +82,10 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
     assert report.capacity is not None
     assert report.flops is not None
 
+    memory = memory_of_tpus(mesh.devices.reshape(-1).tolist())
+
     def bound_mfu(changed: Config, flops: float) -> float:
-        bounds = _bounds(report, changed, mesh, flops, estimate(changed), report.links)
+        bounds = _bounds(report, changed, mesh, flops, estimate(changed, memory), report.links)
         return bounds.mfu if bounds else 0.0
 
     return gains(
@@ -95,6 +94,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
         (mesh.size, config.compile.num_slices),
         needed=report.needed,
         capacity=report.capacity,
+        tpu_memory=memory,
         flops=report.flops,
         mfu=report.bounds.mfu,
         bound_mfu=bound_mfu,

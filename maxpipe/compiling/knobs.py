@@ -7,6 +7,7 @@ from maxpipe.config import Config, ConfigError, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_times import first_layers, unit_times
 
 MOST_GAINS = 2
@@ -52,6 +53,7 @@ def gains(
     *,
     needed: float,
     capacity: float,
+    tpu_memory: float | None,
     flops: float,
     mfu: float,
     bound_mfu: BoundMfu,
@@ -60,24 +62,29 @@ def gains(
 
     Args:
       written: as loaded, with -1 for what is derived.
-      resolved: the configuration that fits.
+      resolved: the configuration that fits, with `pipeline.fsdp_gather` decided.
       devices: devices and slices to stay on.
       needed: bytes that the compiled program needs on a device.
       capacity: bytes of a device.
+      tpu_memory: the same, with which the changed run decides when it gathers weights; None if it
+        is no TPU, or an unknown one.
       flops: of the compiled step over all devices.
       mfu: bound of the compiled step.
       bound_mfu: the bound of another configuration.
     """
-    now, step = estimate(resolved).total, _layer_times(resolved)
+    now, step = estimate(resolved, tpu_memory).total, _layer_times(resolved)
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
         try:
             changed = resolve(replace(written, **{"pipeline.remat_policy": name}), *devices)
-            would_need = needed + estimate(changed).total - now
+            changed = with_gather_mode(changed, tpu_memory)
+            would_need = needed + estimate(changed, tpu_memory).total - now
         except (ConfigError, ValueError):
             continue
+        if changed.pipeline.fsdp_gather != resolved.pipeline.fsdp_gather:
+            continue  # on auto it would gather more often, which the bound does not know
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
             better.append(Gain(f"pipeline.remat_policy={name}", would_need, faster))
@@ -93,20 +100,28 @@ def _layer_times(config: Config) -> float:
     return first + config.model.stacked_layers * times.layer + times.head
 
 
-def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:
+def knobs(
+    written: Config,
+    resolved: Config,
+    num_devices: int,
+    num_slices: int,
+    tpu_memory: float | None,
+) -> list[Knob]:
     """Return legal changes that save memory on the same devices, the most effective first.
 
     Args:
       written: as loaded, with -1 for what is derived, so that it is derived again after a change.
-      resolved: the configuration that does not fit.
+      resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided.
       num_devices, num_slices: the devices to stay on.
+      tpu_memory: as for `gains`.
     """
-    now = estimate(resolved).total
+    now = estimate(resolved, tpu_memory).total
     effective = []
     for changes in _changes(resolved):
         try:
             changed = resolve(replace(written, **changes), num_devices, num_slices)
-            saves = now - estimate(changed).total
+            changed = with_gather_mode(changed, tpu_memory)
+            saves = now - estimate(changed, tpu_memory).total
         except (ConfigError, ValueError):
             continue
         if saves > 0.01 * now:

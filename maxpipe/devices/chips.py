@@ -255,6 +255,11 @@ def device_memory(devices: Sequence[Device]) -> float | None:
     return chip.hbm_bytes / devices_per_chip(devices) if chip else None
 
 
+def memory_of_tpus(devices: Sequence[Device]) -> float | None:
+    """Return the bytes that one of these TPUs may hold, None for an unknown or no TPU."""
+    return device_memory(devices) if devices[0].platform == "tpu" else None
+
+
 def topology_memory(topology: str) -> float | None:
     """Return the bytes of a device of a canonical topology, None for an unknown chip."""
     chip = chip_of(topology)

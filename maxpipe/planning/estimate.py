@@ -9,7 +9,7 @@ Letters: S stages, V repeats, M microbatches, D embed.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
@@ -32,7 +32,7 @@ from maxpipe.planning.footprint import (
     with_dense_layers,
     working_width,
 )
-from maxpipe.planning.prefetch import gathers_ahead_in
+from maxpipe.planning.prefetch import gathers_ahead, splits_backward
 from maxpipe.planning.stores import (
     Widths,
     circular_store,
@@ -92,14 +92,15 @@ class Bounds:
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
-def estimate(config: Config, capacity: float | None = None) -> Memory:
+def estimate(config: Config, tpu_memory: float | None) -> Memory:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
     Args:
       config: resolved.
-      capacity: bytes of a device, which decide whether weights are gathered ahead; None if unknown.
+      tpu_memory: bytes of a device, which decide whether weights are gathered ahead; None if it is
+        no TPU, or an unknown one.
     """
-    at_rest, use = total_parameters(config), _use(config, capacity)
+    at_rest, use = total_parameters(config), _use(config, tpu_memory)
     trained = weights_of(config, only_trained=True)
     held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
     copies, gradients, unit, head = map(float, held)
@@ -115,9 +116,8 @@ def estimate(config: Config, capacity: float | None = None) -> Memory:
     )
 
 
-def _use(config: Config, capacity: float | None) -> Use:
+def _use(config: Config, tpu_memory: float | None) -> Use:
     pipeline = config.pipeline
-    has_stages = ENGINES[pipeline.engine].has_stages
     return Use(
         pipeline.num_microbatches,
         pipeline.num_repeats,
@@ -125,8 +125,8 @@ def _use(config: Config, capacity: float | None) -> Use:
         _delay(config) * num_stages(config),
         float(pipeline.fsdp_gather == "per_repeat"),
         float(pipeline.fsdp_gather == "once"),
-        float(gathers_ahead_in(config, capacity)),
-        has_stages and SCHEDULES[pipeline.schedule].splits_backward,
+        float(gathers_ahead(config, tpu_memory)),
+        splits_backward(config),
         itemsize(config.model.dtype),
         itemsize(config.model.param_dtype),
     )

@@ -6,62 +6,48 @@ their gradients in full. Where the engine can, gathering a repeat ahead holds le
 fast, though it gathers more often.
 """
 
-from collections.abc import Callable
-
-from jax.sharding import Mesh
-
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import GIB, device_memory
+from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
+from maxpipe.planning.prefetch import KEY as PREFETCH
+from maxpipe.planning.prefetch import MEMORY_SHARE, Note, ignore_note
 
 KEY = "pipeline.fsdp_gather"
-MEMORY_SHARE = 0.05  # of a device, for what is whole
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
 
-Note = Callable[[str], None]
 
-
-def ignore(text: str) -> None:
-    """Drop a line that has been printed already."""
-
-
-def with_gather_mode(config: Config, mesh: Mesh, note: Note = ignore) -> Config:
+def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
     """Return the configuration with `pipeline.fsdp_gather` decided.
 
     Args:
       config: resolved.
-      mesh: all devices.
+      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
-    devices = list(mesh.devices.flat)
-    memory = device_memory(devices) if devices[0].platform == "tpu" else None
-    return update(config, {KEY: gather_mode(config, memory, note)})
+    return update(config, {KEY: _gather_mode(config, tpu_memory, note)})
 
 
-def gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore) -> str:
-    """Return how often weights are gathered.
-
-    Args:
-      config: resolved.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
-      note: as for `with_gather_mode`.
-    """
+def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
+    """Return how often weights are gathered."""
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather
-    if pipeline.fsdp_prefetch == "true" or tpu_memory is None or not _can_gather_whole(config):
+    if tpu_memory is None or not _has_weights_to_gather(config):
+        return "per_iteration"
+    if obstacle := _obstacle(config):
+        note(f"{KEY}=per_iteration: {obstacle}")
         return "per_iteration"
     device = f"a device's {tpu_memory / GIB:.3g} GiB"
-    iteration = estimate(update(config, {KEY: "per_iteration"})).total
+    iteration = estimate(update(config, {KEY: "per_iteration"}), tpu_memory).total
     reason = ""
     for mode, what in _whole_modes(config).items():
-        whole = estimate(update(config, {KEY: mode})).total
+        whole = estimate(update(config, {KEY: mode}), tpu_memory).total
         extra = max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
         if extra > MEMORY_SHARE * tpu_memory:
@@ -75,17 +61,30 @@ def gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore) -
     return "per_iteration"
 
 
-def _can_gather_whole(config: Config) -> bool:
-    """Return whether the engine runs this configuration on whole weights, and gains by it."""
+def _has_weights_to_gather(config: Config) -> bool:
+    """Return whether weights are split over devices of an engine that gains by whole ones."""
     engine = ENGINES[config.pipeline.engine]
-    if not (engine.has_stages and engine.one_program) or config.mesh.size("fsdp") == 1:
-        return False
-    # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
-    return not offloaded_names(config.pipeline) and not unfit_rules(axis_rules(config))
+    return engine.has_stages and engine.one_program and config.mesh.size("fsdp") > 1
+
+
+def _obstacle(config: Config) -> str:
+    """Return why this configuration does not go with whole weights; "" if it does."""
+    if config.pipeline.fsdp_prefetch == "true":
+        return f"{PREFETCH}=true gathers a slot ahead"
+    if offloaded_names(config.pipeline):
+        # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
+        return "TPU compilers fail on whole weights with residuals in the host's memory"
+    if unfit_rules(axis_rules(config)):
+        return "sharding.logical_axis_rules do not go with whole weights"
+    return ""
 
 
 def _whole_modes(config: Config) -> dict[str, str]:
-    """Return the engine's modes that gather whole weights, fastest first, and what they hold."""
+    """Return the engine's modes that gather whole weights, and what they hold.
+
+    The one with the fewest gathers is first: steps are predicted to be as fast within 1 %, but
+    fewer gathers rely less on running beside computation.
+    """
     modes = {
         "once": "whole weights and gradients",
         "per_repeat": "whole weights and gradients of the repeats at work",

@@ -1,79 +1,115 @@
 """Decide whether weights are gathered a slot ahead: `pipeline.fsdp_prefetch`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from jax.sharding import Mesh
+import numpy as np
 
-from maxpipe.config.catalog import ENGINES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import device_memory
+from maxpipe.devices.chips import GIB, Device, memory_of_tpus
 from maxpipe.pipeline.manual import MANUAL_AXES
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import device_parameters, itemsize
+from maxpipe.planning.stores import Number
 
 KEY = "pipeline.fsdp_prefetch"
-MEMORY_SHARE = 0.05  # of a device, for the chunks that are in memory in full
+MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
 LONGEST_RING = 4  # devices of mesh axis fsdp
 
+Note = Callable[[str], None]
 
-def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bool:
-    """Return whether a chunk's weights are gathered a slot ahead of the unit that reads them.
 
-    Two chunks are then in memory in full, that of a tick's F and that of its B, instead of a layer.
+def ignore_note(text: str) -> None:
+    """Drop a line that nothing should print."""
+
+
+def memory_for_gathers(
+    config: Config, devices: Sequence[Device], note: Note = ignore_note
+) -> float | None:
+    """Return the bytes of a TPU, which decide when weights are gathered; None on other devices.
 
     Args:
       config: resolved.
-      mesh: all devices.
+      devices: of the mesh.
+      note: called where a decision is open, but the TPU is not known.
+    """
+    memory, pipeline = memory_of_tpus(devices), config.pipeline
+    is_open = config.mesh.size("fsdp") > 1 and "auto" in (
+        pipeline.fsdp_gather,
+        pipeline.fsdp_prefetch,
+    )
+    if memory is None and devices[0].platform == "tpu" and is_open:
+        kind = devices[0].device_kind
+        note(f"weights are not gathered early on auto: the memory of {kind} is not known")
+    return memory
+
+
+def gathers_ahead(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> bool:
+    """Return whether a chunk's weights are gathered a slot ahead of the unit that reads them.
+
+    The chunks of a tick's F, of its B and of its W are then in memory in full, instead of one.
+
+    Args:
+      config: resolved.
+      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
-    pipeline, ring = config.pipeline, mesh.shape["fsdp"]
-    layers = pipeline.num_layers_per_stage
-    gathers_layer_by_layer = pipeline.scan_layers_per_stage and layers > 1
-    if (
-        not ENGINES[pipeline.engine].takes(KEY)
-        or pipeline.gathers_whole
-        or gathers_layer_by_layer
-        or ring == 1
-    ):
+    if not _can_gather_ahead(config):
         return False
-    if pipeline.fsdp_prefetch != "auto":
-        return pipeline.fsdp_prefetch == "true"
+    if config.pipeline.fsdp_prefetch != "auto":
+        return config.pipeline.fsdp_prefetch == "true"
     # Simulated devices have nothing to overlap; GPUs run an all-gather during computation as it is.
-    devices = list(mesh.devices.flat)
-    memory = device_memory(devices)
-    if devices[0].platform != "tpu":
+    if tpu_memory is None:
         return False
-    if memory is None:
-        note(f"{KEY}=false: the memory of {devices[0].device_kind} is not known")
-        return False
+    ring = config.mesh.size("fsdp")
     if ring > LONGEST_RING:
         note(
             f"{KEY}=false: every weight takes a transfer to each of {ring} devices of mesh axis "
             f"fsdp, and with more than {LONGEST_RING} compiling takes long"
         )
         return False
-    required = _gathered_bytes(config)
-    is_small = required <= MEMORY_SHARE * memory
+    chunks = gathered_chunks(splits_backward(config))
+    required = chunks * _chunk_bytes(config)
+    does = bool(is_small(required, tpu_memory))
     note(
-        f"{KEY}={str(is_small).lower()}: two gathered chunks take {required / 2**30:.2f} GiB, "
-        f"{'at most' if is_small else 'more than'} {MEMORY_SHARE:.0%} of a device's "
-        f"{memory / 2**30:.3g} GiB"
+        f"{KEY}={str(does).lower()}: {chunks} gathered chunks take {required / GIB:.2f} GiB, "
+        f"{'at most' if does else 'more than'} {MEMORY_SHARE:.0%} of a device's "
+        f"{tpu_memory / GIB:.3g} GiB"
     )
-    return is_small
+    return does
 
 
-def gathers_ahead_in(config: Config, capacity: float | None) -> bool:
-    """Return the same of a TPU with so much memory, in bytes; None if it is not known."""
-    pipeline, ring = config.pipeline, config.mesh.size("fsdp")
-    scans = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
-    if not ENGINES[pipeline.engine].takes(KEY) or scans or ring == 1:
+def splits_backward(config: Config) -> bool:
+    """Return whether weight gradients are units of their own, also in a table from a file."""
+    if not ENGINES[config.pipeline.engine].has_stages:
         return False
-    if pipeline.gathers_whole or pipeline.fsdp_prefetch != "auto":
-        return not pipeline.gathers_whole and pipeline.fsdp_prefetch == "true"
-    is_known = capacity is not None and ring <= LONGEST_RING
-    return is_known and _gathered_bytes(config) <= MEMORY_SHARE * (capacity or 0.0)
+    facts = SCHEDULES.get(config.pipeline.schedule)
+    return facts.splits_backward if facts else "W" in build_table(config).kinds
 
 
-def _gathered_bytes(config: Config) -> float:
-    """Return the bytes of two gathered chunks."""
+def gathered_chunks(splits_backward: bool) -> int:
+    """Return how many chunks are in memory in full: those of F, of B and, if there is one, of W."""
+    return 3 if splits_backward else 2
+
+
+def is_small(gathered: Number, tpu_memory: float | None) -> np.ndarray:
+    """Return whether so many bytes are few of a TPU's; never of other devices'."""
+    return np.less_equal(gathered, MEMORY_SHARE * (tpu_memory or 0.0))
+
+
+def _can_gather_ahead(config: Config) -> bool:
+    """Return whether the engine has weights to gather, and can do it a slot ahead."""
+    pipeline = config.pipeline
+    gathers_layer_by_layer = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
+    return (
+        ENGINES[pipeline.engine].takes(KEY)
+        and not pipeline.gathers_whole
+        and not gathers_layer_by_layer
+        and config.mesh.size("fsdp") > 1
+    )
+
+
+def _chunk_bytes(config: Config) -> float:
+    """Return the bytes of a gathered chunk."""
     layer = device_parameters(config, "layers", whole_over=MANUAL_AXES)
-    return 2 * config.pipeline.num_layers_per_stage * layer * itemsize(config.model.dtype)
+    return config.pipeline.num_layers_per_stage * layer * itemsize(config.model.dtype)

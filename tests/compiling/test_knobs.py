@@ -2,8 +2,11 @@
 
 import pytest
 
-from maxpipe.compiling.knobs import gains
+from maxpipe.compiling.knobs import gains, knobs
 from maxpipe.config import Config, replace, resolve
+from maxpipe.planning import gather_mode
+from maxpipe.planning.estimate import estimate
+from maxpipe.planning.gather_mode import with_gather_mode
 
 SIZES = {
     "model.num_layers": 4,
@@ -41,10 +44,11 @@ def share_without_recomputation(**values):
 
     gains(
         written,
-        resolve(written, 2),
+        with_gather_mode(resolve(written, 2), None),
         (2, 1),
         needed=0.0,
         capacity=1e12,
+        tpu_memory=None,
         flops=1.0,
         mfu=0.1,
         bound_mfu=bound,
@@ -68,3 +72,44 @@ def test_gains_count_first_dense_layers_with_their_own_flops(schedule, forwards)
     full = none + 2 * (weights + attention) + 4 * (moe_weights + moe_attention)
     share = share_without_recomputation(**FIRST, **{"pipeline.schedule": schedule})
     assert share == pytest.approx(none / full)
+
+
+SPLIT = {"mesh.ici.fsdp": 4, "pipeline.num_repeats": 2, "pipeline.schedule": "circular"}
+V5P = 95 * 2.0**30
+POLICY = "pipeline.remat_policy"
+
+
+def test_knobs_decide_again_how_often_a_changed_run_gathers():
+    """What the circular engine decides, per_repeat, the engine of lockstep_1f1b refuses."""
+    written = replace(Config(), **SIZES | SPLIT | {"pipeline.remat_policy": "minimal"})
+    resolved = with_gather_mode(resolve(written, 8), V5P)
+    told = replace(written, **{gather_mode.KEY: "per_repeat"})
+    found = {knob.words: knob.saves for knob in knobs(written, resolved, 8, 1, V5P)}
+    words = "pipeline.schedule=lockstep_1f1b pipeline.engine=auto"
+    assert words not in [knob.words for knob in knobs(told, resolved, 8, 1, V5P)]
+    changed = replace(written, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"})
+    lockstep = with_gather_mode(resolve(changed, 8), V5P)
+    assert lockstep.pipeline.fsdp_gather == "once"
+    saves = estimate(resolved, V5P).total - estimate(lockstep, V5P).total
+    assert found[words] == pytest.approx(saves)
+
+
+def test_gains_leave_out_what_would_gather_more_often(monkeypatch):
+    """The bound of the compiled step does not know those gathers."""
+    written = replace(Config(), **SIZES | SPLIT | {"pipeline.schedule": "lockstep_1f1b"})
+
+    def gained():
+        resolved = with_gather_mode(resolve(written, 8), V5P)
+        facts = {"needed": 0.0, "capacity": 1e12, "flops": 1.0, "mfu": 0.1}
+        assert resolved.pipeline.fsdp_gather == "once"
+        return gains(
+            written, resolved, (8, 1), tpu_memory=V5P, bound_mfu=lambda c, f: 1 / f, **facts
+        )
+
+    full, none = (
+        estimate(with_gather_mode(resolve(replace(written, **{POLICY: p}), 8), V5P), V5P).total
+        for p in ("full", "none")
+    )
+    assert "pipeline.remat_policy=none" in [gain.words for gain in gained()]
+    monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P)
+    assert "pipeline.remat_policy=none" not in [gain.words for gain in gained()]

@@ -13,6 +13,7 @@ from maxpipe.compiling.topology import LinkUse
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
 from maxpipe.planning.estimate import Memory, estimate, step_bounds
+from maxpipe.planning.gather_mode import with_gather_mode
 
 MEMORY = Memory(1e9, 2e9, 1e9, 4e9)
 WRITTEN = replace(
@@ -127,14 +128,14 @@ def test_report_without_a_knob_advises_more_devices():
 
 def test_knobs_are_legal_and_save_what_they_say():
     resolved = resolve(WRITTEN, 8)
-    found = knobs(WRITTEN, resolved, 8, 1)
+    found = knobs(WRITTEN, resolved, 8, 1, None)
     words = [knob.words for knob in found]
     assert "pipeline.remat_policy=full" in words
     assert "pipeline.schedule=lockstep_1f1b pipeline.engine=auto" in words
     assert [knob.saves for knob in found] == sorted((knob.saves for knob in found), reverse=True)
     full = resolve(replace(WRITTEN, **{"pipeline.remat_policy": "full"}), 8)
     saved = next(knob.saves for knob in found if knob.words == "pipeline.remat_policy=full")
-    assert saved == pytest.approx(estimate(resolved).total - estimate(full).total)
+    assert saved == pytest.approx(estimate(resolved, None).total - estimate(full, None).total)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +152,9 @@ FULL = replace(WRITTEN, **{"pipeline.remat_policy": "full", "pipeline.schedule":
 def gains_with(capacity, resolved, **values):
     """Return the gains of a step that needs what the estimate says, at an MFU of 1/FLOPs."""
     facts = {
-        "needed": estimate(resolved).total,
+        "needed": estimate(resolved, None).total,
         "capacity": capacity,
+        "tpu_memory": None,
         "flops": 4.0,
         "mfu": 0.25,
         "bound_mfu": lambda config, flops: 1 / flops,
@@ -161,18 +163,18 @@ def gains_with(capacity, resolved, **values):
 
 
 def test_gains_save_more_fit_and_are_faster():
-    resolved = resolve(FULL, 8)
+    resolved = with_gather_mode(resolve(FULL, 8), None)
     best = gains_with(95 * GIB, resolved)[0]
     assert best.words == "pipeline.remat_policy=minimal"
     minimal = resolve(replace(FULL, **{"pipeline.remat_policy": "minimal"}), 8)
-    assert best.needed == pytest.approx(estimate(minimal).total)
+    assert best.needed == pytest.approx(estimate(minimal, None).total)
     # Three of four passes are left; attention and the head count too.
     assert 0.25 < best.mfu < 0.25 * 4 / 3
 
 
 def test_gains_that_do_not_fit_or_do_not_help_are_left_out():
-    resolved = resolve(FULL, 8)
-    assert gains_with(1.01 * estimate(resolved).total, resolved) == []
+    resolved = with_gather_mode(resolve(FULL, 8), None)
+    assert gains_with(1.01 * estimate(resolved, None).total, resolved) == []
     assert gains_with(95 * GIB, resolved, bound_mfu=lambda config, flops: 0.25) == []
 
 

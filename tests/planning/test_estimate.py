@@ -22,7 +22,7 @@ def config_of(**values):
 def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, rank):
     config = config_of(**{"pipeline.schedule": schedule, "model.lora.rank": rank})
     state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
-    memory = estimate(config)
+    memory = estimate(config, None)
     # Norms are not sharded, and the optimizer counts its steps.
     assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
     assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
@@ -32,7 +32,7 @@ def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, rank)
 def test_activations_against_the_number_of_microbatches(schedule, grows):
     def activations(count):
         values = {"pipeline.num_microbatches": count, "data.global_batch_size": 2 * count}
-        return estimate(config_of(**{"pipeline.schedule": schedule}, **values)).activations
+        return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
 
     assert (activations(32) > 1.5 * activations(8)) is grows
 
@@ -48,7 +48,7 @@ def test_layers_outside_the_pipeline_are_priced_with_their_inputs(schedule, grow
             "pipeline.parallel_layers": 8,
             "model.num_layers": 8 + outside,
         }
-        return estimate(config_of(**{"pipeline.schedule": schedule}, **values)).activations
+        return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
 
     inputs = {count: activations(count, 4) - activations(count, 0) for count in (8, 16)}
     tokens, width = Config().data.sequence_length, Config().model.embed_dim
@@ -60,7 +60,7 @@ def test_layers_outside_the_pipeline_are_priced_with_their_inputs(schedule, grow
 def test_split_backwards_are_priced_with_their_stash():
     def activations(schedule, **values):
         values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values
-        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8})).activations
+        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8}), None).activations
 
     extra = activations("lockstep_zb") - activations("lockstep_1f1b")
     delay = {"pipeline.delay_activation_forwarding": True}
@@ -72,7 +72,7 @@ def test_split_backwards_are_priced_with_their_stash():
 def test_activations_against_the_policy():
     def activations(policy):
         return estimate(
-            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy})
+            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy}), None
         ).activations
 
     assert activations("full") < activations("minimal") < activations("none")
@@ -84,7 +84,7 @@ def test_activations_of_split_sequences():
 
     def activations(context):
         axes = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "mesh.ici.context": context}
-        return estimate(resolve(replace(Config(), **axes), 4 * context)).activations
+        return estimate(resolve(replace(Config(), **axes), 4 * context), None).activations
 
     half = activations(1) / 2
     assert half < activations(2) < 1.1 * half
@@ -93,7 +93,8 @@ def test_activations_of_split_sequences():
 def test_weights_gathered_once_are_whole_over_fsdp():
     apart, once = (
         estimate(
-            config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather})
+            config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}),
+            None,
         )
         for gather in ("per_iteration", "once")
     )
@@ -112,7 +113,9 @@ def test_first_dense_layers_keep_what_dense_layers_keep(policy):
     def activations(layers, first=0, **values):
         values |= {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
         values |= {"model.num_layers": layers, "pipeline.remat_policy": policy}
-        return estimate(config_of(**values, **{"model.first_dense_layers": first})).activations
+        return estimate(
+            config_of(**values, **{"model.first_dense_layers": first}), None
+        ).activations
 
     dense = activations(6) - activations(5)
     assert activations(6, 2, **experts) - activations(5, 1, **experts) == pytest.approx(dense)
@@ -144,7 +147,7 @@ def test_experts_over_devices_are_priced_with_rows_for_every_choice():
     values |= {f"model.moe.{key}": value for key, value in moe.items()}
 
     def priced(axis):
-        return estimate(resolve(replace(Config(), **values | {f"mesh.ici.{axis}": 4}), 4))
+        return estimate(resolve(replace(Config(), **values | {f"mesh.ici.{axis}": 4}), 4), None)
 
     whole, shared = priced("data"), priced("expert")
     model = replace(Config(), **values).model

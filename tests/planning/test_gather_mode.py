@@ -1,9 +1,5 @@
 """How often weights are gathered on auto, and what is said about it."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
 from helpers.engines import EngineUnderTest, make_mesh
@@ -13,6 +9,7 @@ from maxpipe.builder import build_engine_inputs
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.devices.chips import device_memory, memory_of_tpus
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
@@ -29,10 +26,9 @@ CIRCULAR = {
 
 def decided(device=V5P, **values):
     """Return (mode, notes)."""
-    devices = [replace(device, coords=(i, 0, 0)) for i in range(8)]
-    mesh = SimpleNamespace(devices=np.array(devices).reshape(2, 4))
     notes = []
-    return with_gather_mode(config_of(**values), mesh, notes.append).pipeline.fsdp_gather, notes
+    config = with_gather_mode(config_of(**values), memory_of_tpus([device]), notes.append)
+    return config.pipeline.fsdp_gather, notes
 
 
 @pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
@@ -60,17 +56,27 @@ def test_auto_gathers_per_iteration_where_memory_is_short(
 
 def more(mode, **values):
     """Return what a mode takes more than `per_iteration`, as a share of a device's memory."""
+    memory = device_memory([V5P])
     whole, iteration = (
-        estimate(config_of(**values, **{KEY: mode})).total for mode in (mode, "per_iteration")
+        estimate(config_of(**values, **{KEY: mode}), memory).total
+        for mode in (mode, "per_iteration")
     )
     assert whole > iteration
-    return (whole - iteration) / gather_mode.device_memory([V5P])
+    return (whole - iteration) / memory
 
 
 def test_share_of_memory_is_what_once_takes_more(monkeypatch):
     for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
         monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * more("once"))
         assert decided()[0] == mode
+
+
+def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead(monkeypatch):
+    ahead, unit = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
+    assert ahead < unit
+    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (ahead + unit) / 2)
+    assert decided()[0] == "once"
+    assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
 
 
 def test_circular_engine_gathers_per_repeat_where_all_repeats_are_too_much(monkeypatch):
@@ -94,14 +100,27 @@ def test_circular_engine_gathers_per_repeat_where_all_repeats_are_too_much(monke
         {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
         {"device": Device("TPU v99")},
         {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
-        {"pipeline.fsdp_prefetch": "true"},
-        CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"},
         MPMD,
     ],
-    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "gathered_ahead", "offloaded", "mpmd"],
+    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "mpmd"],
 )
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
     assert decided(**values) == ("per_iteration", [])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"pipeline.fsdp_prefetch": "true"}, "fsdp_prefetch=true"),
+        (CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"}, "the host's memory"),
+    ],
+    ids=["gathered_ahead", "offloaded"],
+)
+def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weights(values, reason):
+    mode, (note,) = decided(**values)
+    assert mode == "per_iteration"
+    assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
+    assert reason in note
 
 
 @pytest.mark.parametrize(
@@ -110,7 +129,9 @@ def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
 def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules(rule):
     rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
     values = CIRCULAR | {"sharding.logical_axis_rules": rules}
-    assert decided(**values) == ("per_iteration", [])
+    decision, (note,) = decided(**values)
+    assert decision == "per_iteration"
+    assert note.endswith("sharding.logical_axis_rules do not go with whole weights")
     for mode in ("once", "per_repeat"):
         with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
             EngineUnderTest(config_of(**values, **{KEY: mode}))
@@ -129,7 +150,9 @@ def test_engines_never_see_auto():
 
 
 def test_estimate_takes_auto_for_per_iteration():
-    undecided, iteration = (estimate(config_of(**{KEY: m})) for m in ("auto", "per_iteration"))
+    undecided, iteration = (
+        estimate(config_of(**{KEY: m}), None) for m in ("auto", "per_iteration")
+    )
     assert undecided == iteration
 
 

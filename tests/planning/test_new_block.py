@@ -106,7 +106,7 @@ def test_layer_is_not_traced_for_mfu_where_the_chip_is_unknown(monkeypatch):
 def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():
     config = config_of()
     state = build_trainer(config, make_mesh(config)).abstract_state()
-    memory = estimate(config)
+    memory = estimate(config, None)
     assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=1e-3)
     assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=1e-3)
 
@@ -144,7 +144,7 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, d
 
 
 def test_activations_and_stash_grow_with_the_block():
-    new, llama = both(lambda config: estimate(config).activations)
+    new, llama = both(lambda config: estimate(config, None).activations)
     assert new > 1.3 * llama
     new, llama = both(stash_width)
     # Full rematerialisation on one of two tensor shards: gradients of the second MLP's hidden

@@ -193,14 +193,14 @@ class PipelineConfig:
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
         "gradients are summed once a step on the scheduled and the mpmd engine; auto = once, or "
         "else per_repeat (circular), on TPUs where that takes at most 5 % more of a device's "
-        "memory (scheduled, circular), else per_iteration",
+        "memory (scheduled, circular), else per_iteration, as with fsdp_prefetch=true",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(
         "auto",
         "with fsdp_gather=per_iteration, gather a chunk's weights one slot ahead, while another "
-        "unit computes; auto = on TPUs with fsdp of at most 4, where two gathered chunks take at "
-        "most 5 % of a device's memory",
+        "unit computes; auto = on TPUs with fsdp of at most 4, where two gathered chunks (three "
+        "if backwards are split) take at most 5 % of a device's memory",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(

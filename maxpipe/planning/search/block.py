@@ -12,7 +12,7 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.planning.search.legality import Legality
-from maxpipe.planning.search.space import Grid, Space
+from maxpipe.planning.search.space import GATHERS, Grid, Space
 
 DIMENSIONS = ("microbatches", "repeats", "policy", "gather", "tiles")
 
@@ -57,9 +57,9 @@ def block_of(
     def words(key: str) -> tuple[str, ...]:
         return tuple(map(str, space.values(key, engine)))
 
-    gathers = words("pipeline.fsdp_gather")
-    if grid.size("fsdp") == 1 and "pipeline.fsdp_gather" not in space.choices:
-        # The closed forms do not count the whole copies that the other modes make here.
+    gathers = words(GATHERS)
+    if grid.size("fsdp") == 1 and GATHERS not in space.choices:
+        # Weights are whole already.
         gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
     return Block(

@@ -53,6 +53,11 @@ class Machine(NamedTuple):
         return self.is_timed and self.chip.torus is not None
 
     @property
+    def tpu_memory(self) -> float | None:
+        """Return the bytes of a TPU, which decide when weights are gathered; None elsewhere."""
+        return self.capacity if self.is_compilable else None
+
+    @property
     def num_chips(self) -> int:
         """Return the chips of all slices."""
         count = self.slices

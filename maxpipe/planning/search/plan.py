@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import resolve
-from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.gather_mode import KEY as GATHER_MODE
-from maxpipe.planning.gather_mode import gather_mode
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.search.block import block_of_configuration
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
@@ -121,8 +119,7 @@ def own_row(request: Request) -> Row | str:
 
 def priced_configuration(config: Config, request: Request) -> Candidate | str:
     """Return a resolved configuration as a candidate; or why it cannot be priced."""
-    tpu_memory = request.machine.capacity if request.machine.is_compilable else None
-    block = block_of_configuration(update(config, {GATHER_MODE: gather_mode(config, tpu_memory)}))
+    block = block_of_configuration(with_gather_mode(config, request.machine.tpu_memory))
     if block is None:
         return f"{OWN}: a schedule from a file has no closed form"
     outcome, facts = Outcome(), Facts(config)

@@ -13,7 +13,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
-from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED, Space
+from maxpipe.planning.search.space import DERIVED, GATHERS, MESH_KEYS, SEARCHED, Space
 from maxpipe.planning.search.words import (
     BATCH,
     TOKENS,
@@ -94,7 +94,11 @@ def request_of(arguments: Arguments) -> Request:
         problems.append(Problem("model.lora.rank", message))
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
-    choices = {key: values for key, values in (tried | fixed).items() if key in SEARCHED}
+    choices = {
+        key: values
+        for key, values in (tried | fixed).items()
+        if key in SEARCHED and (key, values) != (GATHERS, ["auto"])  # left to the search
+    }
     others: Updates = {key: values[0] for key, values in fixed.items() if key not in SEARCHED}
     config = update(loaded.config, others)
     try:

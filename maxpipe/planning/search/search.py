@@ -107,7 +107,7 @@ def price(
     if not legal.any():
         return None
     block, legal = _narrowed(block, legal)
-    sizes = BlockSizes(block, facts, machine.capacity)
+    sizes = BlockSizes(block, facts, machine.tpu_memory)
     try:
         memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
     except ScheduleError as error:

@@ -11,7 +11,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
 from maxpipe.planning.prefetch import KEY as PREFETCH
-from maxpipe.planning.prefetch import LONGEST_RING, MEMORY_SHARE
+from maxpipe.planning.prefetch import LONGEST_RING, gathered_chunks, is_small
 from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.patterns import Pattern, pattern
@@ -23,13 +23,13 @@ class BlockSizes:
     Args:
       block: the candidates.
       facts: of the model.
-      capacity: bytes of a device; None if unknown.
+      tpu_memory: bytes of a device; None if it is no TPU.
     """
 
-    def __init__(self, block: Block, facts: Facts, capacity: float | None):
+    def __init__(self, block: Block, facts: Facts, tpu_memory: float | None):
         config, grid = facts.config, block.grid
         self.block, self.facts, self.config = block, facts, config
-        self.capacity = capacity or 0.0
+        self.tpu_memory = tpu_memory
         self.engine = ENGINES[block.engine]
         self.stages = grid.size("stage")
         self.microbatches = along(block.microbatches, "microbatches")
@@ -63,10 +63,10 @@ class BlockSizes:
         prefetch = pipeline.fsdp_prefetch
         if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":
             return np.zeros((1,) * len(DIMENSIONS))
-        chunk = 2 * self.layers * self.parameters.layer_gathered * self.itemsize
-        is_small = chunk <= MEMORY_SHARE * self.capacity
+        chunk = self.layers * self.parameters.layer_gathered * self.itemsize
+        fits = is_small(gathered_chunks(self.splits_backward) * chunk, self.tpu_memory)
         scans = (self.layers > 1) & pipeline.scan_layers_per_stage
-        ahead = (is_small & (ring <= LONGEST_RING)) | (prefetch == "true")
+        ahead = (fits & (ring <= LONGEST_RING)) | (prefetch == "true")
         return (ahead & ~scans) * self.gathers("per_iteration")
 
     @cached_property

@@ -21,6 +21,7 @@ Axes: TypeAlias = tuple[int, ...]  # sizes in the order of MESH_AXES
 _ACROSS_SLICES = ("data", "stage", "fsdp")
 _BATCH_AXES = {key.rpartition(".")[2] for key in SHARD_AXES}
 MESH_KEYS = tuple(f"mesh.{level}.{axis}" for level in ("ici", "dcn") for axis in MESH_AXES)
+GATHERS = "pipeline.fsdp_gather"
 SEARCHED = (
     *MESH_KEYS,
     "pipeline.engine",
@@ -28,7 +29,7 @@ SEARCHED = (
     "pipeline.num_microbatches",
     "pipeline.num_repeats",
     "pipeline.remat_policy",
-    "pipeline.fsdp_gather",
+    GATHERS,
     "model.logit_tiles",
     "data.global_batch_size",
 )
@@ -148,7 +149,7 @@ class Space:
         """Return the values of a key that no other key decides."""
         if not ENGINES[engine].takes(key):
             return [get(self.config, key)]
-        if key in self.choices and "auto" not in self.choices[key]:
+        if key in self.choices:
             return [*self.choices[key]]
         if key == "pipeline.remat_policy":
             # Nothing is known of how fast a host's memory is, so that offloading has no price.
@@ -156,7 +157,7 @@ class Space:
             return [name for name, p in policies if not (p.by_tensor or p.host)]
         if key == "model.logit_tiles":
             return sorted({1, 4, 16, self.config.model.logit_tiles})
-        if key == "pipeline.fsdp_gather":
+        if key == GATHERS:
             return [mode for mode in OPTIONS[key].choices if mode != "auto"]
         return [get(self.config, key)]
 

@@ -9,7 +9,7 @@ from maxpipe.config.errors import Problem
 from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.sections import Config
 from maxpipe.config.values import Scalar, check_bounds, convert, nearest
-from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
+from maxpipe.planning.search.space import DERIVED, GATHERS, MESH_KEYS, SEARCHED
 
 TOKENS, BATCH = "--tokens-per-step", "data.global_batch_size"
 _COUNTS = (*MESH_KEYS, "pipeline.num_microbatches", "pipeline.num_repeats", BATCH)
@@ -68,6 +68,9 @@ def problems_of(fixed: dict[str, list[object]], tried: dict[str, list[object]]) 
         for key in tried
         if key not in SEARCHED
     ]
+    if len(modes := tried.get(GATHERS, [])) > 1 and "auto" in modes:
+        message = f"--try {GATHERS}: auto stands for every mode; leave it or the others out"
+        problems.append(Problem("", message))
     for flag, values in (("--fix", fixed), ("--try", tried)):
         messages = {_refusal(key, v): key for key, chosen in values.items() for v in chosen}
         problems += [Problem("", f"{flag} {key}: {text}") for text, key in messages.items() if text]

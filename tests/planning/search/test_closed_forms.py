@@ -11,6 +11,8 @@ from maxpipe.config.options import update
 from maxpipe.devices.chips import chip_of
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.gather_mode import KEY as GATHER_MODE
+from maxpipe.planning.prefetch import gathers_ahead
 from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
@@ -73,7 +75,7 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         index = int(draw.choice(legal))
         candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
         resolved = resolve(candidate.config(config), 8, 1)
-        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).capacity).total
+        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu_memory).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -114,7 +116,7 @@ def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule
         memory, seconds = priced.memory, priced.seconds
         candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
         resolved = resolve(candidate.config(mixture), 8, 1)
-        expected = estimate(resolved, machine.capacity).total
+        expected = estimate(resolved, machine.tpu_memory).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -148,7 +150,7 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
     assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.1)
 
 
-def test_whole_copies_that_are_not_counted_are_not_offered(config):
+def test_weights_that_are_whole_are_gathered_in_one_mode_alone(config):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     offered = {
         grid.size("fsdp") > 1: block_of(space, legality, grid, "circular", "circular", 32).gathers
@@ -237,12 +239,6 @@ def test_sizes_vary_along_their_own_dimension(config, facts):
     assert isinstance(Seconds(1.0, 2.0, 3.0).step, float)
 
 
-def test_gather_mode_auto_is_left_to_the_search(config):
-    for choices in ({}, {"pipeline.fsdp_gather": ["auto"]}):
-        modes = Space(config, 8, 1, choices).values("pipeline.fsdp_gather", "scheduled")
-        assert modes == ["per_iteration", "per_repeat", "once"]
-
-
 def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     values = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
 
@@ -254,3 +250,18 @@ def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     auto, once, iteration = map(priced, ("auto", "once", "per_iteration"))
     assert auto.gather == once.gather == "once"
     assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
+
+
+@pytest.mark.parametrize(("topology", "does"), [("v6e:2x4", True), ("H100:8", False)])
+def test_a_plan_gathers_ahead_on_tpus_alone_as_a_run_does(config, facts, topology, does):
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
+    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
+    machine = machine_of(topology, 1, config)
+    priced = price(block, legality, facts, machine, Outcome().fallen)
+    index = int(np.flatnonzero(priced.legal)[0])
+    candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+    resolved = update(resolve(candidate.config(config), 8, 1), {GATHER_MODE: "per_iteration"})
+    assert gathers_ahead(resolved, machine.tpu_memory) is does
+    expected = estimate(resolved, machine.tpu_memory).total
+    assert candidate.memory == pytest.approx(expected, rel=1e-9)
