@@ -65,10 +65,10 @@ class Replicas:
         self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        found = self._directory.steps()
-        self.steps = _in_every_process(found)
-        self.warning = "" if processes.agree(found == self.steps) else _lacking(self.steps)
-        self._discard_except(self.steps)  # nobody can restore the others
+        steps = self._directory.steps()
+        self.steps = _in_every_process(steps)
+        self.warning = "" if processes.agree(steps == self.steps) else _lacking(self.steps)
+        self._discard_except(self.steps)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
         """Return whether to write a replica after this step."""
