@@ -84,12 +84,14 @@ class Checkpointer:
         self._directory = StepsDirectory(Path(directory).absolute())
         self._stores: list[StepStore] = [self._directory, *([mirror] if mirror else [])]
         self._timer = SaveTimer(settings, clock)
-        self._retention = Retention(settings, self.record)
+        self._retention = Retention(settings, functools.partial(self.record, is_saved=True))
         # With a mirror a step is safe when it has been copied, otherwise when it is committed.
         on_written = (lambda: None) if mirror else self._timer.finished
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
         self._sync = MirrorSync(self._directory, mirror, self._retention) if mirror else None
         self._replicas = replicas
+        if replicas is not None and replicas.warning:
+            self._log(replicas.warning)
         self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
 
     @property
@@ -110,13 +112,15 @@ class Checkpointer:
         """Return the step last saved, or restored from where it is saved; 0 if there is none."""
         return self._latest or 0
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int, *, is_saved: bool = False) -> Record:
         """Return the record of a step from memory, the directory or the mirror, in this order.
+
+        With `is_saved` a replica of it does not count.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
         """
-        if self._replicas is not None and step in self._replicas.steps:
+        if not is_saved and self._replicas is not None and step in self._replicas.steps:
             return read_record(self._replicas.of(step))
         stores = [store for store in self._stores if step in store.steps()]
         return (stores or self._stores)[0].record(step)
@@ -268,8 +272,8 @@ class Checkpointer:
             except CheckpointDamaged as error:
                 directory = self._directory.of(step)
                 raise CheckpointDamaged(f"checkpoint {directory}: {error}") from error
-        # A step that is only in memory is still to be saved.
-        is_saved = processes.of_first_process(int(restored.step in self.steps()))
+        # A step that is only in memory, or is damaged elsewhere, is still to be saved.
+        is_saved = processes.of_first_process(int(self._is_saved(restored.step)))
         self._latest = restored.step if is_saved else None
         if self._replicas is not None:
             # They are of steps that the run is about to repeat.
@@ -390,11 +394,13 @@ class Checkpointer:
         assert self._replicas is not None
         directory = self._replicas.of(step)
         try:
-            return read_step(directory, abstract_state, optional, self._convert_dtype)
+            restored = read_step(directory, abstract_state, optional, self._convert_dtype)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             self._replicas.drop(step)
             self._log(f"the replica of step {step} in memory cannot be used: {error}")
             raise ReplicasDamaged(str(error)) from error
+        self._log(f"step {step} is restored from replicas in memory; {self._safe_steps()}")
+        return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
         """Return the newest step below `limit`, as process 0 sees it."""
@@ -402,6 +408,12 @@ class Checkpointer:
         steps = [step for step in self.resumable() if limit is None or step < limit]
         step = processes.of_first_process(max(steps, default=-1))
         return step if step >= 0 else None
+
+    def _is_saved(self, step: int) -> bool:
+        """Return whether a step is saved, with a record that is sound."""
+        with contextlib.suppress(CheckpointDamaged, CheckpointUnreadable):
+            return step in self.steps() and self.record(step, is_saved=True).step == step
+        return False
 
     def _set_damaged_aside(self, damaged: list[int], sound: int) -> None:
         if jax.process_index() == 0:

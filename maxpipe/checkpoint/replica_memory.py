@@ -105,15 +105,15 @@ def describe(shares: Sequence[Share], every: int) -> str:
     return f"{KEY}={every}: {reason}, of which {most.memory_free + most.held:,} are free"
 
 
-def _together(one: Share, other: Share) -> Share:
+def _together(share: Share, other: Share) -> Share:
     """Return what two processes on the same host need of it."""
     return Share(
-        one.host,
-        min(one.shm_free, other.shm_free),  # they look at different times
-        min(one.memory_free, other.memory_free),
-        one.held + other.held,
-        one.files + other.files,
-        one.buffers + other.buffers,
+        share.host,
+        min(share.shm_free, other.shm_free),  # they look at different times
+        min(share.memory_free, other.memory_free),
+        share.held + other.held,
+        share.files + other.files,
+        share.buffers + other.buffers,
     )
 
 

@@ -10,8 +10,8 @@ process writes its own shards there, in the background, and no other process's:
 
 A replica is committed by one rename, and read like any checkpoint, so that its record and the
 digests of all its arrays are verified. Shards that a process did not write read as zeros: after a
-change of the mesh the digests do not match, and the run continues from the disk. So it does from a
-damaged replica.
+change of the mesh the digests do not match, and the run continues from the disk. A damaged replica
+is dropped; the run continues from the one before it, or from the disk.
 
 A step can be restored if every process has it. So the two newest replicas are kept: while some
 processes are still writing one, all of them have the one before. The older of two is removed only
@@ -51,6 +51,7 @@ class Replicas:
 
     Attributes:
       steps: replicas that every process had at the start and that were not dropped since.
+      warning: that some processes had other replicas at the start, or "".
       is_behind: whether a partner of some process has not copied the newest replica yet.
     """
 
@@ -64,8 +65,10 @@ class Replicas:
         self._started: int | None = None
         self.is_behind = False
         _remove_except({self._name}, memory)
-        self.steps = _in_every_process(self._directory.steps())
-        self._discard_except(self.steps)  # nobody can restore the others
+        steps = self._directory.steps()
+        self.steps = _in_every_process(steps)
+        self.warning = "" if processes.agree(steps == self.steps) else _lacking(self.steps)
+        self._discard_except(self.steps)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
         """Return whether to write a replica after this step."""
@@ -197,6 +200,11 @@ def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndar
 def _shard_shape(array: Array) -> list[int]:
     shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
     return [max(size, 1) for size in shape]
+
+
+def _lacking(steps: list[int]) -> str:
+    has = f"all have {', '.join(map(str, steps))}" if steps else "there is none that all have"
+    return f"replicas in memory that not every process has were removed; {has}"
 
 
 def _reason(failure: Exception | None) -> str:

@@ -230,7 +230,7 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
         return None
     is_sound = True
     try:
-        checkpointer.record(step)
+        checkpointer.record(step, is_saved=True)
     except CheckpointDamaged as error:
         is_sound = False
         log(f"step {step} of steps={config.steps} is saved, but damaged: {error}")

@@ -61,7 +61,7 @@ def damage(memory, step):
     largest.write_bytes(content)
 
 
-def test_checkpointer_restores_the_newest_replica_to_the_bit(start, samples, replicate):
+def test_checkpointer_restores_the_newest_replica_to_the_bit(start, samples, replicate, messages):
     checkpointer = start()
     samples.save(checkpointer, 10)
     replicate(checkpointer, 15, 20)
@@ -69,6 +69,8 @@ def test_checkpointer_restores_the_newest_replica_to_the_bit(start, samples, rep
     assert (again.steps(), again.resumable()) == ([10], [10, 15, 20])
     assert again.record(20).meta == samples.meta(20)
     samples.assert_restored(again.restore(samples.abstract(samples.state(20))), 20)
+    (message,) = messages
+    assert message.startswith("step 20 is restored from replicas in memory; safe: step 10 in ")
     assert again.saved_step == 0, "a step in memory is still to be saved"
     assert again.save(20, samples.state(20), samples.iterator(20), samples.meta(20))
     again.close()
@@ -142,9 +144,10 @@ def test_replicas_keep_two_and_forget_what_was_not_finished(start, replicate, me
     assert steps_in(memory) == ["10", "15"]
 
 
-def test_replicas_of_another_run_are_not_seen(start, replicate, tmp_path):
+def test_replicas_of_another_run_are_removed(start, replicate, tmp_path, memory):
     replicate(start(), 5)
     assert start(run=tmp_path / "other").resumable() == []
+    assert steps_in(memory) == [], "they would count as free, and be in the way"
 
 
 def test_replicas_wait_for_a_partner_that_has_not_copied_the_newest(

@@ -4,12 +4,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config import CheckpointConfig, Config, ConfigError, replace
 from maxpipe.config.load import resolve
 from maxpipe.data.fingerprint import fingerprint_data
@@ -227,11 +229,34 @@ class TestFinishedStep:
         assert finished_step(config, checkpointer) is None
         assert "is saved, but damaged" in capsys.readouterr().out
 
+    def test_finished_step_is_none_if_only_its_replica_is_sound(self, config, tmp_path, capsys):
+        config = replace(config, steps=4)
+        checkpoints = RunDirectory(config).checkpoints
+        rows = np.zeros((1, 3), np.int64)
+        parts = {"a": rows}, rows, {"config": {}}
+
+        def start():
+            replicas = Replicas(tmp_path / "memory", checkpoints, 4)
+            return Checkpointer(checkpoints, CheckpointConfig(every=4), replicas=replicas)
+
+        checkpointer = start()
+        checkpointer.replicate(4, *parts)
+        checkpointer.save(4, *parts)
+        checkpointer.close()
+        record_file(checkpoints / "4").write_bytes(b"")
+        checkpointer = start()
+        assert finished_step(config, checkpointer) is None
+        assert "is saved, but damaged" in capsys.readouterr().out
+        checkpointer.restore({"a": jax.ShapeDtypeStruct(rows.shape, rows.dtype)})
+        assert checkpointer.save(4, *parts), "what is on the disk cannot be restored"
+        checkpointer.close()
+        assert finished_step(config, checkpointer) == 4
+
     def test_finished_step_that_cannot_be_read_here_raises(self, config, monkeypatch):
         config = replace(config, steps=4)
         checkpointer = checkpointer_with(config, 4)
 
-        def refuse(step):
+        def refuse(step, **_):
             raise CheckpointUnreadable("no permission")
 
         monkeypatch.setattr(checkpointer, "record", refuse)
