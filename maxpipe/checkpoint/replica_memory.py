@@ -15,6 +15,7 @@ from maxpipe.checkpoint.arrays import box_of
 from maxpipe.checkpoint.steps import COPIED, PARTNER
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices import processes
+from maxpipe.devices.host_memory import free_memory
 
 KEY = "checkpoint.replica_every"
 NO_MEMORY = (
@@ -30,9 +31,6 @@ NO_ROOM = (
     "enlarge /dev/shm (docker: --shm-size, Kubernetes: an emptyDir with medium: Memory), use more "
     "hosts, or give 0"
 )
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
 @dataclass(frozen=True)
@@ -120,30 +118,6 @@ def _together(share: Share, other: Share) -> Share:
 def shard_bytes(abstract_state: object, process: int) -> int:
     """Return the bytes of a process's distinct shards of a state."""
     return sum(_leaf_bytes(leaf, process) for leaf in jax.tree.leaves(abstract_state))
-
-
-def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return how many bytes of memory are free for this process, as the host and a container say.
-
-    Args:
-      meminfo: of the host.
-      cgroup: of the container, version 2; has no limit where there is none.
-    """
-    available = 1024 * _numbers(meminfo.read_text().replace(":", ""))["MemAvailable"]
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        cached = _numbers((cgroup / "memory.stat").read_text())
-    except (OSError, ValueError):  # none, or "max"
-        return available
-    # What is cached of files on disk is given up for anything else.
-    used -= cached["inactive_file"] + cached["active_file"]
-    return max(min(available, limit - used), 0)
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """Return the first number of each line after its name."""
-    return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}
 
 
 def _leaf_bytes(leaf: jax.ShapeDtypeStruct, process: int) -> int:

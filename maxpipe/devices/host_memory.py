@@ -1,4 +1,6 @@
-"""Copy arrays between the memories of devices and of the host."""
+"""Copy arrays between the memories of devices and of the host, and say what the host's has free."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,9 @@ import numpy as np
 
 # Kinds of memory, as JAX names them.
 DEVICE, HOST = "device", "pinned_host"
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")  # of this container
 
 
 def has_host_memory(device: jax.Device) -> bool:
@@ -48,3 +53,27 @@ def to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
     if has_host_memory(device):
         return move(leaf, HOST)
     return jnp.copy(leaf)
+
+
+def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Return how many bytes of memory are free for this process, as the host and a container say.
+
+    Args:
+      meminfo: of the host.
+      cgroup: of the container, version 2; has no limit where there is none.
+    """
+    available = 1024 * _numbers(meminfo.read_text().replace(":", ""))["MemAvailable"]
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        cached = _numbers((cgroup / "memory.stat").read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return available
+    # What is cached of files on disk is given up for anything else.
+    used -= cached["inactive_file"] + cached["active_file"]
+    return max(min(available, limit - used), 0)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Return the first number of each line after its name."""
+    return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}

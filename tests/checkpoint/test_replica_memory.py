@@ -11,7 +11,6 @@ from maxpipe.checkpoint.replica_memory import (
     COPIES,
     Share,
     describe,
-    free_memory,
     reserve,
     shard_bytes,
 )
@@ -107,26 +106,3 @@ def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, free):
     line = reserve(STATE, tmp_path / "own", 5)
     assert f"take {(alone + 2) * shard_bytes(STATE, 0):,} bytes" in line
     assert "of which 1,001,000 are free" in line
-
-
-def test_free_memory_is_that_of_the_host():
-    assert 0 < free_memory() < 2**50
-
-
-@pytest.mark.parametrize(
-    ("limit", "free"),
-    [("max", 8 * 1024), ("5000", 5000 - 4000 + 1500), ("90000", 8 * 1024), ("2000", 0)],
-)
-def test_free_memory_in_a_container_is_what_its_limit_leaves(tmp_path, limit, free):
-    (tmp_path / "meminfo").write_text(
-        "MemTotal:  16 kB\nMemAvailable:    8 kB\nHugePages_Free: 0\n"
-    )
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("4000\n")
-    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 1000\nactive_file 500\n")
-    assert free_memory(tmp_path / "meminfo", tmp_path) == free
-
-
-def test_free_memory_without_a_container_is_that_of_the_host(tmp_path):
-    (tmp_path / "meminfo").write_text("MemAvailable:    8 kB\n")
-    assert free_memory(tmp_path / "meminfo", tmp_path / "none") == 8 * 1024
