@@ -83,14 +83,15 @@ def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
     assert [*losses(tmp_path / "base")] == [*range(1, 1001)]
 
 
-def memories():
-    """Return the names of directories in memory that supervisors have made."""
-    return {path.name for path in Path("/dev/shm").glob("*maxpipe-memory-*")}
+def memory_of(trainer):
+    """Return the directory in memory that a trainer's supervisor has made, from its environment."""
+    variables = Path(f"/proc/{trainer}/environ").read_text().split("\0")
+    (own,) = [v.partition("=")[2] for v in variables if v.startswith("MAXPIPE_MEMORY=")]
+    return Path(own).parent
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
-    others = memories()
     many = words(
         tmp_path,
         "steps=300",
@@ -101,15 +102,19 @@ def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
     )
     with members(tmp_path, count, many, program=SUPERVISED) as started:
         started[0].wait_for(" 180/")
-        assert len(memories() - others) >= count
-        os.kill(trainer_of(started[-1].pid), signal.SIGKILL)
+        trainers = [trainer_of(process.pid) for process in started]
+        memories = {memory_of(trainer) for trainer in trainers}
+        assert len(memories) == count
+        assert all(memory.is_dir() for memory in memories)
+        os.kill(trainers[-1], signal.SIGKILL)
         codes, output = ends(started)
     assert codes == [0] * count, output
     resumed = re.search(r"resumed after step (\d+)", output)
     assert resumed is not None, output
     assert int(resumed[1]) >= 160, "not from the newest replica that all had"
     assert int(resumed[1]) % 10 == 0
-    assert memories() <= others
+    assert not any(memory.exists() for memory in memories)
+    assert "is restored from replicas in memory; safe: step 100 in " in output
     assert re.search(r"replica_every=10: replicas take [\d,]+ bytes of the memory of each", output)
 
     with members(tmp_path, count, [*many, "run_name=whole"], "whole", SUPERVISED) as started:
