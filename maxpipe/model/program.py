@@ -140,9 +140,7 @@ class ModelProgram:
     @property
     def needs_key(self) -> bool:
         """Return whether `block` draws random numbers."""
-        return self.config.dropout > 0 or (
-            bool(self.config.adapted) and self.config.lora.dropout > 0
-        )
+        return self.config.dropout > 0 or self.config.lora.dropout > 0
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
