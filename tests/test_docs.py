@@ -100,6 +100,7 @@ SCRIPTS = {
     ],
     # Measure for minutes, and have tests of their own.
     f"{BENCHMARK}/mpmd.py": [sys.executable, f"{BENCHMARK}/mpmd.py", "--help"],
+    f"{BENCHMARK}/replicas.py": [sys.executable, f"{BENCHMARK}/replicas.py", "--help"],
     f"{BENCHMARK}/run.py": [sys.executable, f"{BENCHMARK}/run.py", "--list"],
     "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
     # Has a test of its own.

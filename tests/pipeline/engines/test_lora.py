@@ -85,7 +85,7 @@ CASES = {
 
 
 # The others differ little from these.
-FIRST = ("lockstep_1f1b", "circular_per_repeat", "zb_v", "experts")
+FIRST = ("lockstep_1f1b", "circular_per_repeat", "zb_v")
 MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 
 
