@@ -1,9 +1,7 @@
 """Run training as several processes on this machine, and find them, for faults from outside."""
 
-import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -137,20 +135,6 @@ def child_of(parent: int) -> int | None:
         if int(fields[1]) == parent and fields[0] != "Z":
             return int(stat.parent.name)
     return None
-
-
-def losses(run: Path) -> dict[int, float]:
-    """Return step -> loss of a run's metrics; raises ValueError if a step occurs twice."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    if len(dict(steps)) != len(steps):
-        raise ValueError(f"steps of {run} occur twice")
-    return dict(steps)
-
-
-def name_of(number: int) -> str:
-    """Return the name of a signal."""
-    return signal.Signals(number).name
 
 
 def wait_until(condition: Callable[[], bool], processes: Processes) -> None:

@@ -4,12 +4,12 @@ import math
 
 import jax
 import pytest
+from helpers import fsdp_stages
 from helpers.engines import (
     EngineUnderTest,
     assert_same,
     make_batch,
     reference,
-    tiny,
 )
 from jax.extend.core import Jaxpr
 
@@ -17,18 +17,7 @@ from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 
 
 def config_of(**values):
-    return tiny(
-        **{
-            "pipeline.engine": "scheduled",
-            "pipeline.schedule": "lockstep_1f1b",
-            "pipeline.num_repeats": 1,
-            "pipeline.num_microbatches": 3,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 4,
-            "data.global_batch_size": 12,
-        }
-        | values
-    )
+    return fsdp_stages.config_of(**{"data.global_batch_size": 12} | values)
 
 
 @pytest.mark.parametrize(
