@@ -23,12 +23,17 @@ class DataConfig:
     path: str = option(
         "",
         "file, directory or glob that the source reads, several separated by commas; "
-        "s3:// and gs:// work, too",
+        "s3:// and gs:// work, too; with datasets also hf:NAME, a data set of the hub",
     )
     eval_path: str = option(
         "",
         "file, directory or glob of a separate validation set, read by data.source; "
         "empty = hold out data.eval_fraction",
+    )
+    column: str = option(
+        "",
+        "the column of the data sets of datasets and datasets_chat that has the documents; empty = "
+        "text or tokens, messages for conversations",
     )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
