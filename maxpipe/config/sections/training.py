@@ -213,6 +213,14 @@ class TelemetryConfig:
         "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
         "written; false = warn once and continue",
     )
+    wandb: str = option(
+        "",
+        "project of Weights & Biases that gets the metrics, or ENTITY/PROJECT; empty = none",
+    )
+    mlflow: str = option(
+        "",
+        "experiment of MLflow that gets the metrics, at MLFLOW_TRACKING_URI; empty = none",
+    )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
     )
