@@ -70,7 +70,7 @@ class Background:
 
     def log(self, step: int, scalars: Row) -> None:
         """Hand points over, and return at once."""
-        self._say()
+        self._print_said()
         if self._has_failed.is_set():
             return
         try:
@@ -85,7 +85,7 @@ class Background:
             with suppress(Full):  # then the thread does not end in time, either
                 self._points.put(is_done, timeout=self._close_seconds)
         self._thread.join(max(0.0, until - time.monotonic()))
-        self._say()
+        self._print_said()
         if self._thread.is_alive():
             self._warn(f"has not taken all points {self._close_seconds:g} s after the run's end")
         elif self._lost:
@@ -105,7 +105,7 @@ class Background:
             )
             self._has_failed.set()
 
-    def _say(self) -> None:
+    def _print_said(self) -> None:
         while not self._said.empty():
             self._print_line(without_secrets(self._said.get()))
 
