@@ -34,16 +34,24 @@ def python(module: str, *words: str) -> list[str]:
 
 
 def shown_on_terminal(command: list[str], until: str) -> list[str]:
-    """Return the lines on a terminal when a command has written `until`; end the command."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execvp(command[0], command)
+    """Return the lines on a terminal when a command has written `until`; end the command.
+
+    Raises:
+      RuntimeError: it has ended before.
+    """
+    terminal, inside = pty.openpty()
     termios.tcsetwinsize(terminal, (LINES, COLUMNS))
     written = b""
-    while until.encode() not in written:
-        written += os.read(terminal, 65536)
-    os.close(terminal)  # which ends the command, as closing a window does
-    os.waitpid(child, 0)
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside) as process:
+        os.close(inside)
+        try:
+            while until.encode() not in written:
+                written += os.read(terminal, 65536)
+        except OSError as error:  # nobody writes any more
+            raise RuntimeError(f"no {until!r} in:\n{written.decode(errors='ignore')}") from error
+        finally:
+            process.kill()
+            os.close(terminal)
     lines: list[str] = []
     for line in written.decode(errors="ignore").split("\n"):
         shown = ""
@@ -72,7 +80,12 @@ def as_svg(lines: list[str], title: str) -> str:
 
 
 def photograph(address: str, picture: Path, height: int, milliseconds: int = 3000) -> None:
-    """Write a picture of a page, 1100 pixels wide, after it has had some time to draw itself."""
+    """Write a picture of a page, 1100 pixels wide, after it has had some time to draw itself.
+
+    Raises:
+      RuntimeError: there is none.
+    """
+    picture.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
@@ -88,8 +101,11 @@ def photograph(address: str, picture: Path, height: int, milliseconds: int = 300
                 address,
             ],
             check=True,
+            timeout=300,
             stderr=subprocess.DEVNULL,
         )
+    if not picture.exists():
+        raise RuntimeError(f"chromium has written no {picture}")
 
 
 def page_of(command: list[str], option: str, picture: Path, height: int) -> None:
@@ -120,11 +136,13 @@ def tensorboard(directory: Path) -> None:
         probe.close()
         command = ["tensorboard", "--logdir", runs, "--port", port]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-            address = f"http://localhost:{port}/"
-            wait_for(lambda: bool(urllib.request.urlopen(address + "data/runs").read() != b"[]"))
-            address += "?darkMode=false#scalars&tagFilter=loss&_smoothingWeight=0"
-            photograph(address, directory / "tensorboard.png", 490, 20_000)
-            server.terminate()
+            try:
+                address = f"http://localhost:{port}/"
+                wait_for(lambda: urllib.request.urlopen(address + "data/runs").read() != b"[]")
+                address += "?darkMode=false#scalars&tagFilter=loss&_smoothingWeight=0"
+                photograph(address, directory / "tensorboard.png", 490, 20_000)
+            finally:
+                server.terminate()
 
 
 def wait_for(is_ready: Callable[[], bool], seconds: float = 120) -> None:
@@ -169,6 +187,7 @@ def main() -> None:
     flags = parser.parse_args()
     if unknown := set(flags.names) - PICTURES.keys():
         parser.error(f"no pictures {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    flags.directory.mkdir(parents=True, exist_ok=True)
     for name in flags.names or PICTURES:
         PICTURES[name](flags.directory)
         print(f"{name} taken")

@@ -8,6 +8,7 @@ from helpers.fsdp_stages import V5P, Device, config_of
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import ConfigError
+from maxpipe.config.options import update
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.devices.chips import device_memory, memory_of_tpus
 from maxpipe.devices.mesh import build_mesh
@@ -85,6 +86,15 @@ def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead
     monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (ahead + unit) / 2)
     assert decided()[0] == "once"
     assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
+
+
+def test_circular_engine_gathers_once_between_slices_where_that_is_not_too_much(monkeypatch):
+    slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
+    extra = more("once", **REPEATS)
+    for share, mode in ((1.01 * extra, "once"), (0.99 * extra, "per_repeat")):
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
+        decision = with_gather_mode(slices, memory_of_tpus([V5P]))
+        assert decision.pipeline.fsdp_gather == mode
 
 
 @pytest.mark.parametrize("values", [CIRCULAR, REPEATS], ids=["2_repeats", "8_repeats"])

@@ -53,8 +53,11 @@ def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path):
 
 def remove(directory):
     """Remove a directory into which a run still writes."""
-    while directory.exists():
+    for _ in range(1000):
         shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+    shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("is_moved", [True, pytest.param(False, marks=pytest.mark.slow)])

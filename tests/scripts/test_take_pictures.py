@@ -28,6 +28,11 @@ def test_terminal_shows_what_is_left_of_lines_written_again():
     assert lines == ["header <a>", "step 2 |###"]
 
 
+def test_terminal_of_a_command_that_ends_too_early_shows_what_it_wrote():
+    with pytest.raises(RuntimeError, match="no 'never' in:\nfailed"):
+        take_pictures.shown_on_terminal([sys.executable, "-c", "print('failed')"], "never")
+
+
 def test_picture_of_a_terminal_has_a_text_per_line():
     picture = ElementTree.fromstring(take_pictures.as_svg(["a <b> & c", "", "d"], "two lines"))
     assert [text.text for text in picture.iter(f"{SVG}text")] == ["a <b> & c", "d"]

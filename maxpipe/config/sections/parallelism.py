@@ -191,10 +191,9 @@ class PipelineConfig:
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once "
-        "(scheduled, circular) or per_repeat (circular), the one that holds less, on TPUs where "
-        "that takes at most 5 % more of a device's memory, else per_iteration, as with "
-        "fsdp_prefetch=true",
+        "gradients are summed once a step on the scheduled and the mpmd engine; on TPUs auto is "
+        "once (scheduled, circular) or per_repeat (circular, where that holds less) if that takes "
+        "at most 5 % more of a device's memory; else, and with fsdp_prefetch=true, per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(
