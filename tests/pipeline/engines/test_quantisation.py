@@ -9,6 +9,7 @@ with other scales, or without a part of a sum, differs for every batch.
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 from helpers.engines import (
@@ -132,3 +133,15 @@ def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(passes):
     with pytest.raises(AssertionError, match="relative differences"):
         assert_same(quantised, dataclasses.replace(plain, loss=quantised.loss))
     assert_same(quantised, plain, tolerance=0.1)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_descent_along_gradients_of_8_bits_lowers_the_loss(form):
+    values = {"model.quantisation": form, "model.quantised_passes": "full"}
+    engine = EngineUnderTest(tiny(**values, **{"pipeline.engine": "sequential"}))
+    batch, losses = make_batch(ROWS), []
+    for _ in range(8):
+        result = engine.train(batch)
+        losses.append(result.loss)
+        engine.params = jax.tree.map(lambda p, g: p - 0.3 * g, engine.params, result.gradients)
+    assert losses[-1] < losses[0] - 0.5, losses
