@@ -148,7 +148,7 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "there is no quantization; train in bfloat16 with model.dtype",
+        "quantization has scales of its own here; train in bfloat16, or see model.quantisation",
         {
             "quantization": None,
             "use_manual_quantization": False,

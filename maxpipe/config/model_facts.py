@@ -144,13 +144,22 @@ ROUTERS: dict[str, Router] = {
 }
 
 
+@dataclass(frozen=True)
 class Block(Variant):
-    """A decoder block, `model.block`: a Flax NNX module built from `model.*`."""
+    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
+
+    Attributes:
+      quantises: whether its projections are those of `maxpipe.model.quantisation.projection`.
+    """
+
+    quantises: bool = False
 
 
 BLOCKS: dict[str, Block] = {
     "llama": Block(
-        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each with its norms"
+        "maxpipe.model.block:LlamaBlock",
+        summary="attention, then a gated MLP, each with its norms",
+        quantises=True,
     )
 }
 

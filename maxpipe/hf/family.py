@@ -26,6 +26,8 @@ _NOT_SHAPE = (
     "moe.dispatch",
     "attention",
     "attention_block_size",
+    "quantisation",
+    "quantised_passes",
     "rotation",
     "rope_scaling.length",
     "lora.rank",

@@ -17,6 +17,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
 from maxpipe.model.layers import DropFn, RMSNorm, adapted, add_adapters
 from maxpipe.model.parameters import declare
+from maxpipe.model.quantisation import projection
 from maxpipe.model.rope import score_factor
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
 
@@ -41,6 +42,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, attention: AttentionFn):
         D, H, K, C = config.embed_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
         self.attention = attention
+        self.multiply = projection(config)
         self.table = layer_table(config)
         self.interleaved = config.rope_interleaved
         self.rotates_by_product = config.rotation == "product"
@@ -78,7 +80,10 @@ class Attention(nnx.Module):
         drop: DropFn | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return query [B,T,H,C], key and value [B,T,K,C]; query and key are rotated."""
-        q, k, v = (adapted(self, name, x_BTD, 1, drop) for name in ("query", "key", "value"))
+        q, k, v = (
+            adapted(self, name, x_BTD, 1, drop, multiply=self.multiply)
+            for name in ("query", "key", "value")
+        )
         if self.has_bias:
             q, k, v = q + self.query_bias[...], k + self.key_bias[...], v + self.value_bias[...]
         q = checkpoint_name(q, "query_proj")
@@ -121,7 +126,7 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if self.has_sinks else None
         options = AttentionOptions(facts.window, sinks, self.soft_cap)
         context = checkpoint_name(self.attention(q, k, v, segment_ids, options), "context")
-        y = adapted(self, "out", context, 2, drop)
+        y = adapted(self, "out", context, 2, drop, multiply=self.multiply)
         if self.has_output_bias:
             y = y + self.out_bias[...]
         return checkpoint_name(y, "out_proj")

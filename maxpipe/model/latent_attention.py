@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import LayerFacts, look_up, query_factor, rotate
 from maxpipe.model.layer_facts import layer_table
-from maxpipe.model.layers import DropFn, RMSNorm, project
+from maxpipe.model.layers import DropFn, RMSNorm
 from maxpipe.model.parameters import declare
+from maxpipe.model.quantisation import projection
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions, OverLatents
 
 NORM_EPS = 1e-6  # of latents' norms in DeepSeek's models, whatever that of others is
@@ -33,6 +34,7 @@ class LatentAttention(nnx.Module):
         D, H, mla = config.embed_dim, config.num_query_heads, config.mla
         N, L, Q = mla.qk_nope_head_dim, mla.kv_lora_rank, mla.q_lora_rank
         self.attention = attention
+        self.multiply = projection(config)
         self.over_latents = isinstance(attention, OverLatents)
         self.table = layer_table(config)
         self.interleaved = config.rope_interleaved
@@ -78,17 +80,17 @@ class LatentAttention(nnx.Module):
         latent, k_rope = self._latents(x_BTD, positions, facts)
         attend = self._attend_to_latents if self.over_latents else self._attend_to_heads
         context = attend(q_nope, q_rope, latent, k_rope, segment_ids, options)
-        return checkpoint_name(project(context, self.out[...], 2), "out_proj")
+        return checkpoint_name(self.multiply(context, self.out[...], 2), "out_proj")
 
     def _queries(
         self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
     ) -> tuple[jax.Array, jax.Array]:
         """Return the parts of queries that are not rotated [B,T,H,N] and that are [B,T,H,R]."""
         if self.has_query_latent:
-            down = checkpoint_name(project(x_BTD, self.query_down[...]), "query_proj")
-            q = project(self.query_latent_norm(down), self.query_up[...])
+            down = checkpoint_name(self.multiply(x_BTD, self.query_down[...], 1), "query_proj")
+            q = self.multiply(self.query_latent_norm(down), self.query_up[...], 1)
         else:
-            q = project(x_BTD, self.query[...])
+            q = self.multiply(x_BTD, self.query[...], 1)
         q = checkpoint_name(q, "query_proj")  # [B, T, H, C]
         q = q if self.query_scale == 1 else q * self.query_scale
         nope, rope = jnp.split(q, [self.widths.qk_nope_head_dim], axis=-1)
@@ -98,7 +100,7 @@ class LatentAttention(nnx.Module):
         self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
     ) -> tuple[jax.Array, jax.Array]:
         """Return normalised latents [B,T,L] and the rotated key of all heads [B,T,1,R]."""
-        down = checkpoint_name(project(x_BTD, self.key_value_down[...]), "key_proj")
+        down = checkpoint_name(self.multiply(x_BTD, self.key_value_down[...], 1), "key_proj")
         latent, rope = jnp.split(down, [self.widths.kv_lora_rank], axis=-1)
         return self.key_value_latent_norm(latent), self._rotate(rope[:, :, None], positions, facts)
 
@@ -124,7 +126,7 @@ class LatentAttention(nnx.Module):
         options: AttentionOptions,
     ) -> jax.Array:
         """Attend with a key [B,T,H,C] and a value [B,T,H,V] of each head: [B,T,H,V]."""
-        up = project(latent, self.key_value_up[...])  # [B, T, H, N + V]
+        up = self.multiply(latent, self.key_value_up[...], 1)  # [B, T, H, N + V]
         k_nope, v = jnp.split(up, [self.widths.qk_nope_head_dim], axis=-1)
         k_nope = checkpoint_name(k_nope, "key_proj")
         v = checkpoint_name(v, "value_proj")

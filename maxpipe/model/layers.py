@@ -1,4 +1,4 @@
-"""Define what a decoder block is made of: projection, norm, gated MLP and dropout.
+"""Define what a decoder block is made of: adapted projection, norm, gated MLP and dropout.
 
 Shapes: B batch, T sequence, D embed, F hidden width of the MLP.
 """
@@ -11,12 +11,13 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxpipe.config.sections import LoRAConfig, ModelConfig
 from maxpipe.model.parameters import ParamSpec, declare
+from maxpipe.model.projection import project
+from maxpipe.model.quantisation import ProjectFn, projection
 
 # Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
 # function of one sequence, with its weight in the total loss. Next to them lie `COUNTS`.
@@ -44,66 +45,6 @@ class SideInputs(NamedTuple):
     segment_ids: jax.Array
     sequence_index: jax.Array
     layer_index: jax.Array | None = None
-
-
-# ------------------------------------------------------------------------------------------------
-# Projection
-# ------------------------------------------------------------------------------------------------
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def project(
-    x: jax.Array, weight: jax.Array, contracted: int = 1, dtype: DTypeLike | None = None
-) -> jax.Array:
-    """Multiply activations with a weight, summing over the last dimensions of `x`.
-
-    The gradient of the weight is the product of `x` with the cotangent, in that order. JAX's own
-    rule takes the cotangent first and transposes the product. For that XLA's CPU backend copies the
-    cotangent transposed; after an activation function it computes the derivative again for the
-    copy, across the order of memory. There are no forward-mode derivatives.
-
-    Args:
-      x: [..., *C], where C are the `contracted` dimensions.
-      weight: [*C, *K], in the dtype of `x`.
-      contracted: number of dimensions that are summed over.
-      dtype: of the result, and of gradients until they are summed; that of `x` if None. Cotangents
-        are first rounded to the dtype of `x`.
-
-    Returns:
-      [..., *K].
-    """
-    num_batch = x.ndim - contracted
-    return _dot(x, weight, range(num_batch, x.ndim), range(contracted), dtype)
-
-
-def _project_forward(
-    x: jax.Array, weight: jax.Array, contracted: int, dtype: DTypeLike | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return project(x, weight, contracted, dtype), (x, weight)
-
-
-def _project_backward(
-    contracted: int,
-    dtype: DTypeLike | None,
-    operands: tuple[jax.Array, jax.Array],
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    x, weight = operands
-    cotangent = cotangent.astype(x.dtype)
-    batch = range(x.ndim - contracted)
-    outputs = range(len(batch), cotangent.ndim)
-    dx = _dot(cotangent, weight, outputs, range(contracted, weight.ndim), dtype)
-    return dx.astype(x.dtype), _dot(x, cotangent, batch, batch, dtype).astype(weight.dtype)
-
-
-project.defvjp(_project_forward, _project_backward)
-
-
-def _dot(
-    a: jax.Array, b: jax.Array, dims_a: range, dims_b: range, dtype: DTypeLike | None
-) -> jax.Array:
-    contracted = (tuple(dims_a), tuple(dims_b))
-    return lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -160,7 +101,13 @@ def add_adapters(module: nnx.Module, config: ModelConfig, contracted: Mapping[st
 
 
 def adapted(
-    module: nnx.Module, name: str, x: jax.Array, contracted: int = 1, drop: DropFn | None = None
+    module: nnx.Module,
+    name: str,
+    x: jax.Array,
+    contracted: int = 1,
+    drop: DropFn | None = None,
+    *,
+    multiply: ProjectFn,
 ) -> jax.Array:
     """Project with the module's weight of that name, and add what its adapter adds, if it has one.
 
@@ -170,11 +117,12 @@ def adapted(
       x: [B, T, *C].
       contracted: as of `project`.
       drop: dropout on the adapter's input; None without.
+      multiply: multiplies with the weight; adapters compute in the dtype of `x`.
 
     Returns:
       [B, T, *K].
     """
-    y = project(x, getattr(module, name)[...], contracted)
+    y = multiply(x, getattr(module, name)[...], contracted)
     adapter: Adapter | None = getattr(module, f"{name}_adapter", None)
     if adapter is None:
         return y
@@ -252,6 +200,7 @@ class GatedMLP(nnx.Module):
         std = 1 / math.sqrt(D)
         out_std = 1 / math.sqrt(F * 2 * config.num_layers)  # see `Attention`
         self.gating = gating(config)
+        self.multiply = projection(config)
         self.gate = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.up = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.down = declare((F, D), ("mlp", "embed"), dtype, stddev=out_std)
@@ -269,7 +218,7 @@ class GatedMLP(nnx.Module):
         return checkpoint_name(self._project(self.gating(gate, up), "down", drop), "mlp_down")
 
     def _project(self, x: jax.Array, name: str, drop: DropFn | None) -> jax.Array:
-        y = adapted(self, name, x, drop=drop)
+        y = adapted(self, name, x, drop=drop, multiply=self.multiply)
         return y + getattr(self, f"{name}_bias")[...] if self.has_bias else y
 
 

@@ -8,7 +8,7 @@ their tokens, of which the products skip what is empty. Where windows differ by 
 layer has their average.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import jax
@@ -152,9 +152,11 @@ def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
 def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 1) -> ModelTrace:
     """Trace a resolved model; made once for each model, length and number of devices.
 
-    Adapters are left out: next to the base's their products and results are narrow.
+    Adapters are left out: next to the base's their products and results are narrow. So is
+    quantisation, which changes neither the products nor what is saved.
     """
-    return _trace(model_program(model.base, expert_devices), sequence_length)
+    plain = replace(model.base, quantisation="none")
+    return _trace(model_program(plain, expert_devices), sequence_length)
 
 
 @cache

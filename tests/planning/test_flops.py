@@ -21,6 +21,11 @@ TINY = ModelConfig(
 )
 
 
+def test_products_in_8_bits_count_as_others():
+    quantised = dataclasses.replace(TINY, quantisation="int8", quantised_passes="full")
+    assert model_flops_per_token(quantised, 10) == model_flops_per_token(TINY, 10)
+
+
 def test_base_of_adapters_has_two_passes_of_three():
     adapted = dataclasses.replace(TINY, lora=LoRAConfig(rank=2))
     trained = trained_parameter_count(adapted)

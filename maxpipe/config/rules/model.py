@@ -1,6 +1,6 @@
 """Check the model, and how its arrays and sequences are split."""
 
-from maxpipe.config.catalog import ROUTERS
+from maxpipe.config.catalog import BLOCKS, ROUTERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
@@ -263,6 +263,27 @@ def _too_narrow(m: ModelConfig) -> list[str]:
     ]
 
 
+@rule("model.quantisation", "model.quantised_passes", "model.block", "model.moe.experts")
+def check_quantisation(c: Config) -> None:
+    """Check that the model has projections that can be quantised, and that no key is idle."""
+    key, passes = "model.quantisation", "model.quantised_passes"
+    form, block = c.model.quantisation, c.model.block
+    if form == "none":
+        if is_set(c, passes):
+            message = f"has no effect with {key}=none; set {key} too, such as int8"
+            raise ConfigError(Problem(passes, message))
+    elif c.model.moe.experts:
+        message = (
+            f"{form} is not possible with model.moe.experts={c.model.moe.experts}, since no "
+            "kernel of experts multiplies in 8 bits; use none"
+        )
+        raise ConfigError(Problem(key, message))
+    elif block in BLOCKS and not BLOCKS[block].quantises:
+        able = " or ".join(name for name, facts in BLOCKS.items() if facts.quantises)
+        message = f"model.block={block} does not quantise; use none, or model.block={able}"
+        raise ConfigError(Problem(key, message))
+
+
 @rule("model.num_layers", "model.first_dense_layers", "model.moe")
 def check_first_dense_layers(c: Config) -> None:
     """Check that dense layers differ from others, and that there are others."""
@@ -439,6 +460,7 @@ MODEL_RULES = (
     derive_rope_scaling,
     check_layer_pattern,
     check_lora,
+    check_quantisation,
     check_first_dense_layers,
     check_experts,
     check_logical_axis_rules,

@@ -14,6 +14,7 @@ from maxpipe.config.sections.lora import (
 )
 
 DTYPES = ("float32", "bfloat16")
+QUANTISATIONS = ("none", "int8", "fp8")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
 
 
@@ -133,6 +134,18 @@ class ModelConfig:
     )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
+    quantisation: str = option(
+        "none",
+        "8-bit format of both operands in the projections of attention and MLP: int8, or fp8 "
+        "(e4m3); everything else computes in dtype",
+        choices=QUANTISATIONS,
+    )
+    quantised_passes: str = option(
+        "forward",
+        "with quantisation, forward leaves gradients in dtype; full also quantises products that "
+        "make gradients of activations, not those of weights",
+        choices=("forward", "full"),
+    )
     tie_embeddings: bool = option(False, "use the embedding table as output projection, too")
     embed_scale: float = option(
         1.0, "factor of embeddings, rounded to model.dtype; Gemma's is the root of embed_dim"

@@ -2,6 +2,8 @@
 
 import pytest
 
+from maxpipe.config import catalog
+
 
 @pytest.mark.parametrize(
     ("words", "key", "message"),
@@ -39,6 +41,21 @@ import pytest
             ("model.lora.rank=4", "model.attention_kind=mla"),
             "model.lora.rank",
             "model.attention_kind=mla has no adapters",
+        ),
+        (
+            ("model.quantisation=int4",),
+            "model.quantisation",
+            "'int4' is not one of none, int8, fp8; did you mean int8?",
+        ),
+        (
+            ("model.quantised_passes=full",),
+            "model.quantised_passes",
+            "has no effect with model.quantisation=none; set model.quantisation too",
+        ),
+        (
+            ("model.quantisation=fp8", "model.moe.experts=4"),
+            "model.quantisation",
+            "fp8 is not possible with model.moe.experts=4, since no kernel of experts",
         ),
         (("model.embed_dim=4",), "model.head_dim", "must be even"),
         (
@@ -223,6 +240,17 @@ def test_logical_axis_rules_malformed_are_refused(problems, rules, message):
     assert (
         message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
     )
+
+
+def test_quantisation_of_a_block_that_does_not_quantise_is_refused(problems, monkeypatch):
+    monkeypatch.setitem(catalog.BLOCKS, "plain", catalog.Block("a.module:Plain"))
+    words = ("model.quantisation=int8", "model.block=plain")
+    assert (
+        "does not quantise; use none, or model.block=llama"
+        in problems(*words)["model.quantisation"]
+    )
+    monkeypatch.setitem(catalog.BLOCKS, "plain", catalog.Block("a.module:Plain", quantises=True))
+    assert not problems(*words)
 
 
 def test_head_dim_is_derived_unless_set(resolved):
