@@ -12,33 +12,34 @@ commands go on. Prints a table, and keeps the logs and files of a run that faile
 """
 
 import argparse
-import json
+import math
 import random
 import shutil
-import statistics
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 from fault_kinds import KINDS, NEED_DISK, SLOW, Scene
+from fault_report import Outcome, differences, table
+from fault_soak import ENDS_SUPERVISORS, Samples, stop
 from small_disk import SmallDisk, why_no_disk
 from supervised_run import Processes, small_model, wait_until
 
-from maxpipe.checkpoint.arrays import load
-from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import step_path
 from maxpipe.supervision.memory import shared_memory
 
 MOMENTS = ("step", "save", "restart")
 NAME = "faults"
 SUPERVISOR = ("--pause", "0", "--max-restarts", "1000")
+SOAK_MOMENTS = ("step", "save")
+FASTEST_FAULT_SECONDS = 2.0
+ENDLESS = 10**6
 STEPS_AHEAD = 40  # from which the step of a fault is drawn
 
 
@@ -50,23 +51,11 @@ class Fault(NamedTuple):
     moment: str
 
 
-class Outcome(NamedTuple):
-    """What followed from a fault.
-
-    Attributes:
-      kind: of the fault.
-      moment: when it came, which may be later than it was drawn.
-      seconds: to the next new step; None if another fault came first.
-    """
-
-    kind: str
-    moment: str
-    seconds: float | None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a fault has left a trace."""
     options = _parse(argv)
+    # Without this nobody would end the supervisors, and the disk would stay mounted.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = random.randrange(10**6) if options.seed is None else options.seed
     directory = Path(options.directory or tempfile.mkdtemp(prefix="maxpipe-faults-"))
     print(f"seed {seed}, {options.processes} processes, {directory}", flush=True)
@@ -74,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason := why_no_disk(directory):
         print(f"no {' and no '.join(NEED_DISK)}, for none can be mounted: {reason}")
         kinds = [kind for kind in kinds if kind not in NEED_DISK]
+    if options.soak:
+        return _soak(directory, kinds, options, seed)
     runs = draw_faults(kinds, options.faults, options.per_run, options.processes, seed)
     whole = directory / "whole"
     whole.mkdir()
@@ -95,18 +86,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(problems))
 
 
+def _soak(directory: Path, kinds: Sequence[str], options: argparse.Namespace, seed: int) -> int:
+    """Let faults hit one run for some time; return 1 if it is lost or its processes grow."""
+    kinds = [kind for kind in kinds if kind not in ENDS_SUPERVISORS]
+    count = math.ceil(options.soak / FASTEST_FAULT_SECONDS)
+    (faults,) = draw_faults(kinds, count, count, options.processes, seed, SOAK_MOMENTS)
+    samples, outcomes = Samples(), list[Outcome]()
+    options.steps = ENDLESS
+    with _scene(directory, faults, options) as scene:
+        until = time.monotonic() + options.soak
+        _injure(scene, faults, outcomes, until, lambda: samples.take(scene.processes))
+        problems = stop(scene.processes)
+    problems += [f"{name} holds more than in the beginning" for name in samples.growing()]
+    for line in [*table(outcomes), *samples.lines(), *problems]:
+        print(line)
+    print(f"{'failed' if problems else 'sound'}: {len(outcomes)} faults, seed {seed}, {directory}")
+    return int(bool(problems))
+
+
 def draw_faults(
-    kinds: Sequence[str], count: int, per_run: int, processes: int, seed: int
+    kinds: Sequence[str],
+    count: int,
+    per_run: int,
+    processes: int,
+    seed: int,
+    moments: Sequence[str] = MOMENTS,
 ) -> list[list[Fault]]:
     """Return the faults of each run: kinds and moments in equal shares, in random order."""
     draw = random.Random(seed)
     drawn = [kinds[number % len(kinds)] for number in range(count)]
-    moments = [MOMENTS[number % len(MOMENTS)] for number in range(count)]
+    when = [moments[number % len(moments)] for number in range(count)]
     draw.shuffle(drawn)
-    draw.shuffle(moments)
+    draw.shuffle(when)
     faults = [
         Fault(kind, draw.randrange(processes), moment)
-        for kind, moment in zip(drawn, moments, strict=True)
+        for kind, moment in zip(drawn, when, strict=True)
     ]
     return [faults[start : start + per_run] for start in range(0, count, per_run)]
 
@@ -147,15 +161,8 @@ def _run_with_faults(
     """Train with faults; add what followed from each, and return what is wrong in the end."""
     place.mkdir()
     problems: list[str] = []
-    with ExitStack() as stack:
-        disk = None
-        output = place / "disk"
-        if not why_no_disk(place):
-            disk = stack.enter_context(SmallDisk(output))
-        processes = stack.enter_context(
-            Processes(place, options.processes, _words(output, options), SUPERVISOR)
-        )
-        scene = Scene(processes, output / NAME, disk, random.Random(repr(faults)))
+    with _scene(place, faults, options) as scene:
+        processes = scene.processes
         try:
             _injure(scene, faults, outcomes)
             codes = processes.wait_until_ended()
@@ -173,8 +180,36 @@ def _run_with_faults(
     return [f"{problem}; kept: {place}" for problem in problems]
 
 
-def _injure(scene: Scene, faults: Sequence[Fault], outcomes: list[Outcome]) -> None:
-    """Inject faults one after another; what followed from them is added to `outcomes`."""
+@contextmanager
+def _scene(place: Path, faults: Sequence[Fault], options: argparse.Namespace) -> Iterator[Scene]:
+    """Start a run, on a disk of its own if one can be mounted, and kill what is left at the end."""
+    with ExitStack() as stack:
+        disk = None
+        output = place / "disk"
+        if not why_no_disk(place):
+            disk = stack.enter_context(SmallDisk(output))
+        processes = stack.enter_context(
+            Processes(place, options.processes, _words(output, options), SUPERVISOR)
+        )
+        yield Scene(processes, output / NAME, disk, random.Random(repr(faults)))
+
+
+def _injure(
+    scene: Scene,
+    faults: Sequence[Fault],
+    outcomes: list[Outcome],
+    until: float = math.inf,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Inject faults one after another.
+
+    Args:
+      scene: the run.
+      faults: what to inject.
+      outcomes: gets what followed from each.
+      until: when to stop, by `time.monotonic`.
+      look: called when the run goes on after a fault.
+    """
     began = time.monotonic()
     wait_until(lambda: _last_step(scene) > 0, scene.processes)
     startup = time.monotonic() - began
@@ -197,6 +232,10 @@ def _injure(scene: Scene, faults: Sequence[Fault], outcomes: list[Outcome]) -> N
             seconds = time.monotonic() - began
         print(f"{seconds:.1f} s" if seconds else "the next one comes first", flush=True)
         outcomes.append(Outcome(fault.kind, moment, seconds))
+        if seconds is not None:
+            look()
+        if time.monotonic() > until:
+            return
 
 
 def _wait_for_moment(scene: Scene, fault: Fault, startup: float) -> str:
@@ -228,64 +267,6 @@ def _last_step(scene: Scene) -> int:
     return scene.processes.highest_step()
 
 
-def differences(whole: Path, disturbed: Path, step: int) -> list[str]:
-    """Return how the losses and the last checkpoints of two runs differ.
-
-    Args:
-      whole: the directory of a run without faults.
-      disturbed: that of the other.
-      step: their last one.
-    """
-    problems = loss_differences(whole, disturbed, step)
-    saved = []
-    for run in (whole, disturbed):
-        directory = step_path(run / "checkpoints", step)
-        leaves = read_record(directory).leaves
-        arrays = dict(load(directory, leaves, dict.fromkeys(leaves)))
-        saved.append({name: np.asarray(array).tobytes() for name, array in arrays.items()})
-    if saved[0].keys() != saved[1].keys():
-        problems.append("the last checkpoints hold other arrays")
-    if names := [name for name in saved[0] if saved[0][name] != saved[1].get(name)]:
-        problems.append(f"the last checkpoints differ in {', '.join(names)}")
-    return problems
-
-
-def loss_differences(whole: Path, disturbed: Path, step: int) -> list[str]:
-    """Return how the losses of two runs differ; arguments as for `differences`."""
-    problems = []
-    logged = [_losses(run) for run in (whole, disturbed)]
-    if [step for step, _ in logged[1]] != [*range(1, step + 1)]:
-        problems.append("metrics.jsonl has not every step once")
-    expected = dict(logged[0])
-    if other := [n for n, loss in logged[1] if loss != expected.get(n)]:
-        problems.append(f"losses differ from step {other[0]} on")
-    return problems
-
-
-def _losses(run: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
-
-
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return lines with a row for each kind."""
-    lines = [f"{'kind':<20}{'faults':>7}{'save':>6}{'restart':>9}{'median':>10}{'longest':>10}"]
-    for kind in KINDS:
-        of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
-        lines += [_row(kind, of_kind)] if of_kind else []
-    return [*lines, _row("all", outcomes)]
-
-
-def _row(name: str, outcomes: Sequence[Outcome]) -> str:
-    moments = [outcome.moment for outcome in outcomes]
-    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
-    times = ""
-    if seconds:
-        times = f"{statistics.median(seconds):>8.1f} s{max(seconds):>8.1f} s"
-    counts = f"{len(outcomes):>7}{moments.count('save'):>6}{moments.count('restart'):>9}"
-    return f"{name:<20}{counts}{times}"
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -295,6 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, help="of kinds, victims and moments; drawn and printed by default")
     add("--kinds", help=f"by commas, of: {', '.join(KINDS)} (default: all)")
     add("--only", type=int, help="the number of the only one of all runs to make")
+    add("--soak", type=float, help="seconds for which faults hit one run, which may not grow")
     add("--steps", type=int, help="of each run; 80 for each fault by default")
     add("--deadline", type=int, default=20, help="of a step, in seconds (default: %(default)s)")
     add("--directory", help="of runs and logs; a temporary one by default")
