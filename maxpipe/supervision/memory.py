@@ -45,7 +45,8 @@ def hold(directory: Path) -> None:
 
     The new lock ends with this process.
     """
-    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o700)  # whatever has made it again first
     lock = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
