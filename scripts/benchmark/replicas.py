@@ -10,7 +10,8 @@ them while it is written, and in the wall time for which the loop waits. `restar
 trainer by SIGKILL and takes the time to the first step that had not been finished before: from
 replicas and from the disk under a supervisor, and from the disk without one, started by hand as
 soon as all processes have ended; from replicas also with a cache that holds the compiled step.
-Linux only.
+The CPU time of the new processes says what it takes on a machine that does nothing else: a busy one
+stretches the seconds. Linux only.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from process_time import cpu_seconds
 from supervised_run import Processes, small_model, wait_until
 
 SIZE = {
@@ -190,7 +192,10 @@ def _until_new_step(run: Processes, began: float, last: int) -> str:
     wait_until(lambda: "resumed after step " in run.output(), run)
     resumed = int(output().split(maxsplit=1)[0])
     wait_until(lambda: bool(re.search(rf"\nstep +{last + 1}/", output())), run)
-    return f"{time.monotonic() - began:.1f} s, {last - resumed} steps repeated"
+    seconds = time.monotonic() - began
+    trainers = [run.trainer(index) for index in range(len(run.pids))]
+    cpu = sum(cpu_seconds(trainer) for trainer in trainers if trainer is not None)
+    return f"{seconds:5.1f} s, {cpu:5.1f} s of CPU since the start, {last - resumed} steps repeated"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
