@@ -29,8 +29,8 @@ def inject(directory, *words):
 @pytest.mark.slow
 def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
     kinds = "SIGKILL,damaged checkpoint,lost memory"
-    words = ["--faults=3", "--processes=2", "--steps=250", "--seed=1", f"--kinds={kinds}"]
-    printed = inject(tmp_path / "runs", *words)
+    words = ["--faults=3", "--processes=2", "--steps=250", "--deadline=60", "--seed=1"]
+    printed = inject(tmp_path / "runs", *words, f"--kinds={kinds}")
     assert all(f"  {kind}, process " in printed for kind in kinds.split(","))
     assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 1"
     assert not [*(tmp_path / "runs").glob("run-*")], "a sound run is kept"
@@ -38,7 +38,7 @@ def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
 
 @pytest.mark.grid
 def test_faults_ten_of_all_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
-    printed = inject(tmp_path / "runs", "--faults=10", "--processes=4")
+    printed = inject(tmp_path / "runs", "--faults=10", "--processes=4", "--deadline=40")
     assert re.search(r"^sound: 10 faults in 1 runs", printed, re.MULTILINE), printed
 
 
