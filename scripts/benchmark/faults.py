@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Without this nobody would end the supervisors, and the disk would stay mounted.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = random.randrange(10**6) if options.seed is None else options.seed
-    directory = Path(options.directory or tempfile.mkdtemp(prefix="maxpipe-faults-"))
+    directory = Path(options.directory or tempfile.mkdtemp(prefix="maxpipe-faults-")).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, {options.processes} processes, {directory}", flush=True)
     kinds = options.kinds.split(",") if options.kinds else [*KINDS]
     if reason := why_no_disk(directory):

@@ -81,6 +81,7 @@ class Processes:
         with self._logs[index].open("a") as output:
             return subprocess.Popen(
                 self._command,
+                cwd=ROOT,  # where `-m` looks first
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

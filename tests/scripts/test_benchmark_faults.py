@@ -14,7 +14,6 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 
 def inject(directory, *words):
     """Run the script; return what it printed."""
-    directory.mkdir()
     done = subprocess.run(
         [sys.executable, SCRIPTS / "faults.py", *words, f"--directory={directory}"],
         capture_output=True,
