@@ -101,6 +101,7 @@ SCRIPTS = {
         "--help",
     ],
     # Measure for minutes, and have tests of their own.
+    f"{BENCHMARK}/faults.py": [sys.executable, f"{BENCHMARK}/faults.py", "--help"],
     f"{BENCHMARK}/mpmd.py": [sys.executable, f"{BENCHMARK}/mpmd.py", "--help"],
     f"{BENCHMARK}/replicas.py": [sys.executable, f"{BENCHMARK}/replicas.py", "--help"],
     f"{BENCHMARK}/run.py": [sys.executable, f"{BENCHMARK}/run.py", "--list"],

@@ -65,6 +65,7 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
     Raises:
       ConfigError: a host has too little; raised in all processes.
     """
+    memory.mkdir(parents=True, exist_ok=True)  # memory is lost more easily than a disk
     index, count = processes.index(), processes.count()
     own = shard_bytes(abstract_state, index)
     parts, files = [memory], COPIES * own

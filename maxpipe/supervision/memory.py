@@ -40,6 +40,20 @@ def shared_memory() -> Iterator[Path | None]:
         os.close(lock)
 
 
+def hold(directory: Path) -> None:
+    """Make a directory in memory again if it was removed from outside, and own it again.
+
+    The new lock ends with this process.
+    """
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o700)  # whatever has made it again first
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # by this process: the directory was not removed
+        os.close(lock)
+
+
 def memory_of_process() -> Path | None:
     """Return the directory in memory that this process's supervisor has passed to it."""
     path = os.environ.get(MEMORY)

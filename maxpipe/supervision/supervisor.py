@@ -50,7 +50,7 @@ from maxpipe.supervision.link import (
     describe_absence,
     exchange,
 )
-from maxpipe.supervision.memory import MEMORY, shared_memory
+from maxpipe.supervision.memory import MEMORY, hold, shared_memory
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
@@ -205,6 +205,9 @@ class Supervisor:
 
     def _prepare(self, order: Start) -> None:
         """Start the trainer, with other supervisors when its memory has what a lost one had."""
+        if self._memory is not None:
+            hold(self._memory)
+            (self._memory / OWN).mkdir(exist_ok=True)
         if self._partners is None or not order.memories:
             self._start(order)
         else:
@@ -275,10 +278,8 @@ def supervise(
         memory = stack.enter_context(shared_memory())
         address = (place.host, place.port)
         partners = None
-        if memory is not None:
-            (memory / OWN).mkdir()
-            if place.count > 1:
-                partners = stack.enter_context(Partners(memory, place.index, place.count))
+        if memory is not None and place.count > 1:
+            partners = stack.enter_context(Partners(memory, place.index, place.count))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)

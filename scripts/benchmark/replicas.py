@@ -9,10 +9,13 @@ much a replica every so many steps lengthens the steps: in CPU time, which the r
 them while it is written, and in the wall time for which the loop waits. `restart` kills a
 trainer by SIGKILL and takes the time to the first step that had not been finished before: from
 replicas and from the disk under a supervisor, and from the disk without one, started by hand as
-soon as all processes have ended. Linux only.
+soon as all processes have ended; from replicas also with a cache that holds the compiled step.
+The CPU time of the new processes says what it takes on a machine that does nothing else: a busy one
+stretches the seconds. Linux only.
 """
 
 import argparse
+import os
 import re
 import signal
 import statistics
@@ -25,6 +28,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from process_time import cpu_seconds
 from supervised_run import Processes, small_model, wait_until
 
 SIZE = {
@@ -41,6 +45,7 @@ SIZE = {
     "pipeline.engine": "sequential",
 }
 SAVE_EVERY = 100
+SUPERVISOR = ("--pause", "0.1")
 HEARTBEAT_SECONDS = 10  # of the run without supervisors, which waits for it
 
 
@@ -145,13 +150,20 @@ def measure_restart(processes: int, every: int) -> None:
     print(f"{processes} processes, a checkpoint every {SAVE_EVERY} steps, a replica every {every}")
     disk = [*small_model(processes), f"checkpoint.every={SAVE_EVERY}"]
     memory = [*disk, f"checkpoint.replica_every={every}"]
-    for what, words, supervisor in (
-        ("supervisor, replicas in memory", memory, ["--pause", "0.1"]),
-        ("supervisor, disk", disk, ["--pause", "0.1"]),
-        ("by hand, disk", [*disk, f"mesh.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}"], None),
-    ):
-        with tempfile.TemporaryDirectory(prefix="maxpipe-restart-") as directory:
-            print(f"{what:<32}{_restart(Path(directory), processes, words, supervisor)}")
+    by_hand = [*disk, f"mesh.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}"]
+    with tempfile.TemporaryDirectory(prefix="maxpipe-restart-") as directory:
+        ready = [*memory, f"compile.cache_dir={directory}/cache"]
+        for what, words, supervisor in (
+            ("replicas and a ready executable", ready, SUPERVISOR),
+            ("replicas", memory, SUPERVISOR),
+            ("supervisor, disk", disk, SUPERVISOR),
+            ("by hand, disk", by_hand, None),
+        ):
+            run = Path(directory, what.replace(" ", "-"))
+            run.mkdir()
+            restart = _restart(run, processes, words, supervisor)
+            load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+            print(f"{what:<34}{restart}, {load}", flush=True)
 
 
 def _restart(
@@ -180,7 +192,10 @@ def _until_new_step(run: Processes, began: float, last: int) -> str:
     wait_until(lambda: "resumed after step " in run.output(), run)
     resumed = int(output().split(maxsplit=1)[0])
     wait_until(lambda: bool(re.search(rf"\nstep +{last + 1}/", output())), run)
-    return f"{time.monotonic() - began:.1f} s, {last - resumed} steps repeated"
+    seconds = time.monotonic() - began
+    trainers = [run.trainer(index) for index in range(len(run.pids))]
+    cpu = sum(cpu_seconds(trainer) for trainer in trainers if trainer is not None)
+    return f"{seconds:5.1f} s, {cpu:5.1f} s of CPU since the start, {last - resumed} steps repeated"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -55,29 +55,13 @@ class Processes:
     ):
         self._logs = [directory / f"process-{index}.log" for index in range(count)]
         self._has_supervisors = supervisor is not None
-        train = [sys.executable, "-m", "maxpipe.train", str(CONFIG), *words]
+        self._command = [sys.executable, "-m", "maxpipe.train", str(CONFIG), *words]
         if supervisor is not None:
-            train = [sys.executable, "-m", "maxpipe.supervise", *supervisor, "--", *train]
+            start = [sys.executable, "-m", "maxpipe.supervise", *supervisor, "--"]
+            self._command = [*start, *self._command]
         with socket.create_server(("localhost", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._processes = []
-        for index, log in enumerate(self._logs):
-            environment = {
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": str(count),
-                "JAX_PROCESS_ID": str(index),
-            }
-            with log.open("a") as output:
-                self._processes.append(
-                    subprocess.Popen(
-                        train,
-                        stdout=output,
-                        stderr=output,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-                        start_new_session=True,
-                    )
-                )
+            self._port = probe.getsockname()[1]
+        self._processes = [self._start(index) for index in range(count)]
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +70,39 @@ class Processes:
         for process in self._processes:
             process.kill()
             process.wait()
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{self._port}",
+            "JAX_NUM_PROCESSES": str(len(self._logs)),
+            "JAX_PROCESS_ID": str(index),
+        }
+        with self._logs[index].open("a") as output:
+            return subprocess.Popen(
+                self._command,
+                cwd=ROOT,  # where `-m` looks first
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                start_new_session=True,
+            )
+
+    def start_again(self) -> None:
+        """Start those that have ended, as a launcher does."""
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._processes[index] = self._start(index)
+
+    def kill(self, index: int) -> None:
+        """Kill one: with a supervisor its trainer ends, too, soon after."""
+        self._processes[index].kill()
+        self._processes[index].wait()
+
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes that this object has started: supervisors, if there are any."""
+        return [process.pid for process in self._processes]
 
     @property
     def codes(self) -> list[int | None]:
@@ -103,7 +120,14 @@ class Processes:
 
     def last_step(self) -> int:
         """Return the last step that process 0 has printed, 0 if there is none."""
-        return int(([0, *re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)])[-1])
+        return ([0, *self._steps()])[-1]
+
+    def highest_step(self) -> int:
+        """Return the highest step that process 0 has ever printed, 0 if there is none."""
+        return max(self._steps(), default=0)
+
+    def _steps(self) -> list[int]:
+        return [*map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE))]
 
     def trainer(self, index: int) -> int | None:
         """Return the number of a trainer's process, None while there is none."""
@@ -137,12 +161,14 @@ def child_of(parent: int) -> int | None:
     return None
 
 
-def wait_until(condition: Callable[[], bool], processes: Processes) -> None:
+def wait_until(
+    condition: Callable[[], bool], processes: Processes, every_seconds: float = 0.02
+) -> None:
     """Wait until a function returns true; raise RuntimeError if the run ends before."""
     until = time.monotonic() + WAIT_SECONDS
     while not condition():
         if processes.has_ended:
             raise RuntimeError(f"ended with {processes.codes}:\n{processes.output()[-3000:]}")
         if time.monotonic() > until:
-            raise TimeoutError(processes.output()[-3000:])
-        time.sleep(0.02)
+            raise TimeoutError(f"nothing in {WAIT_SECONDS} s:\n{processes.output()[-3000:]}")
+        time.sleep(every_seconds)

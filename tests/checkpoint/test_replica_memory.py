@@ -106,3 +106,8 @@ def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, free):
     line = reserve(STATE, tmp_path / "own", 5)
     assert f"take {(alone + 2) * shard_bytes(STATE, 0):,} bytes" in line
     assert "of which 1,001,000 are free" in line
+
+
+def test_reserve_makes_a_memory_again_that_was_removed(tmp_path):
+    assert "replicas take" in reserve(STATE, tmp_path / "removed" / "own", 5)
+    assert (tmp_path / "removed" / "own").is_dir()

@@ -1,6 +1,7 @@
 """Directories in memory of supervisors."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def test_shared_memory_of_a_killed_owner_is_removed_by_the_next(shared, owner):
 def test_shared_memory_of_a_living_owner_stays(shared, owner):
     with shared_memory():
         assert (owner[1] / "file").read_text() == "content"
+
+
+def test_hold_owns_a_directory_that_was_removed_and_made_again(shared):
+    with shared_memory() as directory:
+        shutil.rmtree(directory)
+        (directory / "partner").mkdir(parents=True)  # as a copy of another host's steps does
+        memory.hold(directory)
+        with shared_memory():
+            assert (directory / "partner").is_dir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert [*shared.iterdir()] == []
 
 
 def test_shared_memory_where_there_is_none_is_none(monkeypatch, tmp_path):

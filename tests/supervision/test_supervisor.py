@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place
 from maxpipe.supervision import supervisor
 from maxpipe.supervision.council import Policy, Start
+from maxpipe.supervision.memory import shared_memory
 from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
@@ -417,6 +419,35 @@ def test_supervise_keeps_the_memory_of_one_process_over_restarts(tmp_path):
     assert first == second
     assert (before, held) == ([], ["5"])
     assert not first.parent.exists()
+
+
+def test_supervise_whose_memory_is_removed_has_it_again_in_the_next_attempt(tmp_path):
+    with Supervised(tmp_path, "wait wait") as run:
+        run.ready(1)
+        own, _ = memory_of(run, 0)
+        shutil.rmtree(own.parent)
+        os.kill(int(run.attempts()[0][0]), signal.SIGKILL)
+        run.ready(2)
+        assert memory_of(run, 0, attempt=1) == (own, [])
+        with shared_memory():  # of another supervisor, which removes what nobody owns
+            assert own.is_dir()
+        os.kill(run.processes[0].pid, signal.SIGTERM)
+        assert run.codes() == [75]
+    assert not own.parent.exists()
+
+
+@pytest.mark.slow
+def test_supervise_brings_replicas_back_when_the_memory_of_a_host_is_removed(tmp_path):
+    with Supervised(tmp_path, "replica 0", "replica 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        own, _ = memory_of(run, 1)
+        run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
+        shutil.rmtree(own.parent)
+        os.kill(int(run.attempts(1)[0][0]), signal.SIGKILL)
+        assert run.codes() == [0, 0]
+    assert memory_of(run, 1, attempt=1) == (own, ["5"])
+    assert not own.parent.exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,133 @@
+"""Random faults leave no trace in supervised runs, and the script that injects them can tell."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
+
+
+def inject(directory, *words):
+    """Run the script; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "faults.py", *words, f"--directory={directory}"],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
+    kinds = "SIGKILL,damaged checkpoint,lost memory"
+    words = ["--faults=3", "--processes=2", "--steps=250", "--deadline=60", "--seed=1"]
+    printed = inject(tmp_path / "runs", *words, f"--kinds={kinds}")
+    assert all(f"  {kind}, process " in printed for kind in kinds.split(","))
+    assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 1"
+    assert not [*(tmp_path / "runs").glob("run-*")], "a sound run is kept"
+
+
+@pytest.mark.grid
+def test_faults_ten_of_all_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
+    printed = inject(tmp_path / "runs", "--faults=10", "--processes=4", "--deadline=40")
+    assert re.search(r"^sound: 10 faults in 1 runs", printed, re.MULTILINE), printed
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import faults
+
+    return faults
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import fault_report
+
+    return fault_report
+
+
+@pytest.fixture
+def soak(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import fault_soak
+
+    return fault_soak
+
+
+def test_draw_faults_has_kinds_and_moments_in_equal_shares(faults):
+    kinds = ["a", "b", "c", "d"]
+    runs = faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=3)
+    assert [len(run) for run in runs] == [5, 5, 5, 5, 4]
+    drawn = [fault for run in runs for fault in run]
+    assert sorted(fault.kind for fault in drawn) == sorted(kinds * 6)
+    assert sorted(fault.moment for fault in drawn) == sorted([*faults.MOMENTS] * 8)
+    assert {fault.victim for fault in drawn} == {0, 1, 2, 3}
+    assert runs == faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=3)
+    assert runs != faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("logged", "problems"),
+    [
+        ([(1, 2.5), (2, 2.25)], []),
+        ([(1, 2.5)], ["metrics.jsonl has not every step once"]),
+        ([(1, 2.5), (2, 2.25), (2, 2.25)], ["metrics.jsonl has not every step once"]),
+        ([(1, 2.5), (2, 2.250001)], ["losses differ from step 2 on"]),
+    ],
+)
+def test_loss_differences_tells_lost_repeated_and_other_steps(report, tmp_path, logged, problems):
+    for name, rows in (("whole", [(1, 2.5), (2, 2.25)]), ("other", logged)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in rows]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    found = report.loss_differences(tmp_path / "whole", tmp_path / "other", 2)
+    assert found == problems
+
+
+def test_table_counts_faults_and_moments_of_each_kind(report):
+    outcomes = [
+        report.Outcome("SIGKILL", "save", 10.0),
+        report.Outcome("SIGKILL", "restart", None),
+        report.Outcome("SIGKILL", "step", 14.0),
+        report.Outcome("slow disk", "step", 3.0),
+    ]
+    rows = [line.split() for line in report.table(outcomes)]
+    assert rows[1:] == [
+        ["SIGKILL", "3", "1", "1", "12.0", "s", "14.0", "s"],
+        ["slow", "disk", "1", "0", "0", "3.0", "s", "3.0", "s"],
+        ["all", "4", "1", "1", "10.0", "s", "14.0", "s"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ((108.0, 11, 5), False),
+        ((111.0, 10, 5), True),
+        ((100.0, 12, 5), True),
+        ((100.0, 10, 7), True),
+    ],
+)
+def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(soak, last, expected):
+    usages = [soak.Usage(100.0, 10, 5)] * 3 + [soak.Usage(*last)] * 3
+    assert soak.ends(usages) == (usages[0], usages[-1])
+    assert soak.grows(*soak.ends(usages)) == expected
+
+
+def test_usage_of_counts_what_this_process_opens(soak, tmp_path):
+    before = soak.usage_of(os.getpid())
+    with (tmp_path / "file").open("w"):
+        assert soak.usage_of(os.getpid()).descriptors == before.descriptors + 1
+    assert before.megabytes > 1
+    assert before.threads >= 1
