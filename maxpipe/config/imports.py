@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -102,6 +103,12 @@ def _reason(error: Exception) -> str:
 def install_command(extra: str) -> str:
     """Return how to install an extra: into a checkout, or of a maxpipe from an index."""
     return f"pip install -e '.[{extra}]'" if is_checkout() else f"pip install 'maxpipe[{extra}]'"
+
+
+def is_installed(library: str) -> bool:
+    """Return whether a library can be imported, which a mere folder of its name is not for."""
+    spec = find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 @contextmanager

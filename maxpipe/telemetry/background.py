@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Full, Queue
 from typing import Protocol
@@ -11,8 +11,12 @@ from typing import Protocol
 from maxpipe.config.errors import redacted
 from maxpipe.telemetry.writers import Row
 
-CLOSE_SECONDS = 15.0  # for what is not sent yet at the end of a run
+CLOSE_SECONDS = 15.0  # for what trackers have not sent at the end of a run
 _WAITING = 10_000  # rows of points that may wait; a tracker that is so far behind loses some
+_MOST_TRIES = (
+    20  # of a row, about a quarter of an hour, so that one that is refused blocks no others
+)
+_LONGEST_PAUSE = 60.0  # seconds between two of them
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
@@ -37,14 +41,15 @@ class Tracker(Protocol):
 class Background:
     """A tracker that is opened, used and closed by a thread.
 
-    What it has to say, and its first error, are printed once, by the thread that calls `log`.
+    What it has to say, and its first error, are printed once, by the thread that calls `log`. A
+    tracker that cannot be opened is left out; points that it does not take are sent again.
 
     Args:
       name: of the tracker, for messages.
       open_tracker: returns it; may take long, and may raise any error.
       print_line: prints a line.
-      close_seconds: how long `close` waits.
       num_waiting: how many rows of points may wait.
+      first_pause: seconds before a row is sent again; each further pause is twice as long.
     """
 
     def __init__(
@@ -52,65 +57,128 @@ class Background:
         name: str,
         open_tracker: Callable[[], Tracker],
         print_line: Callable[[str], None],
-        close_seconds: float = CLOSE_SECONDS,
         num_waiting: int = _WAITING,
+        first_pause: float = 1.0,
     ):
         self._name = name
         self._open = open_tracker
         self._print_line = print_line
-        self._close_seconds = close_seconds
-        self._points: Queue[tuple[int, Row] | bool] = Queue(
-            num_waiting
-        )  # at last whether it is done
+        self._first_pause = first_pause
+        self._points: Queue[tuple[int, Row] | None] = Queue(num_waiting)  # None wakes the thread
         self._said: Queue[str] = Queue()
-        self._has_failed = threading.Event()
-        self._lost = 0
+        self._is_done = False
+        self._has_ended = threading.Event()
+        self._is_left_out = threading.Event()
+        self._has_failed = False
+        self._num_refused = 0  # rows, by a full queue
+        self._num_unsent = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def log(self, step: int, scalars: Row) -> None:
         """Hand points over, and return at once."""
         self._print_said()
-        if self._has_failed.is_set():
+        if self._is_left_out.is_set():
             return
         try:
             self._points.put_nowait((step, scalars))
         except Full:
-            self._lost += 1
+            self._num_refused += 1
 
-    def close(self, *, is_done: bool) -> None:
-        """Wait for what has not been sent, but not for ever."""
-        until = time.monotonic() + self._close_seconds
-        if not self._has_failed.is_set():
-            with suppress(Full):  # then the thread does not end in time, either
-                self._points.put(is_done, timeout=self._close_seconds)
+    def end(self, *, is_done: bool) -> None:
+        """Say that there are no more points, and return at once.
+
+        Args:
+          is_done: whether the run has made all of its steps.
+        """
+        self._is_done = is_done
+        self._has_ended.set()
+        with suppress(Full):  # then the thread has points to wake up for
+            self._points.put_nowait(None)
+
+    def wait(self, until: float) -> None:
+        """Wait until all is sent, or until that time of `time.monotonic`; called after `end`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         self._print_said()
+        lost = self._num_refused + self._num_unsent
         if self._thread.is_alive():
-            self._warn(f"has not taken all points {self._close_seconds:g} s after the run's end")
-        elif self._lost:
-            self._warn(f"was too slow for {self._lost:,} rows of points")
+            self._warn("has not taken all points in time at the run's end")
+        elif lost and not self._is_left_out.is_set():
+            self._warn(f"lacks {lost:,} rows of points")
 
     def _run(self) -> None:
         try:
             tracker = self._open()
-            self._said.put(f"{self._name}: {tracker.place}")
-            while not isinstance(item := self._points.get(), bool):
-                tracker.log(*item)
-            tracker.close(is_done=item)
         except Exception as error:  # a tracker's libraries raise whatever they like
+            self._say_failure(error, "training continues without it")
+            self._is_left_out.set()
+            return
+        self._said.put(f"{self._name}: {tracker.place}")
+        self._send_all(tracker)
+        try:
+            tracker.close(is_done=self._is_done)
+        except Exception as error:
+            self._say_failure(error, "it may lack the end of the run")
+
+    def _send_all(self, tracker: Tracker) -> None:
+        """Send points as they come, until the end of the run."""
+        failed_in_a_row = 0
+        while not (self._has_ended.is_set() and self._points.empty()):
+            points = self._points.get()
+            if points is None:
+                continue
+            if self._send(tracker, *points):
+                failed_in_a_row = 0
+                continue
+            self._num_unsent += 1
+            failed_in_a_row += 1
+            # One row may be refused for what it holds; of two the tracker itself is the reason.
+            if self._has_ended.is_set() and failed_in_a_row > 1:
+                while not self._points.empty():
+                    self._num_unsent += self._points.get() is not None
+
+    def _send(self, tracker: Tracker, step: int, scalars: Row) -> bool:
+        """Send a row, again after growing pauses if need be; return whether it was taken."""
+        for attempt in range(_MOST_TRIES):
+            is_last = self._has_ended.is_set()
+            try:
+                tracker.log(step, scalars)
+            except Exception as error:
+                self._say_failure(error, "training continues, and it is tried again")
+            else:
+                return True
+            if is_last:
+                break
+            self._has_ended.wait(min(self._first_pause * 2**attempt, _LONGEST_PAUSE))
+        return False
+
+    def _say_failure(self, error: Exception, consequence: str) -> None:
+        if not self._has_failed:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._said.put(
-                f"warning: {self._name} has failed: {reason}; training continues without it"
-            )
-            self._has_failed.set()
+            self._said.put(f"warning: {self._name} has failed: {reason}; {consequence}")
+        self._has_failed = True
 
     def _print_said(self) -> None:
         while not self._said.empty():
             self._print_line(without_secrets(self._said.get()))
 
     def _warn(self, what: str) -> None:
-        self._print_line(f"warning: {self._name} {what}, so it lacks some; metrics.jsonl has all")
+        self._print_line(f"warning: {self._name} {what}; metrics.jsonl has all")
+
+
+def close_all(trackers: Sequence[Background], *, is_done: bool, seconds: float) -> None:
+    """Close trackers, all at the same time, and wait for what they have not sent.
+
+    Args:
+      trackers: in any state.
+      is_done: whether the run has made all of its steps.
+      seconds: to wait at most, for all together.
+    """
+    until = time.monotonic() + seconds
+    for tracker in trackers:
+        tracker.end(is_done=is_done)
+    for tracker in trackers:
+        tracker.wait(until)
 
 
 def without_secrets(text: str) -> str:

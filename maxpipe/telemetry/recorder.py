@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
 
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
+from maxpipe.telemetry.background import CLOSE_SECONDS, close_all
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
@@ -46,6 +48,7 @@ class Recorder:
       is_main: false in all processes but one; there the recorder does nothing.
       stage_processes: for each stage, the processes that hold it; empty unless stages have programs
         of their own, in different processes.
+      tracker_seconds: how long `close` waits for trackers, all together.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Recorder:
         peak_seconds: float | None,
         is_main: bool = True,
         stage_processes: Sequence[frozenset[int]] = (),
+        tracker_seconds: float = CLOSE_SECONDS,
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
@@ -94,7 +98,8 @@ class Recorder:
             if self._log_every
             else None
         )
-        tracked = TrackedRun(config, run_dir, is_resumed=start_step > 0)
+        self._tracker_seconds = tracker_seconds
+        tracked = TrackedRun(config, run_dir, start_step > 0, tracker_seconds)
         self._trackers = open_trackers(tracked, self._console.print_line) if self._log_every else []
         self._step = start_step
 
@@ -233,12 +238,15 @@ class Recorder:
         """Show the last step and close the files; call it however the run ends."""
         if not self._is_main:
             return
-        self._console.close()
-        self._metrics.close(MetricsFile.close)
-        if self._tensorboard is not None:
-            self._tensorboard.close(TensorBoard.close)
-        for tracker in self._trackers:
-            tracker.close(is_done=self._step >= self._last_step)
+        is_done = self._step >= self._last_step
+        with ExitStack() as closing:  # in the opposite order, each whatever the others raise
+            closing.callback(
+                close_all, self._trackers, is_done=is_done, seconds=self._tracker_seconds
+            )
+            if self._tensorboard is not None:
+                closing.callback(self._tensorboard.close, TensorBoard.close)
+            closing.callback(self._metrics.close, MetricsFile.close)
+            closing.callback(self._console.close)
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)

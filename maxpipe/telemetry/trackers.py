@@ -8,23 +8,24 @@ has their ids.
 import json
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from maxpipe.config.errors import redacted
-from maxpipe.config.imports import optional
+from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.telemetry.background import CLOSE_SECONDS, Background, Tracker
+from maxpipe.telemetry.background import Background, Tracker
 from maxpipe.telemetry.writers import Row
 
 IDS = "trackers.json"  # in the run's directory
+_WRITING_IDS = threading.Lock()  # held while a tracker adds its id to those of the others
 _MOST_PARAMETERS = 100  # that MLflow takes at once
 _REFUSED = re.compile(r"[^\w\-. :/]")  # by MLflow in names of metrics
 
@@ -37,11 +38,13 @@ class TrackedRun:
       config: resolved.
       directory: of the run.
       is_resumed: whether it continues from a checkpoint.
+      close_seconds: how long all that is not sent at the end may take.
     """
 
     config: Config
     directory: Path
     is_resumed: bool
+    close_seconds: float
 
     def known_id(self, tracker: str, project: str) -> str:
         """Return the id under which a project of a tracker has this run; "" if it is new."""
@@ -49,8 +52,9 @@ class TrackedRun:
 
     def keep_id(self, tracker: str, project: str, run_id: str) -> None:
         """Keep an id for the next start."""
-        ids = {**self._ids(), f"{tracker} {project}": run_id}
-        write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
+        with _WRITING_IDS:
+            ids = {**self._ids(), f"{tracker} {project}": run_id}
+            write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
 
     def _ids(self) -> dict[str, str]:
         try:
@@ -71,8 +75,7 @@ class WandB:
     def __init__(self, project: str, run: TrackedRun):
         import wandb
 
-        settings = wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_SECONDS - 5)
-        wandb.setup(settings)
+        wandb.setup(wandb.Settings(silent=True))
         mode, why = _wandb_mode()
         entity, _, name = project.rpartition("/")
         run_id = run.known_id("wandb", project) or uuid.uuid4().hex[:8]
@@ -86,13 +89,22 @@ class WandB:
             dir=str(run.directory),
             config=_without_secrets(asdict(run.config)),
             mode=mode,
-            settings=settings,
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                finish_timeout=run.close_seconds * 2 / 3,
+                # There may be another run in this process, such as one of the user's own.
+                reinit="create_new",
+                # What it tells of the machine has the command line, whose URLs may have secrets.
+                x_disable_meta=True,
+            ),
         )
         # Steps that a run repeats after a failure would be refused as W&B's own step.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        folder = Path(self._run.settings.sync_dir)
-        self.place = self._run.url if mode is None else f"{why}; `wandb sync {folder}` sends it"
+        self.place = self._run.url or why
+        if self._run.offline:
+            self.place = f"{why}; `wandb sync {self._run.settings.sync_dir}` sends it"
 
     def log(self, step: int, scalars: Row) -> None:
         """Hand points to the library, which sends them."""
@@ -100,23 +112,27 @@ class WandB:
         self._run.log({**points, "step": step})
 
     def close(self, *, is_done: bool) -> None:
-        """Wait until all is sent, at most `CLOSE_SECONDS`; a run that goes on later has failed."""
+        """Wait until all is sent, but not for ever; a run that goes on later has failed."""
         self._run.finish(exit_code=0 if is_done else 1)
 
 
 def _wandb_mode() -> tuple[str | None, str]:
-    """Return the mode to ask for, None for that of the environment, and why it is that."""
+    """Return the mode to ask for, None for that of the environment, and why it is not online."""
     import wandb
 
     mode = wandb.setup().settings.mode
-    if mode != "online":
-        return mode, f"WANDB_MODE={mode}"
+    if mode in ("offline", "dryrun", "disabled"):
+        return None, f"WANDB_MODE={mode}"
+    if wandb.run is not None:  # then there is no logging in any more
+        return ("offline", "offline as W&B is in this process") if wandb.run.offline else (None, "")
     try:
         if wandb.login(prompt=False):
             return None, ""
         return "offline", "offline without an API key (`wandb login`)"
-    except Exception as error:  # of a kind that differs between versions
-        return "offline", f"offline, since it cannot be reached ({type(error).__name__})"
+    except (
+        Exception
+    ) as error:  # a wrong key, or no network; of a kind that differs between versions
+        return "offline", " ".join(f"offline, since logging in has failed: {error}".split())
 
 
 class MLflow:
@@ -156,10 +172,12 @@ class MLflow:
         self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
     def _reopen(self, run_id: str) -> bool:
-        """Let a run go on; return false if the server does not have it."""
+        """Let a run go on; return false if the server does not have it, or has it as deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
+            if self._client.get_run(run_id).info.lifecycle_stage != "active":
+                return False
             self._client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -188,7 +206,7 @@ def _without_secrets(value: object) -> object:
     """Return a configuration without the secrets in its URLs."""
     if isinstance(value, Mapping):
         return {key: _without_secrets(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_secrets(item) for item in value]
     return redacted(value) if isinstance(value, str) else value
 
@@ -201,7 +219,7 @@ def require_trackers(telemetry: TelemetryConfig) -> None:
     for name in TRACKERS:
         if getattr(telemetry, name):
             with optional(name, name, f"telemetry.{name}"):
-                if find_spec(name) is None:  # importing it takes seconds
+                if not is_installed(name):  # importing it takes seconds
                     raise ModuleNotFoundError(name, name=name)
 
 

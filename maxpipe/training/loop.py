@@ -296,8 +296,10 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
                     run.checkpointer.close()
         finally:
             down = run.supervision.downtime.to_dict()
-            run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
-            run.recorder.close()
+            try:
+                run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
+            finally:
+                run.recorder.close()
     run.supervision.lease.verify()
     return exit_code
 

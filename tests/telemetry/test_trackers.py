@@ -1,6 +1,9 @@
 """Runs in Weights & Biases and MLflow, without a network."""
 
 import json
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,12 @@ import pytest
 
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.sections import Config, TelemetryConfig
+from maxpipe.telemetry import trackers
 from maxpipe.telemetry.recorder import Recorder
-from maxpipe.telemetry.trackers import IDS, require_trackers
+from maxpipe.telemetry.sink import TelemetryError
+from maxpipe.telemetry.trackers import IDS, TrackedRun, require_trackers
+
+ENOUGH = 120.0  # seconds, on a busy machine
 
 
 def _record(tmp_path: Path, steps: range, **telemetry: str) -> str:
@@ -32,6 +39,7 @@ def _record(tmp_path: Path, steps: range, **telemetry: str) -> str:
         start_step=steps.start - 1,
         tokens_per_step=1,
         peak_seconds=None,
+        tracker_seconds=ENOUGH,
     )
     for step in steps:
         recorder.step(step, 1 / step, 1.0, 1e-3, 0.5)
@@ -49,6 +57,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()
     yield
+    if wandb.run is not None:
+        wandb.run.finish()
     wandb.teardown()
 
 
@@ -112,6 +122,120 @@ def test_wandb_without_an_account_is_offline_and_says_so(
     assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
 
 
+@pytest.mark.usefixtures("offline")
+def test_wandb_leaves_another_run_of_the_process_alone(tmp_path: Path) -> None:
+    import wandb
+
+    other = wandb.init(project="own", dir=str(tmp_path), settings=wandb.Settings(silent=True))
+    (run_id,) = json.loads(_record(tmp_path, range(1, 5), wandb="project")).values()
+    assert run_id != other.id
+    assert wandb.run is other
+    other.log({"still": 1})  # raises after the end of a run
+    other.finish()
+    assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_next_to_an_offline_run_of_the_process_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    wandb.init(
+        project="own", dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True)
+    )
+    _record(tmp_path, range(1, 5), wandb="project")
+    assert "offline as W&B is in this process; `wandb sync" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_is_not_told_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "data.path=s3://me:hidden@bucket/x"])
+    _record(tmp_path, range(1, 3), wandb="project")
+    _history(tmp_path)  # all is written
+    files = [file for file in (tmp_path / "name" / "wandb").rglob("*") if file.is_file()]
+    assert any(file.suffix == ".wandb" for file in files)
+    assert [file for file in files if b"hidden" in file.read_bytes()] == []
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_with_a_wrong_key_is_offline_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "short-key")
+    _record(tmp_path, range(1, 5), wandb="project")
+    out, err = capfd.readouterr()
+    assert "offline, since logging in has failed: WANDB_API_KEY invalid: " in out
+    assert "; `wandb sync" in out
+    assert "short-key" not in out + err
+    assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_that_is_disabled_has_nothing_to_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    _record(tmp_path, range(1, 5), wandb="project")
+    out = capfd.readouterr().out
+    assert "telemetry.wandb: WANDB_MODE=disabled\n" in out
+    assert "warning" not in out
+
+
+def test_ids_of_trackers_that_are_kept_at_once_are_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = trackers.write_atomically
+
+    def write_slowly(path: Path, parts: list[bytes]) -> None:
+        time.sleep(0.2)  # so that the others have read what is there
+        write(path, parts)
+
+    monkeypatch.setattr(trackers, "write_atomically", write_slowly)
+    run = TrackedRun(Config(), tmp_path, is_resumed=True, close_seconds=ENOUGH)
+    threads = [threading.Thread(target=run.keep_id, args=(name, "p", name)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [run.known_id(name, "p") for name in "abc"] == ["a", "b", "c"]
+
+
+def test_trackers_are_closed_when_the_metrics_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda name, run: _Closing(closed))  # type: ignore[arg-type]
+    config = replace(Config(), **{"telemetry.mlflow": "experiment"})
+    recorder = Recorder(config, tmp_path, start_step=0, tokens_per_step=1, peak_seconds=None)
+
+    def fail(file: object) -> None:
+        raise TelemetryError("full")
+
+    monkeypatch.setattr("maxpipe.telemetry.recorder.MetricsFile.close", fail)
+    with pytest.raises(TelemetryError, match="full"):
+        recorder.close()
+    assert closed == [False]
+
+
+class _Closing:
+    """A tracker that keeps how it was closed."""
+
+    place = "here"
+
+    def __init__(self, closed: list[bool]):
+        self._closed = closed
+
+    def log(self, step: int, scalars: object) -> None: ...
+
+    def close(self, *, is_done: bool) -> None:
+        self._closed.append(is_done)
+
+
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     mlflow = pytest.importorskip("mlflow", reason="needs the extra `mlflow`")
@@ -138,12 +262,17 @@ def test_mlflow_has_the_points_and_a_resumed_run_its_id(tmp_path: Path, client: 
     assert "secret" not in str(run.data.params)
 
 
-def test_mlflow_run_that_its_server_has_not_is_made_anew(tmp_path: Path, client: Any) -> None:
+def test_mlflow_run_that_its_server_has_not_or_has_deleted_is_made_anew(
+    tmp_path: Path, client: Any
+) -> None:
     first = _record(tmp_path, range(1, 3), mlflow="experiment")
     (tmp_path / "name" / IDS).write_text(first.replace('": "', '": "0'))
-    (run_id,) = json.loads(_record(tmp_path, range(3, 5), mlflow="experiment")).values()
-    history = client.get_metric_history(run_id, "train/loss")
-    assert [point.step for point in history] == [3, 4]
+    (second,) = json.loads(_record(tmp_path, range(3, 4), mlflow="experiment")).values()
+    client.delete_run(second)
+    (third,) = json.loads(_record(tmp_path, range(4, 5), mlflow="experiment")).values()
+    for run_id, step in ((second, 3), (third, 4)):
+        history = client.get_metric_history(run_id, "train/loss")
+        assert [point.step for point in history] == [step]
 
 
 def test_mlflow_that_refuses_is_said_once_and_metrics_are_complete(
@@ -161,9 +290,12 @@ def test_mlflow_that_refuses_is_said_once_and_metrics_are_complete(
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_tracker_without_its_library_names_the_extra(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("maxpipe.telemetry.trackers.find_spec", lambda name: None)
+    # A folder of its name, such as one with its files, is not the library.
+    (tmp_path / name).mkdir()
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
     telemetry = TelemetryConfig(**{name: "project"})
     with pytest.raises(ConfigError, match=rf"^telemetry\.{name}: needs {name}, .*\[{name}\]"):
         require_trackers(telemetry)

@@ -197,10 +197,12 @@ def check_chat_template(c: Config) -> None:
         raise ConfigError(Problem("data.chat_template", message))
 
 
-@rule("data.column", "data.source", "data.mixture")
+@rule("data.column", "data.source", "data.mixture", "data.eval_path")
 def check_column(c: Config) -> None:
     """Refuse a column for sources that have none to choose."""
-    read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
+    read = [entry["source"] for entry in c.data.mixture]
+    if c.data.eval_path or not read:
+        read.append(c.data.source)
     with_columns = [name for name, facts in SOURCES.items() if facts.has_column]
     if c.data.column and not {*read} & {*with_columns}:
         message = (
@@ -382,6 +384,16 @@ def check_profile_steps(c: Config) -> None:
         raise ConfigError(Problem("telemetry.profile_steps", message))
 
 
+@rule("telemetry.wandb", "telemetry.mlflow", "telemetry.log_every")
+def check_trackers(c: Config) -> None:
+    """Refuse trackers that would get nothing."""
+    if not c.telemetry.log_every:
+        message = "gets every telemetry.log_every-th step, which is 0: give a number, or leave this"
+        keys = [key for key in ("wandb", "mlflow") if getattr(c.telemetry, key)]
+        if keys:
+            raise ConfigError(*(Problem(f"telemetry.{key}", f"{message} empty") for key in keys))
+
+
 @rule("compile.topology", "compile.num_slices", writes=("compile.topology",))
 def check_topology(c: Config) -> Updates:
     """Turn `compile.topology` into libtpu's name, and check that slices are of a TPU."""
@@ -426,5 +438,6 @@ RUN_RULES = (
     check_spike_window,
     derive_learning_rate_steps,
     check_profile_steps,
+    check_trackers,
     check_topology,
 )

@@ -22,6 +22,16 @@ def test_run_name_with_path_is_refused(problems, name):
         (("telemetry.profile_steps=[7,5]",), "telemetry.profile_steps", "first <= last"),
         (("telemetry.profile_steps=[99,101]",), "telemetry.profile_steps", "last <= steps=100"),
         (("telemetry.profile_steps=[0,5]",), "telemetry.profile_steps", "1 <= first"),
+        (
+            ("telemetry.wandb=p", "telemetry.log_every=0"),
+            "telemetry.wandb",
+            "gets every telemetry.log_every-th step, which is 0",
+        ),
+        (
+            ("telemetry.mlflow=e", "telemetry.log_every=0"),
+            "telemetry.mlflow",
+            "gets every telemetry.log_every-th step, which is 0",
+        ),
         (("checkpoint.resume=mist",), "checkpoint.resume", "did you mean must?"),
         (("checkpoint.resume=-3",), "checkpoint.resume", "the number of a step"),
         (
@@ -168,3 +178,8 @@ def test_column_is_refused_for_sources_that_have_none_to_choose(problems, resolv
         "data.mixture=[{source: python_stdlib, weight: 1}, {source: datasets, path: a, weight: 1}]"
     )
     assert resolved(mixed, "data.column=body").data.column == "body"
+    # The validation set is read with data.source, next to a mixture as well.
+    words = ("data.mixture=[{source: text, path: a, weight: 1}]", "data.column=body")
+    assert "data.column" in problems(*words, "data.source=datasets")
+    words = (*words, "data.source=datasets", "data.eval_path=b")
+    assert resolved(*words).data.column == "body"
