@@ -61,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--include", metavar="DIR", help="a directory with tasks of your own, in YAML")
     add("--num-fewshot", type=_count, metavar="N", help="examples before each; default: the task's")
-    add("--limit", type=_count, metavar="N", help="take the first N of each task only")
+    add("--limit", type=_positive, metavar="N", help="take the first N of each task only")
     add(
         "--batch-size",
-        type=_count,
+        type=_positive,
         default=8,
         metavar="N",
         help="texts at once, whose logits are in memory as a whole; default %(default)s",
@@ -78,6 +78,12 @@ def _count(word: str) -> int:
     if not (word.isascii() and word.isdigit()):
         raise argparse.ArgumentTypeError(f"expected a whole number; got {word!r}")
     return int(word)
+
+
+def _positive(word: str) -> int:
+    if not (number := _count(word)):
+        raise argparse.ArgumentTypeError("expected at least 1")
+    return number
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def test_evaluate_without_lm_eval_names_the_extra(
     [
         (["runs/base"], "required: --tasks"),
         (["runs/base", "--tasks", "a", "--limit", "-1"], "expected a whole number; got '-1'"),
+        (["runs/base", "--tasks", "a", "--limit", "0"], "--limit: expected at least 1"),
+        (["runs/base", "--tasks", "a", "--batch-size", "0"], "--batch-size: expected at least 1"),
         (["runs/base", "--tasks", "a", "--include", "nowhere"], "there is no directory nowhere"),
         (["runs/base", "--tasks", "a", "--json", "no/f"], "--json: there is no directory no"),
     ],

@@ -8,6 +8,7 @@ Shapes: B texts, T tokens.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxpipe.generation.decoding import Decoder, Sampling
@@ -23,6 +25,7 @@ from maxpipe.model.parameters import Params
 
 _DEFAULT_TOKENS = 256  # of an answer, as lm-eval's own models have it
 _KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks"}
+_NEUTRAL = {"num_beams": 1}  # what tasks set without asking for anything
 
 # What lm-eval asks for: the texts, tokens of the context, and tokens that are scored.
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
@@ -32,7 +35,8 @@ class ModelOfRun(TemplateLM):
     """A loaded model as lm-eval takes it.
 
     Texts begin as documents do in training, with the begin of document if the tokenizer has one. A
-    context that is too long for `data.sequence_length` loses its beginning.
+    context that is too long for `data.sequence_length` loses its beginning, and one of more than
+    half of that leaves room for the answer. Samples of a text differ from each other.
 
     Args:
       model: from `maxpipe.load_model`.
@@ -44,6 +48,7 @@ class ModelOfRun(TemplateLM):
         self.model = model
         self.batch_size = max(1, int(batch_size))
         self.max_length = model.config.data.sequence_length
+        self._num_written = 0  # texts, of which each is drawn with a seed of its own
 
     @property
     def eot_token_id(self) -> int:
@@ -134,23 +139,27 @@ class ModelOfRun(TemplateLM):
         return answers
 
     def _generate(self, context: str, options: Mapping[str, object]) -> str:
-        if unknown := options.keys() - _KNOWN:
+        # Other names of max_gen_toks are taken, and a temperature alone asks for samples.
+        asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
+        asked = {name: value for name, value in asked.items() if _NEUTRAL.get(name) != value}
+        if unknown := asked.keys() - _KNOWN:
             message = f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(_KNOWN))}"
             raise ValueError(f"generation_kwargs: {message}")
-        until = options.get("until") or []
-        ends = [until] if isinstance(until, str) else list(until)  # type: ignore[call-overload]
-        max_tokens = int(str(options.get("max_gen_toks", _DEFAULT_TOKENS)))
-        is_drawn = options.get("do_sample", False)
+        ends = [end for end in asked["until"] if end]
+        max_tokens, is_drawn = asked["max_gen_toks"], asked["do_sample"]
         sampling = Sampling(
-            temperature=float(str(options.get("temperature", 1.0))) if is_drawn else 0.0,
-            top_k=int(str(options.get("top_k", 0))) if is_drawn else 0,
-            top_p=float(str(options.get("top_p", 1.0))) if is_drawn else 1.0,
+            temperature=float(asked.get("temperature", 1.0)) if is_drawn else 0.0,
+            top_k=int(asked.get("top_k", 0)) if is_drawn else 0,
+            top_p=float(asked.get("top_p", 1.0)) if is_drawn else 1.0,
         )
-        room = max(self.max_length - max_tokens, 1)
+        # An answer may go on for longer than the model sees; half of that is the context's.
+        room = max(self.max_length - max_tokens, self.max_length // 2, 1)
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        seed = self._num_written
+        self._num_written += 1
         text = "".join(
             self.model.stream(
-                prompt, sampling, seed=0, max_tokens=max_tokens, stop=ends, stop_tokens=()
+                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=ends, stop_tokens=()
             )
         )
         return text[: min([text.find(end) for end in ends if end in text], default=len(text))]

@@ -110,6 +110,40 @@ def test_generate_until_writes_what_the_model_does_up_to_the_end(model: maxpipe.
         lm.generate_until([_request("a", {"num_beams": 2})])
 
 
+def test_generate_until_repeats_of_a_request_differ_and_another_evaluation_has_the_same(
+    model: maxpipe.Model,
+) -> None:
+    options = {"until": [], "max_gen_toks": 12, "temperature": 1.0}  # without do_sample
+    requests = [_request("def f(", options)] * 3
+    texts = ModelOfRun(model).generate_until(requests)
+    assert len({*texts}) == 3
+    assert ModelOfRun(model).generate_until(requests) == texts
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(8, 24), (16, 16), (256, 16)])
+def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
+    model: maxpipe.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int, kept: int
+) -> None:
+    prompts = []
+
+    def stream(prompt: list[int], *_: object, **options: object) -> list[str]:
+        prompts.append((prompt, options["max_tokens"]))
+        return ["answer"]
+
+    monkeypatch.setattr(model, "stream", stream)
+    context = "abcdefghij" * 7
+    ModelOfRun(model).generate_until([_request(context, {"max_gen_toks": max_tokens})])
+    assert prompts == [(_bytes(context)[-kept:], max_tokens)]
+
+
+def test_generate_until_answer_may_be_longer_than_what_the_model_sees(
+    model: maxpipe.Model,
+) -> None:
+    options = {"until": None, "max_new_tokens": 40, "num_beams": 1, "temperature": 0.0}
+    (text,) = ModelOfRun(model).generate_until([_request("def f(", options)])
+    assert text == model.generate("def f(", max_tokens=40, temperature=0)
+
+
 def _write_tasks(directory: Path) -> None:
     rows = [{"question": f"q{i}", "choices": ["x", "yy"], "answer": i % 2} for i in range(6)]
     data = directory / "data.jsonl"
