@@ -315,7 +315,8 @@ class DataSource:
       companion: ending of a file next to each of them that is read with it, "" if there is none.
       version: "module:function" of a source without a path: returns a text that changes whenever
         the documents do. "" for documents that never change. Of a source with a path, a function
-        of a part of it, of `hf:`, and of `data.cache_dir`; "" if it reads files only.
+        of a part of it and of `data.cache_dir`, which returns the files of the part and a digest of
+        what else it depends on, or None for plain files; "" if there are only these.
       needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
         many as `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
@@ -355,14 +356,14 @@ SOURCES: dict[str, DataSource] = {
     "datasets": DataSource(
         _SOURCES + "datasets:datasets",
         suffixes=_TABLE_FILES,
-        version="maxpipe.data.dataset_tables:version_on_hub",
+        version="maxpipe.data.dataset_tables:contents_of",
         has_column=True,
         summary="data sets of Hugging Face's `datasets`: saved ones, files, the hub's",
     ),
     "datasets_chat": DataSource(
         _SOURCES + "datasets:datasets_chat",
         suffixes=_TABLE_FILES,
-        version="maxpipe.data.dataset_tables:version_on_hub",
+        version="maxpipe.data.dataset_tables:contents_of",
         is_chat=True,
         has_column=True,
         summary="conversations in such data sets",

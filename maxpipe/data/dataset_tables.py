@@ -5,8 +5,9 @@ data set of the hub, as `hf:NAME@REVISION:CONFIGURATION:SPLIT`, of which everyth
 be left out. The library makes Arrow files of what is not one yet, once, and maps them into memory.
 """
 
-import hashlib
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import optional
+from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
-from maxpipe.data.files import find_files, parts_of, require_content
-from maxpipe.storage.local_files import cache_directory
+from maxpipe.data.files import find_files, local_files, parts_of, require_content
+from maxpipe.storage.local_files import cache_directory, list_remote
+from maxpipe.storage.object_store import is_remote
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,6 +35,8 @@ _BUILDERS = {  # of the library, by ending of the files
     ".jsonl": "json",
     ".csv": "csv",
 }
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_SECONDS = 10.0  # to wait for an answer of the hub
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes
 
 
@@ -43,13 +47,37 @@ class Table(NamedTuple):
     rows: "Dataset"
 
 
+class Contents(NamedTuple):
+    """What a part of `data.path` has.
+
+    Attributes:
+      files: on this machine, which have its rows.
+      name: of what else they depend on, "" if that is nothing; without a revision.
+      digest: of it; begins with the commit of a data set of the hub.
+    """
+
+    files: list[str]
+    name: str
+    digest: str
+
+
 class HubName(NamedTuple):
-    """A data set of the hub; what is not given is None."""
+    """A data set of the hub, or a directory like one; what is not given is None."""
 
     name: str
     revision: str | None
     configuration: str | None
     split: str
+
+    @property
+    def is_directory(self) -> bool:
+        """Return whether it is a directory."""
+        return Path(self.name).is_dir()
+
+    def __str__(self) -> str:
+        """Return it as in `data.path`."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{SCHEME}{self.name}{revision}:{self.configuration or ''}:{self.split}"
 
 
 def open_tables(path: str, cache_dir: str) -> list[Table]:
@@ -74,8 +102,9 @@ def open_tables(path: str, cache_dir: str) -> list[Table]:
     return [table for tables_of_part in tables for table in tables_of_part]
 
 
-def version_on_hub(part: str, cache_dir: str) -> str:
-    """Return a name of the contents of `hf:NAME`, after downloading it if it is not there.
+def contents_of(part: str, cache_dir: str) -> Contents | None:
+    """Return what a part has, after downloading it if need be; None for files as `data.path` has
+    them of any source.
 
     Args:
       part: of `data.path`.
@@ -84,12 +113,29 @@ def version_on_hub(part: str, cache_dir: str) -> str:
     Raises:
       ConfigError: it cannot be read.
     """
+    if not part.startswith(SCHEME):
+        return _contents_saved(Path(part).expanduser())
     name = _hub_name(part)
-    rows = _from_hub(part, cache_dir)
-    # The library keeps the Arrow files in a directory with the name of the commit.
-    commits = sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
-    facts = name.name, name.configuration, name.split, commits, len(rows)
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    selection = f"configuration {name.configuration or 'default'}, split {name.split}"
+    if name.is_directory:
+        return Contents(local_files(name.name, ("",)), selection, selection)
+    commits = _commits(_from_hub(part, cache_dir))
+    return Contents([], str(name._replace(revision=None)), f"{' '.join(commits)} {selection}")
+
+
+def _contents_saved(directory: Path) -> Contents | None:
+    """Return the files of a directory of `save_to_disk` that have rows; None if it is none."""
+    try:
+        entries = json.loads((directory / _SAVED).read_bytes())["_data_files"]
+        files = [directory / entry["filename"] for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Contents([str(file) for file in files if file.is_file()], "", "")
+
+
+def _commits(rows: "Dataset") -> list[str]:
+    """Return the commits of the hub that rows are of, which name the directories they are in."""
+    return sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
 
 
 def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
@@ -109,6 +155,13 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
 
 def _from_files(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
     """Return a table for each kind of files."""
+    if is_remote(part):
+        stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
+        if stored & {_SAVED, _SAVED_SPLITS}:
+            message = (
+                f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
+            )
+            raise ConfigError(Problem(_PATH, message))
     files = require_content(find_files(part, _SUFFIXES, cache_dir))
     builders: dict[str, list[str]] = {}
     for file in files:
@@ -137,6 +190,8 @@ def _hub_name(part: str) -> HubName:
     name, _, rest = part.removeprefix(SCHEME).partition(":")
     configuration, _, split = rest.partition(":")
     name, _, revision = name.partition("@")
+    if name.startswith("~"):
+        name = os.path.expanduser(name)
     return HubName(name, revision or None, configuration or None, split or "train")
 
 
@@ -144,13 +199,44 @@ def _from_hub(part: str, cache_dir: str) -> "Dataset":
     name = _hub_name(part)
     library = _library()
     with _reading(part):
-        return library.load_dataset(
+        rows = library.load_dataset(
             name.name,
             name.configuration,
             split=name.split,
             revision=name.revision,
             cache_dir=_library_cache(cache_dir),
+            keep_in_memory=False,
         )
+    if name.revision and not name.is_directory:
+        _check_revision(part, name.name, name.revision, _commits(rows))
+    return rows
+
+
+def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> None:
+    """Refuse rows of another commit: without the hub the library takes the newest of its cache."""
+    wanted = revision if _COMMIT.fullmatch(revision) else _commit_of(name, revision)
+    if commits != [wanted]:
+        reason = (
+            f"the cache of this machine has commit {', '.join(commits)}, not {wanted}"
+            if wanted
+            else f"which commit {revision} is can only be said by the hub, which does not answer"
+        )
+        message = f"{part}: {reason}; load it once where there is a network, or name a commit"
+        raise ConfigError(Problem(_PATH, message))
+
+
+def _commit_of(name: str, revision: str) -> str:
+    """Return the commit of a branch or tag, as it was at the last download; "" if not known."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    # Loading it asks for this file, and keeps it in a directory of the commit.
+    file = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
+    if isinstance(file, str):
+        return Path(file).parent.name
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS).sha or ""
+    except Exception:  # of a kind that differs between versions
+        return ""
 
 
 @contextmanager
@@ -172,6 +258,13 @@ def _reading(part: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = f"{type(error).__name__}: {error.__cause__ or error}"
         raise ConfigError(Problem(_PATH, f"{part} cannot be read by datasets: {reason}")) from error
+    except Exception as error:
+        # The hub's HTTP client is httpx or httpx2, by version.
+        if not type(error).__module__.startswith("httpx"):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{part} could not be downloaded: {reason}; another start goes on with the rest"
+        raise ConfigError(Problem(_PATH, message)) from error
 
 
 def _library_cache(cache_dir: str) -> str | None:
@@ -182,6 +275,8 @@ def _library_cache(cache_dir: str) -> str | None:
 def _library() -> ModuleType:
     """Import the library; raise ConfigError if it is not installed."""
     with optional("datasets", "datasets", "data.source"):
+        if not is_installed("datasets"):  # but a folder `datasets` may be here
+            raise ModuleNotFoundError(name="datasets")
         import datasets
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -385,8 +385,11 @@ def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
     local: set[str] = set()
     remote: list[_Listed] = []
     for part in parts_of(path):
-        if part.startswith(SCHEME) and facts.version:
-            remote.append(_Listed(part, 0, "", attribute_of(facts.version)(part, cache_dir)))
+        contents = attribute_of(facts.version)(part, cache_dir) if facts.version else None
+        if contents:
+            local.update(contents.files)
+            if contents.name:
+                remote.append(_Listed(contents.name, 0, "", contents.digest))
         elif is_remote(part):
             files = list_remote(part, facts.suffixes)
             remote += [_Listed(Path(f.name).name, f.size, "", f.etag) for f in files]
@@ -428,6 +431,10 @@ def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
 
 
 def _difference(before: File, now: File) -> str:
+    if now.name.startswith(SCHEME):
+        name, rest = now.name.partition(":")[2].split(":", 1)
+        then, commit = (file.digest.partition(" ")[0] for file in (before, now))
+        return f"{now.name} has commit {commit} now; {SCHEME}{name}@{then}:{rest} is that of then"
     if now.size < before.size:
         return f"{now.name} is shorter: {before.size:,} -> {now.size:,} bytes"
     return f"{now.name} has other contents"

@@ -140,17 +140,17 @@ class ModelOfRun(TemplateLM):
 
     def _generate(self, context: str, options: Mapping[str, object]) -> str:
         # Other names of max_gen_toks are taken, and a temperature alone asks for samples.
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
-        asked = {name: value for name, value in asked.items() if _NEUTRAL.get(name) != value}
-        if unknown := asked.keys() - _KNOWN:
+        wishes: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
+        wishes = {name: value for name, value in wishes.items() if _NEUTRAL.get(name) != value}
+        if unknown := wishes.keys() - _KNOWN:
             message = f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(_KNOWN))}"
             raise ValueError(f"generation_kwargs: {message}")
-        ends = [end for end in asked["until"] if end]
-        max_tokens, is_drawn = asked["max_gen_toks"], asked["do_sample"]
+        ends = [end for end in wishes["until"] if end]
+        max_tokens, is_drawn = wishes["max_gen_toks"], wishes["do_sample"]
         sampling = Sampling(
-            temperature=float(asked.get("temperature", 1.0)) if is_drawn else 0.0,
-            top_k=int(asked.get("top_k", 0)) if is_drawn else 0,
-            top_p=float(asked.get("top_p", 1.0)) if is_drawn else 1.0,
+            temperature=float(wishes.get("temperature", 1.0)) if is_drawn else 0.0,
+            top_k=int(wishes.get("top_k", 0)) if is_drawn else 0,
+            top_p=float(wishes.get("top_p", 1.0)) if is_drawn else 1.0,
         )
         # An answer may go on for longer than the model sees; half of that is the context's.
         room = max(self.max_length - max_tokens, self.max_length // 2, 1)

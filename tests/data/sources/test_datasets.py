@@ -1,10 +1,15 @@
 """Data sets of Hugging Face's library: saved ones, files, those of the hub."""
 
 import json
+import os
 import pickle
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,10 +18,13 @@ import pytest
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import BadDocument, Documents, open_documents
-from maxpipe.data.fingerprint import SourceFiles
+from maxpipe.data.fingerprint import CHANGED, SourceFiles
 from maxpipe.data.loader import make_loader
+from maxpipe.storage.local_files import RemoteFile
 
 library = pytest.importorskip("datasets", reason="needs the extra `datasets`")
+
+from huggingface_hub import HfApi  # noqa: E402  # of the library
 
 TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
 
@@ -137,6 +145,10 @@ def test_datasets_with_several_splits_names_them(tmp_path: Path) -> None:
     [
         (ConnectionError("Couldn't reach it"), "is not in the cache .* the hub cannot be reached"),
         (library.exceptions.DatasetNotFoundError("it doesn't exist"), "HF_TOKEN"),
+        (
+            type("ReadTimeout", (Exception,), {"__module__": "httpx2"})("slow"),
+            "could not be downloaded: ReadTimeout: slow; another start",
+        ),
         (ValueError("Unknown split"), "cannot be read by datasets: ValueError: Unknown split"),
     ],
 )
@@ -149,6 +161,26 @@ def test_datasets_error_of_the_hub_says_what_to_do(
     monkeypatch.setattr(library, "load_dataset", refuse)
     with pytest.raises(ConfigError, match=rf"^data\.path: hf:org/name.*{message}"):
         _open("hf:org/name")
+
+
+def test_datasets_directory_of_the_home_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "train.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    assert _all(_open("hf:~/repo")) == ["a"]
+
+
+def test_datasets_saved_in_an_object_store_must_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def list_remote(url: str, _: object) -> list[RemoteFile]:
+        return [RemoteFile(f"bucket/saved/{name}", 1, "") for name in ("state.json", "x.arrow")]
+
+    monkeypatch.setattr("maxpipe.data.dataset_tables.list_remote", list_remote)
+    with pytest.raises(ConfigError, match=r"save_to_disk, which must be on this machine: copy it"):
+        _open("s3://bucket/saved")
 
 
 def test_datasets_files_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -167,9 +199,14 @@ def test_datasets_without_the_library_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _save(tmp_path / "saved", {"text": TEXTS})
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data\.source: needs datasets.*pip install.*\[datasets"):
-        _open(path)
+    for module in (None, ModuleType("datasets")):  # the other is a folder of this name
+        if module:
+            module.__spec__ = ModuleSpec("datasets", None)
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        with pytest.raises(
+            ConfigError, match=r"data\.source: needs datasets.*pip install.*\[datasets"
+        ):
+            _open(path)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -208,6 +245,95 @@ def test_datasets_fingerprint_follows_the_contents_and_not_the_place(tmp_path: P
     change = SourceFiles("datasets", str(other), 1.0, "").change_since(before)
     assert change is not None
     assert "arrow" in change[1]
+
+
+def _version(path: object) -> str:
+    return SourceFiles("datasets", str(path), 1.0, "").fingerprint.digest
+
+
+def test_datasets_fingerprint_of_a_saved_directory_is_that_of_its_rows(tmp_path: Path) -> None:
+    saved = _save(tmp_path / "a", {"text": TEXTS})
+    before = _version(saved)
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "_fingerprint": "another"}))
+    (saved / "cache-1234.arrow").write_text("of map()")
+    assert _version(saved) == before
+
+
+def test_datasets_fingerprint_of_a_directory_like_a_repository_is_that_of_its_files(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "train.jsonl"
+    file.write_text(json.dumps({"text": "one"}) + "\n")
+    before = SourceFiles("datasets", f"hf:{tmp_path}/a", 1.0, "").fingerprint
+    os.utime(file, (0, 0))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert _version(f"hf:{tmp_path}/b") == before.digest
+    other_split = SourceFiles("datasets", f"hf:{tmp_path}/b::test", 1.0, "")
+    change = other_split.change_since(before)
+    assert change is not None
+    assert change[0] == CHANGED
+    assert "configuration default, split train is gone" in change[1]
+    (tmp_path / "b" / "train.jsonl").write_text(json.dumps({"text": "two"}) + "\n")
+    change = SourceFiles("datasets", f"hf:{tmp_path}/b", 1.0, "").change_since(before)
+    assert change == (CHANGED, "train.jsonl has other contents")
+
+
+OLD, NEW = "0" * 40, "1" * 40  # commits
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what sets the commit that the library loads, whatever it is asked for."""
+    commit = ""
+
+    def push(name: str) -> None:
+        nonlocal commit
+        commit = name
+
+    def load_dataset(*_: object, **__: object) -> Any:
+        file = tmp_path / commit / "name-train.arrow"
+        saved = _save(tmp_path / f"saved-{commit}", {"text": TEXTS})
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(saved / "data-00000-of-00001.arrow", file)
+        return library.Dataset.from_file(str(file))
+
+    monkeypatch.setattr(library, "load_dataset", load_dataset)
+    return push
+
+
+def test_datasets_commit_of_the_hub_that_has_changed_is_named(hub: Callable[[str], None]) -> None:
+    hub(OLD)
+    before = SourceFiles("datasets", "hf:org/name:en", 1.0, "").fingerprint
+    assert _version(f"hf:org/name@{OLD}:en") == before.digest
+    assert _version("hf:org/name:en:test") != before.digest
+    hub(NEW)
+    change = SourceFiles("datasets", "hf:org/name:en", 1.0, "").change_since(before)
+    text = f"hf:org/name:en:train has commit {NEW} now; hf:org/name@{OLD}:en:train is that of then"
+    assert change == (CHANGED, text)
+
+
+def test_datasets_of_another_commit_than_the_revision_names_are_refused(
+    hub: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(HfApi, "dataset_info", None)  # as without a network
+    hub(NEW)
+    assert _all(_open(f"hf:org/name@{NEW}")) == TEXTS
+    with pytest.raises(ConfigError, match=f"org/name@{OLD}: .* has commit {NEW}, not {OLD}; load"):
+        _open(f"hf:org/name@{OLD}")
+    with pytest.raises(ConfigError, match=r"org/name@v1: which commit v1 is can only be said by"):
+        _open("hf:org/name@v1")
+    repository = tmp_path / "hub" / "datasets--org--name"
+    for tag, commit in (("v1", OLD), ("v2", NEW)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "README.md").touch()
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / tag).write_text(commit)
+    assert _all(_open("hf:org/name@v2")) == TEXTS
+    with pytest.raises(ConfigError, match=f"org/name@v1: .* has commit {NEW}, not {OLD}; load"):
+        _open("hf:org/name@v1")
 
 
 TALK = [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]
