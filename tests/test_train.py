@@ -8,6 +8,7 @@ import yaml
 from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
 
 from maxpipe import generate
+from maxpipe.devices import chips
 from maxpipe.train import main
 
 # The tests' own process has eight devices.
@@ -387,3 +388,12 @@ def test_train_on_random_ids_of_a_small_vocabulary_evaluates_and_goes_on(tmp_pat
     capsys.readouterr()
     assert generate.main([str(root), "--prompt=3 1 4", "--max-tokens=4"]) == 0
     assert {int(word) for word in capsys.readouterr().out.split()} <= {*range(31)}
+
+
+@pytest.mark.slow
+def test_report_of_fp8_on_a_chip_without_units_for_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(chips, "chip_for", lambda kind: chips.chip_of("v5e"))
+    words = write_config(tmp_path, steps=1)
+    words += ["model.quantisation=fp8", "mesh.simulated_devices=8", "mesh.ici.fsdp=8"]
+    assert main([*words, "pipeline.engine=sequential", "mesh.ici.stage=1"]) == 0
+    assert "note        cpu has no units for fp8: " in capsys.readouterr().out

@@ -23,7 +23,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.paths import write_file
 from maxpipe.config.slices import explain_topology
-from maxpipe.devices.chips import device_memory, short_name
+from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
@@ -61,6 +61,8 @@ def launch(
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     _check_engine(config, flags)
     mesh = build_mesh(config, devices)
+    for line in explain_quantisation(config.model.quantisation, devices[0]):
+        _print(line)
     if not ENGINES[config.pipeline.engine].one_program:
         return _compile_stages(config, mesh, flags, build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))

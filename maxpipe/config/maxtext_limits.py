@@ -148,7 +148,7 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "quantization has scales of its own here; train in bfloat16, or see model.quantisation",
+        "model.quantisation computes scales in another way; set that instead",
         {
             "quantization": None,
             "use_manual_quantization": False,

@@ -110,6 +110,7 @@ class Chip:
         of 2048 to 8192 in bfloat16 compiled for one chip with libtpu 0.0.42; None where XLA has
         not been asked.
       memory_shares: what moving bytes reaches, by the same estimates.
+      has_fp8: whether products of 8-bit floats are faster than those of bfloat16.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Chip:
     products_per_cycle: int | None = None
     matrix_efficiency: float | None = None
     memory_shares: MemoryShares = _WHOLE
+    has_fp8: bool = False
 
     @property
     def links(self) -> int:
@@ -181,11 +183,20 @@ CHIPS = (
         MemoryShares(0.89, 0.50, 0.21),
     ),
     # 100 Gbit/s per chip.
-    Chip("tpu7x", _peaks(2307, 2307), 192 * GIB, 7380 * GB, 600 * GB, 12.5 * GB, CUBES),
+    Chip(
+        "tpu7x",
+        _peaks(2307, 2307),
+        192 * GIB,
+        7380 * GB,
+        600 * GB,
+        12.5 * GB,
+        CUBES,
+        has_fp8=True,
+    ),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
-    Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB),
-    Chip("H200", _peaks(989.4, 494.7), 141 * GB, 4800 * GB, 450 * GB, 50 * GB),
-    Chip("B200", _peaks(2250, 1125), 180 * GB, 7700 * GB, 900 * GB, 50 * GB),
+    Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB, has_fp8=True),
+    Chip("H200", _peaks(989.4, 494.7), 141 * GB, 4800 * GB, 450 * GB, 50 * GB, has_fp8=True),
+    Chip("B200", _peaks(2250, 1125), 180 * GB, 7700 * GB, 900 * GB, 50 * GB, has_fp8=True),
 )
 
 _BY_NAME = {chip.name: chip for chip in CHIPS}
@@ -230,6 +241,15 @@ def short_name(device_kind: str) -> str:
     if chip is None or not device_kind.startswith("TPU"):
         return device_kind
     return device_kind if device_kind.endswith(chip.name[-2:]) else f"TPU {chip.name}"
+
+
+def explain_quantisation(quantisation: str, device: Device) -> list[str]:
+    """Return a line if this `model.quantisation` makes training slower on the device, else none."""
+    chip = chip_for(device.device_kind)
+    if quantisation != "fp8" or chip is None or chip.has_fp8:
+        return []
+    kind = short_name(device.device_kind)
+    return [f"{kind} has no units for fp8: model.quantisation=fp8 is slower than bfloat16"]
 
 
 def coordinates(device: Device) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from maxpipe.model.projection import dot, input_gradient, project, weight_gradie
 # (activations [..., *C], weight [*C, *K], number of dimensions C) -> [..., *K]
 ProjectFn: TypeAlias = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-# Of scales before they are divided: smaller values become 0, and no scale is subnormal.
+# Of the largest value of a row or channel, so that no scale is subnormal. Where all are smaller,
+# those that come to half a step of the format are kept, and the others become 0.
 _LEAST = 1e-30
 
 

@@ -155,7 +155,7 @@ def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 
     Adapters are left out: next to the base's their products and results are narrow. So is
     quantisation, which changes neither the products nor what is saved.
     """
-    plain = replace(model.base, quantisation="none")
+    plain = replace(model.base, quantisation="none", quantised_passes="forward")
     return _trace(model_program(plain, expert_devices), sequence_length)
 
 

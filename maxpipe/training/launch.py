@@ -33,7 +33,12 @@ from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sour
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
-from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.devices.chips import (
+    chip_for,
+    device_memory,
+    devices_per_chip,
+    explain_quantisation,
+)
 from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
@@ -135,7 +140,9 @@ def run(
         with naming_all_inputs(config):
             require_trackers(config.telemetry)
     decisions = Decisions(log)
-    for line in (*advice(mesh.devices.flat[0], os.environ), *explain_threads(config)):
+    device = mesh.devices.flat[0]
+    emulated = explain_quantisation(config.model.quantisation, device)
+    for line in (*emulated, *advice(device, os.environ), *explain_threads(config)):
         decisions.add(line)
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     with naming_all_inputs(config):

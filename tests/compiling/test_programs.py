@@ -10,6 +10,7 @@ from maxpipe import compile as command
 from maxpipe.compiling import stages
 from maxpipe.compiling.report import size
 from maxpipe.config import load, resolve
+from maxpipe.devices import chips
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.planning.auto_stages import bubble_fraction
 
@@ -213,10 +214,14 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
         yield
 
     monkeypatch.setattr(MpmdEngine, "compile", compile_none)
+    monkeypatch.setattr(chips, "chip_for", lambda kind: chips.chip_of("v5e"))
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
-    assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3
-    assert "does not fit: the next program needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
+    words = [*SMALL, "model.quantisation=fp8"]
+    assert command.main(["configs/base.yml", *words, "--programs", str(tmp_path)]) == 3
+    printed = capsys.readouterr().out
+    assert "does not fit: the next program needs 24.9 GiB of 15.8 GiB" in printed
+    assert "has no units for fp8: model.quantisation=fp8 is slower than bfloat16" in printed
     assert not (tmp_path / "stage_7" / "F7.txt").exists()
 
 

@@ -165,7 +165,7 @@ def test_unknown_key_without_a_section_names_the_sections():
         ("shard_optimizer_over_data", "has no counterpart: the state stays on the devices"),
         ("attention_type", "is called model.attention_kind here (gqa for global, mla for mla"),
         ("moba_chunk_size", "plays no part here: for attention that no block has"),
-        ("quantization", "has no counterpart: quantization has scales of its own here"),
+        ("quantization", "has no counterpart: model.quantisation computes scales in another way"),
         ("use_iota_embed", "plays no part here: a matter of how the same products"),
         ("enable_goodput_recording", "plays no part here: every run writes metrics.jsonl"),
         ("remat_policy", "is called pipeline.remat_policy here (minimal also keeps context"),

@@ -3,7 +3,14 @@ from types import SimpleNamespace
 import pytest
 
 from maxpipe.config.sections.model import DTYPES
-from maxpipe.devices.chips import CHIPS, GIB, chip_for, device_memory, topology_memory
+from maxpipe.devices.chips import (
+    CHIPS,
+    GIB,
+    chip_for,
+    device_memory,
+    explain_quantisation,
+    topology_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,31 @@ def test_units_are_consistent(chip):
     assert chip.matrix_efficiency is None or 0.5 < chip.matrix_efficiency < 1
     shares = chip.memory_shares
     assert 0 < shares.zeros <= shares.bfloat16 <= shares.float32 <= 1
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [
+        ("TPU v4", "TPU v4"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_chips_without_units_for_fp8_are_said_to_be_slower_with_it(device_kind, name):
+    device = SimpleNamespace(device_kind=device_kind, platform="")
+    said = f"{name} has no units for fp8: model.quantisation=fp8 is slower than bfloat16"
+    assert explain_quantisation("fp8", device) == [said]
+    assert explain_quantisation("int8", device) == explain_quantisation("none", device) == []
+
+
+@pytest.mark.parametrize(
+    "device_kind", ["TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "cpu"]
+)
+def test_nothing_is_said_of_fp8_on_chips_with_units_for_it_and_unknown_ones(device_kind):
+    device = SimpleNamespace(device_kind=device_kind, platform="")
+    assert explain_quantisation("fp8", device) == []
 
 
 def test_devices_that_share_a_chip_share_its_memory():

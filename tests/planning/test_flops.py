@@ -9,6 +9,7 @@ from maxpipe.planning.flops import (
     parameter_count,
     trained_parameter_count,
 )
+from maxpipe.planning.layer_trace import trace_model
 
 TINY = ModelConfig(
     num_layers=3,
@@ -24,6 +25,7 @@ TINY = ModelConfig(
 def test_products_in_8_bits_count_as_others():
     quantised = dataclasses.replace(TINY, quantisation="int8", quantised_passes="full")
     assert model_flops_per_token(quantised, 10) == model_flops_per_token(TINY, 10)
+    assert trace_model(quantised, 10) is trace_model(TINY, 10)  # not traced again
 
 
 def test_base_of_adapters_has_two_passes_of_three():
