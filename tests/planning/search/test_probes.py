@@ -115,12 +115,12 @@ def test_the_simulator_finds_the_bubble_of_an_mpmd_schedule(model):
     layers = probing.probe.layers
     figures = closed_figures(probing, model[-1])
     longer = {
-        name: unit._replace(seconds=unit.seconds + {"F": 1.0, "B": 3.0}[name[0]] * layers)
+        name: unit._replace(seconds=unit.seconds + {"F": 1.0, "B": 5.0}[name[0]] * layers)
         for name, unit in figures.items()
     }
     times = probing.seconds(longer)
     # A chunk has four layers: 3 forwards before the first backward, 3 backwards after the last.
-    assert times.bubble == pytest.approx(3 * 4 * (1.0 + 3.0), rel=0.01)
+    assert times.bubble == pytest.approx(3 * 4 * (1.0 + 5.0), rel=0.01)
 
 
 def test_a_slower_head_is_divided_among_the_stages_of_a_lockstep_step(model):
