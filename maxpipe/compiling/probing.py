@@ -46,7 +46,7 @@ def probe(plan: Plan, count: int, cache_dir: Path | None, note: Note) -> Plan:
         return replace(plan, own=own)
     ranked = with_reasons(first, plan.request)
     unprobed = [
-        replace(row, reason=f"not probed; by closed forms {row.reason or 'the fastest'}")
+        replace(row, reason=f"{row.reason or 'the fastest'}; not probed")
         for row in [*(row for row in probed if not row.probed), *plan.rows[ROWS:]]
     ]
     too_large = [
