@@ -16,6 +16,7 @@ COMMANDS = {
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
+    "evaluate": "evaluate a trained model on tasks of lm-eval",
     "runs": "list, show, compare and draw runs",
     "tokenize": "train a tokenizer, or encode texts into token files",
     "export": "write a checkpoint for Hugging Face transformers",

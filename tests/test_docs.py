@@ -28,7 +28,7 @@ from helpers.documentation import (
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, runs, schedule, supervise, tokenize, train
+from maxpipe import evaluate, export, generate, plan, runs, schedule, supervise, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -47,6 +47,7 @@ OPERATIONS = PAGES["docs/operations.md"]
 MAINS = {
     "maxpipe.train": train.main,
     "maxpipe.generate": generate.main,
+    "maxpipe.evaluate": evaluate.main,
     "maxpipe.export": export.main,
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
@@ -84,6 +85,7 @@ CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
 MORE_WORDS = {
     "maxpipe.data show": ["--seconds=0.05"],
     "maxpipe.generate": ["--max-tokens=20"],
+    "maxpipe.evaluate": ["--help"],  # tasks need lm-eval and a network
     "maxpipe.plan": ["--no-compile"],
     "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
 }

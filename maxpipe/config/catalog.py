@@ -314,10 +314,12 @@ class DataSource:
       suffixes: endings of the files that are read in a directory.
       companion: ending of a file next to each of them that is read with it, "" if there is none.
       version: "module:function" of a source without a path: returns a text that changes whenever
-        the documents do. "" for documents that never change.
+        the documents do. "" for documents that never change. Of a source with a path, a function
+        of a part of it, of `hf:`, and of `data.cache_dir`; "" if it reads files only.
       needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
         many as `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
+      has_column: whether `data.column` names the column that has the documents.
       summary: a phrase for `--help`.
     """
 
@@ -328,9 +330,15 @@ class DataSource:
     version: str = ""
     needs_tokenizer: bool = True
     is_chat: bool = False
+    has_column: bool = False
     summary: str = ""
 
 
+_TABLES = (".arrow", ".parquet", ".json", ".jsonl", ".csv")
+_TABLE_FILES = (
+    *_TABLES,
+    *(f"{ending}{packed}" for ending in _TABLES[2:] for packed in (".gz", ".zst")),
+)
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
     "array_record": DataSource(
@@ -343,6 +351,21 @@ SOURCES: dict[str, DataSource] = {
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"),
         is_chat=True,
         summary="conversations, `messages` in JSON lines or parquet",
+    ),
+    "datasets": DataSource(
+        _SOURCES + "datasets:datasets",
+        suffixes=_TABLE_FILES,
+        version="maxpipe.data.dataset_tables:version_on_hub",
+        has_column=True,
+        summary="data sets of Hugging Face's `datasets`: saved ones, files, the hub's",
+    ),
+    "datasets_chat": DataSource(
+        _SOURCES + "datasets:datasets_chat",
+        suffixes=_TABLE_FILES,
+        version="maxpipe.data.dataset_tables:version_on_hub",
+        is_chat=True,
+        has_column=True,
+        summary="conversations in such data sets",
     ),
     "jsonl": DataSource(
         _SOURCES + "text:jsonl",

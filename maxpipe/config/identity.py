@@ -21,6 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "data.path",
         "data.eval_path",
         "data.mixture",
+        "data.column",
         "data.shuffle",
         "data.eval_fraction",
         "data.packing",

@@ -70,7 +70,10 @@ def find_corpus(
     endings = {
         source: facts.suffixes
         for source, facts in SOURCES.items()
-        if facts.needs_path and any(facts.suffixes) and source != TEXT and not facts.is_chat
+        if facts.needs_path
+        and any(facts.suffixes)
+        and source != TEXT
+        and not (facts.is_chat or facts.has_column)
     }
     kinds: dict[str, str] = {}
     for file in files:

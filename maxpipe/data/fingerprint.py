@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
+from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.files import local_files, parts_of
@@ -127,7 +128,7 @@ class SourceFiles:
     """
 
     def __init__(self, source: str, path: str, weight: float, cache_dir: str):
-        self._files = _list_files(source, path)
+        self._files = _list_files(source, path, cache_dir)
         self._cache = _Cache(cache_directory(cache_dir), source, path)
         count = len(self._files)
         last = self._file(count - 1, count) if count else None
@@ -376,7 +377,7 @@ def _template_digest(data: DataConfig) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def _list_files(source: str, path: str) -> list[_Listed]:
+def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
     """Return the files of a source in the order in which it reads them."""
     facts = SOURCES[source]
     if not facts.needs_path:
@@ -384,7 +385,9 @@ def _list_files(source: str, path: str) -> list[_Listed]:
     local: set[str] = set()
     remote: list[_Listed] = []
     for part in parts_of(path):
-        if is_remote(part):
+        if part.startswith(SCHEME) and facts.version:
+            remote.append(_Listed(part, 0, "", attribute_of(facts.version)(part, cache_dir)))
+        elif is_remote(part):
             files = list_remote(part, facts.suffixes)
             remote += [_Listed(Path(f.name).name, f.size, "", f.etag) for f in files]
         else:

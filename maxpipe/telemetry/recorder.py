@@ -11,6 +11,7 @@ from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.slow_process import SlowProcess
+from maxpipe.telemetry.trackers import TrackedRun, open_trackers
 from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
 SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
@@ -20,6 +21,7 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
 
+    What TensorBoard gets, the trackers of `telemetry.wandb` and `telemetry.mlflow` get as well.
     What cannot be written is said once, or raises `TelemetryError` with `telemetry.required`.
 
     Files in `run_dir`:
@@ -92,6 +94,9 @@ class Recorder:
             if self._log_every
             else None
         )
+        tracked = TrackedRun(config, run_dir, is_resumed=start_step > 0)
+        self._trackers = open_trackers(tracked, self._console.print_line) if self._log_every else []
+        self._step = start_step
 
     def step(
         self,
@@ -141,6 +146,7 @@ class Recorder:
         self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, *by_layer))
         if self._slow_process and (line := self._slow_process.after_step(step, stage_seconds)):
             self._console.print_line(line)
+        self._step = step
         if self._tensorboard is not None and self._is_logged(step):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}
@@ -150,6 +156,8 @@ class Recorder:
                 points |= _numbered(f"{name}/layer", values)
             points |= _numbered("stage_seconds/stage", stage_seconds)
             self._tensorboard.use(lambda events: events.write(step, points))
+            for tracker in self._trackers:
+                tracker.log(step, points)
         return row
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:
@@ -195,6 +203,8 @@ class Recorder:
             scalars = {f"eval/{name}": value for name, value in values.items()}
             self._tensorboard.use(lambda events: events.write(step, scalars))
             self._tensorboard.use(TensorBoard.flush)
+            for tracker in self._trackers:
+                tracker.log(step, scalars)
 
     def time_account(
         self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None
@@ -227,6 +237,8 @@ class Recorder:
         self._metrics.close(MetricsFile.close)
         if self._tensorboard is not None:
             self._tensorboard.close(TensorBoard.close)
+        for tracker in self._trackers:
+            tracker.close(is_done=self._step >= self._last_step)
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)

@@ -49,6 +49,7 @@ from maxpipe.supervision.run_lease import RunLease, own_run
 from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
+from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.continuity import (
@@ -130,6 +131,9 @@ def run(
     on_start: Callable[[Run], None],
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
+    if jax.process_index() == 0:
+        with naming_all_inputs(config):
+            require_trackers(config.telemetry)
     decisions = Decisions(log)
     for line in (*advice(mesh.devices.flat[0], os.environ), *explain_threads(config)):
         decisions.add(line)

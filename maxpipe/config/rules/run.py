@@ -197,6 +197,18 @@ def check_chat_template(c: Config) -> None:
         raise ConfigError(Problem("data.chat_template", message))
 
 
+@rule("data.column", "data.source", "data.mixture")
+def check_column(c: Config) -> None:
+    """Refuse a column for sources that have none to choose."""
+    read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
+    with_columns = [name for name, facts in SOURCES.items() if facts.has_column]
+    if c.data.column and not {*read} & {*with_columns}:
+        message = (
+            f"data.source={read[0]} reads no column of this name, only {', '.join(with_columns)} do"
+        )
+        raise ConfigError(Problem("data.column", message))
+
+
 def _reads_no_path(source: object) -> bool:
     return isinstance(source, str) and source in SOURCES and not SOURCES[source].needs_path
 
@@ -404,6 +416,7 @@ RUN_RULES = (
     check_data_path,
     check_mixture,
     check_chat_template,
+    check_column,
     derive_tokenizer,
     check_resume,
     check_accept_changes,

@@ -23,12 +23,17 @@ class DataConfig:
     path: str = option(
         "",
         "file, directory or glob that the source reads, several separated by commas; "
-        "s3:// and gs:// work, too",
+        "s3:// and gs:// work, too; with datasets also hf:NAME, a data set of the hub",
     )
     eval_path: str = option(
         "",
         "file, directory or glob of a separate validation set, read by data.source; "
         "empty = hold out data.eval_fraction",
+    )
+    column: str = option(
+        "",
+        "the column of the data sets of datasets and datasets_chat that has the documents; empty = "
+        "text or tokens, messages for conversations",
     )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
@@ -207,6 +212,14 @@ class TelemetryConfig:
         False,
         "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
         "written; false = warn once and continue",
+    )
+    wandb: str = option(
+        "",
+        "project of Weights & Biases that gets the metrics, or ENTITY/PROJECT; empty = none",
+    )
+    mlflow: str = option(
+        "",
+        "experiment of MLflow that gets the metrics, at MLFLOW_TRACKING_URI; empty = none",
     )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"

@@ -8,7 +8,7 @@ and in the data sets of Hugging Face. Parquet files are rewritten once as JSON l
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
@@ -38,15 +38,38 @@ class Conversation(NamedTuple):
     tools: Sequence[object] | None
 
 
+class Lines(Protocol):
+    """Conversations as lines of JSON."""
+
+    def __len__(self) -> int: ...
+
+    def line(self, index: int) -> bytes:
+        """Return a line: an object with `messages`, and maybe `tools`."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Return where a line is, for messages."""
+        ...
+
+
+class FileLines(JsonLines):
+    """The lines of files, of which parquet files have become lines."""
+
+    def place(self, index: int) -> str:
+        """Return the file and the line, from 1, or the row, from 0."""
+        path, line = self.position(index)
+        return f"{path}: row {line - 1}" if path.endswith(_PARQUET) else f"{path}:{line}"
+
+
 class Conversations:
-    """The conversations of some files, laid out when they are asked for.
+    """Conversations, laid out when they are asked for.
 
     Args:
       lines: an object with `messages` each.
       template: lays them out.
     """
 
-    def __init__(self, lines: JsonLines, template: ChatTemplate):
+    def __init__(self, lines: Lines, template: ChatTemplate):
         self._lines = lines
         self._template = template
 
@@ -58,23 +81,17 @@ class Conversations:
 
         Raises:
           BadDocument: it is no conversation, or the template refuses it.
-          ConfigError: the template does not tell what the assistant says. Both name file and line,
-            or row.
+          ConfigError: the template does not tell what the assistant says. Both name the place.
         """
         try:
             return self._template.render(*parse(self._lines.line(index)))
         except ConfigError as error:
-            place = self._place(index)
+            place = self._lines.place(index)
             problems = (
                 Problem(problem.key, f"{place}: {problem.message}") for problem in error.problems
             )
             kind = BadDocument if isinstance(error, BadDocument) else ConfigError
             raise kind(*problems) from error
-
-    def _place(self, index: int) -> str:
-        path, line = self._lines.position(index)
-        # Each row has become a line.
-        return f"{path}: row {line - 1}" if path.endswith(_PARQUET) else f"{path}:{line}"
 
 
 def parse(line: bytes) -> Conversation:
@@ -125,14 +142,19 @@ def _as_lines(path: str, cache_dir: str) -> str:
 
 def _lines(path: str) -> Iterator[bytes]:
     for row in read_rows(path, _FIELDS, needed="messages"):
-        yield _line(path, row)
+        yield line_of(path, row)
 
 
-def _line(path: str, row: Mapping[str, object]) -> bytes:
+def line_of(place: str, row: Mapping[str, object]) -> bytes:
+    """Return a row of a table as a line of JSON, without the nulls of objects.
+
+    Raises:
+      ConfigError: it has a value of a type that JSON lacks.
+    """
     try:
         return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
-        message = f"{path}: a conversation cannot be written as JSON: {error}"
+        message = f"{place}: a conversation cannot be written as JSON: {error}"
         raise ConfigError(Problem("data.path", message)) from error
 
 
@@ -152,9 +174,18 @@ def chat(config: DataConfig) -> Conversations:
       ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
         tokenizer cannot encode conversations.
     """
-    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
-    template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
+    template = template_of(config)
     endings = SOURCES["chat"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
     lines = require_content([_as_lines(path, config.cache_dir) for path in files])
-    return Conversations(JsonLines(lines, originals=files), template)
+    return Conversations(FileLines(lines, originals=files), template)
+
+
+def template_of(data: DataConfig) -> ChatTemplate:
+    """Return the template that lays out conversations.
+
+    Raises:
+      ConfigError: there is none, or the tokenizer cannot encode conversations.
+    """
+    require_offsets(load_tokenizer(data.tokenizer, data.cache_dir))
+    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)

@@ -62,7 +62,7 @@ def _as_arrow(path: str, cache_dir: str) -> str:
     def write(target: Path) -> None:
         with _reading(path):
             file = pyarrow.parquet.ParquetFile(path)
-        field = _field(path, file.schema_arrow)
+        field = document_field(path, file.schema_arrow)
         schema = pyarrow.schema([field])
         with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
             for column in _columns(path, file, field):
@@ -82,11 +82,20 @@ def _reading(path: str) -> Iterator[None]:
         raise ConfigError(Problem("data.path", f"{path} cannot be read: {error}")) from error
 
 
-def _field(path: str, schema: "pa.Schema") -> "pa.Field":
-    """Return name and type, without dictionary encoding, of the column that holds documents."""
+def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLUMNS) -> "pa.Field":
+    """Return name and type, without dictionary encoding, of the column that holds documents.
+
+    Args:
+      path: what has the columns, for messages.
+      schema: its columns.
+      columns: names that the column may have; the first that is there is taken.
+
+    Raises:
+      ConfigError: there is none of them, or it holds neither text nor token ids.
+    """
     pyarrow = _pyarrow()
     types = pyarrow.types
-    for name in COLUMNS:
+    for name in columns:
         if name in schema.names:
             stored = schema.field(name).type
             kind = stored.value_type if types.is_dictionary(stored) else stored
@@ -99,7 +108,8 @@ def _field(path: str, schema: "pa.Schema") -> "pa.Field":
             expected = "text (strings) or token ids (lists of integers)"
             message = f"{path}: column {name!r} holds {stored}, not {expected}"
             raise ConfigError(Problem("data.path", message))
-    message = f'{path} has the columns {", ".join(schema.names)}; it needs "text" or "tokens"'
+    needed = " or ".join(f'"{name}"' for name in columns)
+    message = f"{path} has the columns {', '.join(schema.names)}; it needs {needed}"
     raise ConfigError(Problem("data.path", message))
 
 

@@ -178,9 +178,8 @@ class JsonLines:
             # An escaped lone surrogate is legal JSON that no tokenizer can encode.
             text.encode("utf-8")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            path, number = self.position(index)
             message = (
-                f'{path}:{number}: not a JSON object with a string under "text" '
+                f'{self.place(index)}: not a JSON object with a string under "text" '
                 f"({type(error).__name__}: {error})"
             )
             raise BadDocument(Problem("data.path", message)) from error
@@ -193,8 +192,13 @@ class JsonLines:
             stream.seek(start)
             return stream.read(end - start)
 
-    def position(self, index: int) -> tuple[str, int]:
+    def place(self, index: int) -> str:
         """Return the original file that has a line, and the line's number from 1, for messages."""
+        path, number = self.position(index)
+        return f"{path}:{number}"
+
+    def position(self, index: int) -> tuple[str, int]:
+        """Return the original file that has a line, and the line's number from 1."""
         file, start, _ = self._lines.locate(index)
         with open(self._paths[file], "rb") as stream:
             return self._originals[file], stream.read(start).count(b"\n") + 1

@@ -157,3 +157,14 @@ def test_random_ids_of_a_small_vocabulary_need_no_tokenizer(resolved, words, tok
 )
 def test_plain_ids_that_the_model_has_not_are_refused(problems, words, message):
     assert message in problems(RANDOM, *words)["data.tokenizer"]
+
+
+def test_column_is_refused_for_sources_that_have_none_to_choose(problems, resolved):
+    refused = problems("data.source=text", "data.path=a", "data.column=body")
+    assert "only datasets, datasets_chat do" in refused["data.column"]
+    words = ("data.source=datasets", "data.path=a", "data.column=body")
+    assert resolved(*words).data.column == "body"
+    mixed = (
+        "data.mixture=[{source: python_stdlib, weight: 1}, {source: datasets, path: a, weight: 1}]"
+    )
+    assert resolved(mixed, "data.column=body").data.column == "body"

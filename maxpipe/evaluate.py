@@ -1,0 +1,84 @@
+"""Evaluate a run on tasks of lm-eval: `python -m maxpipe.evaluate RUN_DIR --tasks NAMES`.
+
+The command reads a checkpoint of any run, whatever its layout over devices, and prints lm-eval's
+table. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the command line is wrong or a task
+is not known; 130 after Ctrl-C.
+"""
+
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
+from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import import_variants, optional
+from maxpipe.config.paths import unwritable
+from maxpipe.supervision.signals import INTERRUPTED
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    flags = _parser().parse_args(argv)
+    if flags.json and (reason := unwritable(flags.json)):
+        raise ConfigError(Problem("--json", reason))
+    if flags.include and not Path(flags.include).is_dir():
+        raise ConfigError(Problem("--include", f"there is no directory {flags.include}"))
+    import_variants(flags.imports)
+    try:
+        with optional("lm_eval", "eval", "--tasks"):
+            import lm_eval  # noqa: F401
+        # Imports JAX, for which a wrong command line should not wait.
+        from maxpipe.generation.evaluation import launch
+
+        return launch(flags)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m maxpipe.evaluate",
+        description="Evaluate a trained model on tasks of lm-eval.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add_run_arguments(parser)
+    add_average_argument(parser)
+    add(
+        "--tasks",
+        type=lambda text: [name for name in text.split(",") if name],
+        required=True,
+        metavar="NAMES",
+        help="tasks of lm-eval, separated by commas, such as hellaswag,arc_easy",
+    )
+    add("--include", metavar="DIR", help="a directory with tasks of your own, in YAML")
+    add("--num-fewshot", type=_count, metavar="N", help="examples before each; default: the task's")
+    add("--limit", type=_count, metavar="N", help="take the first N of each task only")
+    add(
+        "--batch-size",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="texts at once, whose logits are in memory as a whole; default %(default)s",
+    )
+    add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")
+    add("--json", metavar="FILE", help="also write the results to a file")
+    return parser
+
+
+def _count(word: str) -> int:
+    if not (word.isascii() and word.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected a whole number; got {word!r}")
+    return int(word)
+
+
+if __name__ == "__main__":
+    ctrl_c.run(main)

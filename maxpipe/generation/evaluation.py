@@ -1,0 +1,82 @@
+"""Run `python -m maxpipe.evaluate`: load a checkpoint, evaluate it on tasks, print the table."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, make_table
+
+from maxpipe.checkpoint.average import not_read
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import find_steps
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.paths import write_file
+from maxpipe.generation.lm_eval_model import ModelOfRun
+from maxpipe.generation.model import Model
+
+DONE, NOT_LOADED = 0, 1  # exit codes
+
+
+def launch(flags: argparse.Namespace) -> int:
+    """Print lm-eval's table of a run, and return the exit code.
+
+    Raises:
+      ConfigError: run, step, tokenizer or a task are not usable.
+    """
+    manager = TaskManager(include_path=flags.include)
+    check_tasks(flags.tasks, manager.all_tasks)
+    store = open_steps(flags.run_dir, "RUN_DIR")
+    steps = find_steps(store, flags.step, flags.average)
+    try:
+        model = Model(store, steps, flags.tokenizer)
+        model.find_tokenizer()
+        model.load()
+    except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
+        print(not_read(store, steps, error), file=sys.stderr)
+        return NOT_LOADED
+    try:
+        results = lm_eval.simple_evaluate(
+            ModelOfRun(model, flags.batch_size),
+            tasks=flags.tasks,
+            num_fewshot=flags.num_fewshot,
+            limit=flags.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except (OSError, ValueError) as error:  # data of a task, or what it asks of the model
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(Problem("--tasks", f"cannot be evaluated: {reason}")) from error
+    assert results is not None  # this is the only process
+    print(make_table(results))
+    if "groups" in results:
+        print(make_table(results, "groups"))
+    if flags.json:
+        kept = {
+            name: results[name]
+            for name in ("results", "groups", "n-samples", "versions")
+            if name in results
+        }
+        text = json.dumps(
+            {"run": str(store), "step": model.step, **kept},
+            indent=2,
+            default=handle_non_serializable,
+        )
+        write_file("--json", flags.json, text + "\n")
+    return DONE
+
+
+def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for tasks that lm-eval does not know."""
+    problems = []
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            remedy = f"; did you mean {' or '.join(near)}?" if near else ""
+            problems.append(Problem("--tasks", f"lm-eval has no task {name!r}{remedy}"))
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,215 @@
+"""Send metrics to Weights & Biases and to MLflow, whose libraries are extras.
+
+Accounts, servers and offline modes are the libraries' own business: `WANDB_API_KEY` or `wandb
+login`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`. A resumed run goes on in theirs, because its directory
+has their ids.
+"""
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from maxpipe.config.errors import redacted
+from maxpipe.config.imports import optional
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.sections import Config, TelemetryConfig
+from maxpipe.storage.local_files import write_atomically
+from maxpipe.telemetry.background import CLOSE_SECONDS, Background, Tracker
+from maxpipe.telemetry.writers import Row
+
+IDS = "trackers.json"  # in the run's directory
+_MOST_PARAMETERS = 100  # that MLflow takes at once
+_REFUSED = re.compile(r"[^\w\-. :/]")  # by MLflow in names of metrics
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run.
+
+    Attributes:
+      config: resolved.
+      directory: of the run.
+      is_resumed: whether it continues from a checkpoint.
+    """
+
+    config: Config
+    directory: Path
+    is_resumed: bool
+
+    def known_id(self, tracker: str, project: str) -> str:
+        """Return the id under which a project of a tracker has this run; "" if it is new."""
+        return self._ids().get(f"{tracker} {project}", "") if self.is_resumed else ""
+
+    def keep_id(self, tracker: str, project: str, run_id: str) -> None:
+        """Keep an id for the next start."""
+        ids = {**self._ids(), f"{tracker} {project}": run_id}
+        write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
+
+    def _ids(self) -> dict[str, str]:
+        try:
+            ids = json.loads((self.directory / IDS).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return ids if isinstance(ids, dict) else {}
+
+
+class WandB:
+    """A run of Weights & Biases, offline if there is no account or no network.
+
+    Args:
+      project: `PROJECT` or `ENTITY/PROJECT`.
+      run: what it is told.
+    """
+
+    def __init__(self, project: str, run: TrackedRun):
+        import wandb
+
+        settings = wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_SECONDS - 5)
+        wandb.setup(settings)
+        mode, why = _wandb_mode()
+        entity, _, name = project.rpartition("/")
+        run_id = run.known_id("wandb", project) or uuid.uuid4().hex[:8]
+        run.keep_id("wandb", project, run_id)
+        self._run = wandb.init(
+            entity=entity or None,
+            project=name,
+            name=run.config.run_name,
+            id=run_id,
+            resume="allow",
+            dir=str(run.directory),
+            config=_without_secrets(asdict(run.config)),
+            mode=mode,
+            settings=settings,
+        )
+        # Steps that a run repeats after a failure would be refused as W&B's own step.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        folder = Path(self._run.settings.sync_dir)
+        self.place = self._run.url if mode is None else f"{why}; `wandb sync {folder}` sends it"
+
+    def log(self, step: int, scalars: Row) -> None:
+        """Hand points to the library, which sends them."""
+        points = {name: value for name, value in scalars.items() if value is not None}
+        self._run.log({**points, "step": step})
+
+    def close(self, *, is_done: bool) -> None:
+        """Wait until all is sent, at most `CLOSE_SECONDS`; a run that goes on later has failed."""
+        self._run.finish(exit_code=0 if is_done else 1)
+
+
+def _wandb_mode() -> tuple[str | None, str]:
+    """Return the mode to ask for, None for that of the environment, and why it is that."""
+    import wandb
+
+    mode = wandb.setup().settings.mode
+    if mode != "online":
+        return mode, f"WANDB_MODE={mode}"
+    try:
+        if wandb.login(prompt=False):
+            return None, ""
+        return "offline", "offline without an API key (`wandb login`)"
+    except Exception as error:  # of a kind that differs between versions
+        return "offline", f"offline, since it cannot be reached ({type(error).__name__})"
+
+
+class MLflow:
+    """A run of MLflow.
+
+    Args:
+      experiment: its name; made if there is none.
+      run: what it is told.
+    """
+
+    def __init__(self, experiment: str, run: TrackedRun):
+        import mlflow
+
+        # It tells of each table that it makes in a new database.
+        for library in ("mlflow", "alembic"):
+            logging.getLogger(library).setLevel(logging.WARNING)
+        self._client = mlflow.MlflowClient()
+        known = run.known_id("mlflow", experiment)
+        self._id = known if known and self._reopen(known) else self._create(experiment, run)
+        run.keep_id("mlflow", experiment, self._id)
+        self.place = f"run {self._id} at {mlflow.get_tracking_uri()}"
+
+    def log(self, step: int, scalars: Row) -> None:
+        """Send points."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [
+            Metric(_REFUSED.sub("_", name), value, now, step)
+            for name, value in scalars.items()
+            if isinstance(value, int | float)
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self, *, is_done: bool) -> None:
+        """Say that the run has finished, or was stopped early."""
+        self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
+
+    def _reopen(self, run_id: str) -> bool:
+        """Let a run go on; return false if the server does not have it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
+
+    def _create(self, experiment: str, run: TrackedRun) -> str:
+        """Return the id of a new run, which has the configuration as parameters."""
+        from mlflow.entities import Param
+
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        created = self._client.create_run(number, run_name=run.config.run_name)
+        run_id: str = created.info.run_id
+        values = {key: redacted(str(get(run.config, key))) for key in OPTIONS}
+        # Empty ones are refused by some of its databases.
+        parameters = [Param(key, value) for key, value in values.items() if value]
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            some = parameters[first : first + _MOST_PARAMETERS]
+            self._client.log_batch(run_id, params=some)
+        return run_id
+
+
+def _without_secrets(value: object) -> object:
+    """Return a configuration without the secrets in its URLs."""
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return redacted(value) if isinstance(value, str) else value
+
+
+TRACKERS: Mapping[str, Callable[[str, TrackedRun], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+
+
+def require_trackers(telemetry: TelemetryConfig) -> None:
+    """Raise ConfigError if the library of a tracker that `telemetry.*` names is not installed."""
+    for name in TRACKERS:
+        if getattr(telemetry, name):
+            with optional(name, name, f"telemetry.{name}"):
+                if find_spec(name) is None:  # importing it takes seconds
+                    raise ModuleNotFoundError(name, name=name)
+
+
+def open_trackers(run: TrackedRun, print_line: Callable[[str], None]) -> list[Background]:
+    """Return the trackers that `telemetry.*` names, each in a thread of its own."""
+    names = {name: getattr(run.config.telemetry, name) for name in TRACKERS}
+    return [
+        Background(f"telemetry.{name}", partial(TRACKERS[name], project, run), print_line)
+        for name, project in names.items()
+        if project
+    ]

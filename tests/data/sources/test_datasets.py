@@ -1,0 +1,234 @@
+"""Data sets of Hugging Face's library: saved ones, files, those of the hub."""
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import Config, DataConfig
+from maxpipe.data.documents import BadDocument, Documents, open_documents
+from maxpipe.data.fingerprint import SourceFiles
+from maxpipe.data.loader import make_loader
+
+library = pytest.importorskip("datasets", reason="needs the extra `datasets`")
+
+TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    library.disable_progress_bars()
+
+
+def _save(path: Path, columns: dict[str, Any]) -> Path:
+    library.Dataset.from_dict(columns).save_to_disk(str(path))
+    return path
+
+
+def _open(path: object, **keys: Any) -> Documents:
+    keys = {"source": "datasets", "eval_fraction": 0, **keys}
+    documents = open_documents(DataConfig(path=str(path), **keys), "train")
+    copy: Documents = pickle.loads(pickle.dumps(documents))  # as for a worker process
+    return copy
+
+
+def _all(documents: Documents) -> list[Any]:
+    return [documents[i] for i in range(len(documents))]
+
+
+def test_datasets_saved_is_read_in_order(tmp_path: Path) -> None:
+    assert _all(_open(_save(tmp_path / "saved", {"id": range(40), "text": TEXTS}))) == TEXTS
+
+
+def test_datasets_saved_with_a_format_is_read_without(tmp_path: Path) -> None:
+    rows = library.Dataset.from_dict({"tokens": [[1, 2], [], [3]]}).with_format("numpy")
+    rows.save_to_disk(str(tmp_path / "saved"))
+    assert [ids.tolist() for ids in _all(_open(tmp_path / "saved"))] == [[1, 2], [], [3]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv"])
+def test_datasets_files_of_every_kind_are_read(tmp_path: Path, name: str) -> None:
+    rows = library.Dataset.from_dict({"content": TEXTS})
+    write = {".parquet": rows.to_parquet, ".csv": rows.to_csv}.get(Path(name).suffix, rows.to_json)
+    write(str(tmp_path / name))
+    config = {"column": "content", "cache_dir": str(tmp_path / "cache")}
+    assert _all(_open(tmp_path / name, **config)) == TEXTS
+    assert list((tmp_path / "cache" / "datasets").iterdir())
+    assert not (tmp_path / "hf").exists()
+
+
+def test_datasets_token_ids_are_read(tmp_path: Path) -> None:
+    rows = [[1, 2, 3], [], [7] * 100]
+    documents = _open(_save(tmp_path / "saved", {"tokens": rows}))
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(documents[i], row)
+
+
+def test_datasets_null_is_empty_and_one_among_token_ids_is_named(tmp_path: Path) -> None:
+    assert _all(_open(_save(tmp_path / "a", {"text": ["a", None]}))) == ["a", ""]
+    documents = _open(_save(tmp_path / "b", {"tokens": [[1], [1, None], None]}))
+    with pytest.raises(BadDocument, match=r"^data\.path: .*b: row 1: a null among the token ids"):
+        documents[1]
+    assert len(documents[2]) == 0
+
+
+def test_datasets_parts_follow_each_other_in_sorted_order(tmp_path: Path) -> None:
+    for name in "ba":
+        _save(tmp_path / name, {"text": [name]})
+    assert _all(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
+
+
+def test_datasets_configuration_and_split_of_a_repository_are_read(tmp_path: Path) -> None:
+    for language in ("en", "de"):
+        for split in ("train", "test"):
+            file = tmp_path / "repo" / language / f"{split}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"text": f"{language} {split}"}) + "\n")
+    files = "".join(
+        f"- config_name: {name}\n  data_files: [{{split: train, path: {name}/train.jsonl}}, "
+        f"{{split: test, path: {name}/test.jsonl}}]\n"
+        for name in ("en", "de")
+    )
+    (tmp_path / "repo" / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
+    name = f"hf:{tmp_path / 'repo'}"
+    assert _all(_open(f"{name}:en")) == ["en train"]
+    assert _all(_open(f"{name}:de:test")) == ["de test"]
+    versions = {
+        SourceFiles("datasets", f"{name}:{x}", 1.0, "").fingerprint.digest
+        for x in ("en", "de", "en:test", "en")
+    }
+    assert len(versions) == 3
+    with pytest.raises(ConfigError, match=r"data\.path: hf:.*repo cannot be read.*Config name"):
+        _open(name)
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "message"),
+    [
+        ({"body": ["a"], "id": [1]}, {}, 'has the columns body, id; it needs "text" or "tokens"'),
+        ({"text": ["a"]}, {"column": "body"}, 'has the columns text; it needs "body"'),
+        ({"text": [1.5]}, {}, "column 'text' holds double, not text"),
+    ],
+)
+def test_datasets_without_the_column_lists_those_there(
+    tmp_path: Path, columns: dict[str, Any], keys: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.path: .*saved:? {message}"):
+        _open(_save(tmp_path / "saved", columns), **keys)
+
+
+def test_datasets_with_several_splits_names_them(tmp_path: Path) -> None:
+    rows = library.Dataset.from_dict({"text": ["a"]})
+    library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
+    with pytest.raises(ConfigError, match=r"several splits; give one of \S+all/train, \S+all/test"):
+        _open(tmp_path / "all")
+    assert _all(_open(tmp_path / "all" / "test")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Couldn't reach it"), "is not in the cache .* the hub cannot be reached"),
+        (library.exceptions.DatasetNotFoundError("it doesn't exist"), "HF_TOKEN"),
+        (ValueError("Unknown split"), "cannot be read by datasets: ValueError: Unknown split"),
+    ],
+)
+def test_datasets_error_of_the_hub_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(library, "load_dataset", refuse)
+    with pytest.raises(ConfigError, match=rf"^data\.path: hf:org/name.*{message}"):
+        _open("hf:org/name")
+
+
+def test_datasets_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("no json\n")
+    with pytest.raises(ConfigError, match=r"data\.path: .*a\.jsonl cannot be read by datasets"):
+        _open(tmp_path / "a.jsonl")
+    (tmp_path / "b.parquet").write_text("PAR1")
+    with pytest.raises(ConfigError, match=r"several kinds: json such as .*; give a glob for each"):
+        _open(tmp_path)
+    (tmp_path / "c.exe").write_text("x")
+    with pytest.raises(ConfigError, match=r"c\.exe is none of \*\.arrow"):
+        _open(tmp_path / "c.exe")
+
+
+def test_datasets_without_the_library_name_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _save(tmp_path / "saved", {"text": TEXTS})
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"data\.source: needs datasets.*pip install.*\[datasets"):
+        _open(path)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_datasets_resume_continues_with_the_same_batches(tmp_path: Path, workers: int) -> None:
+    path = _save(tmp_path / "saved", {"text": TEXTS})
+    data = DataConfig(
+        source="datasets",
+        path=str(path),
+        eval_fraction=0.2,
+        global_batch_size=4,
+        sequence_length=32,
+        num_workers=workers,
+    )
+    config = replace(Config(), data=data)
+    loader = make_loader(config, "train", range(4))
+    for _ in range(3):
+        next(loader)
+    state = loader.state
+    expected = [next(loader) for _ in range(10)]  # further than an epoch
+    loader.close()
+    # Two processes continue, each with its rows.
+    for rows in ([0, 1], [2, 3]):
+        continued = make_loader(config, "train", rows, state[rows])
+        for batch in expected:
+            np.testing.assert_array_equal(next(continued)["tokens"], batch["tokens"][rows])
+        continued.close()
+
+
+def test_datasets_fingerprint_follows_the_contents_and_not_the_place(tmp_path: Path) -> None:
+    saved = _save(tmp_path / "a", {"text": TEXTS})
+    before = SourceFiles("datasets", str(saved), 1.0, "").fingerprint
+    saved.rename(tmp_path / "b")
+    moved = SourceFiles("datasets", str(tmp_path / "b"), 1.0, "")
+    assert moved.change_since(before) is None
+    other = _save(tmp_path / "c", {"text": TEXTS[::-1]})
+    change = SourceFiles("datasets", str(other), 1.0, "").change_since(before)
+    assert change is not None
+    assert "arrow" in change[1]
+
+
+TALK = [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]
+
+
+@pytest.mark.parametrize("column", ["", "conversation"])
+def test_datasets_chat_reads_conversations(tmp_path: Path, column: str) -> None:
+    tools = [[{"name": "f"}], None]
+    path = _save(tmp_path / "saved", {column or "messages": [TALK, TALK[1:]], "tools": tools})
+    documents = _open(path, source="datasets_chat", column=column, chat_template="chatml")
+    assert [document.text for document in _all(documents)] == [
+        "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n漢<|im_end|>\n",
+        "<|im_start|>assistant\n漢<|im_end|>\n",
+    ]
+    assert all(document.spans for document in _all(documents))
+
+
+def test_datasets_chat_bad_conversation_names_its_row(tmp_path: Path) -> None:
+    path = _save(tmp_path / "saved", {"messages": [TALK, []]})
+    documents = _open(path, source="datasets_chat", chat_template="chatml")
+    with pytest.raises(BadDocument, match=r"saved: row 1: not a JSON object with a list of"):
+        documents[1]
+    with pytest.raises(ConfigError, match=r'has the columns messages; it needs "talks"'):
+        _open(path, source="datasets_chat", column="talks", chat_template="chatml")

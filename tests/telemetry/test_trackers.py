@@ -1,0 +1,182 @@
+"""Runs in Weights & Biases and MLflow, without a network."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config import ConfigError, replace
+from maxpipe.config.sections import Config, TelemetryConfig
+from maxpipe.telemetry.recorder import Recorder
+from maxpipe.telemetry.trackers import IDS, require_trackers
+
+
+def _record(tmp_path: Path, steps: range, **telemetry: str) -> str:
+    """Record steps of a run of 4 steps as one process does, and return the ids of its trackers."""
+    config = replace(
+        Config(),
+        **{
+            "steps": 4,
+            "run_name": "name",
+            "output_dir": str(tmp_path),
+            "telemetry.log_every": 1,
+            "data.mixture": [{"source": "jsonl", "path": "s3://me:secret@bucket/x", "weight": 1}],
+        },
+        **{f"telemetry.{key}": value for key, value in telemetry.items()},
+    )
+    recorder = Recorder(
+        config,
+        tmp_path / "name",
+        start_step=steps.start - 1,
+        tokens_per_step=1,
+        peak_seconds=None,
+    )
+    for step in steps:
+        recorder.step(step, 1 / step, 1.0, 1e-3, 0.5)
+    recorder.evaluation(steps[-1], 0.5, by_source={"jsonl:a#1": 0.25})
+    recorder.close()
+    ids = tmp_path / "name" / IDS
+    return ids.read_text() if ids.exists() else ""
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    wandb = pytest.importorskip("wandb", reason="needs the extra `wandb`")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+def _history(tmp_path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return step and value of each point of a name, in the files of all starts."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # its own process may still be writing
+    points: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(tmp_path.glob("name/wandb/offline-run-*/*.wandb")):
+        for data in _records(file.read_bytes()):
+            items = Record.FromString(data).history.item
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+            for name in row.keys() - {"step"}:
+                points.setdefault(name, []).append((row["step"], row[name]))
+    return points
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of LevelDB's format, with a header of 7 bytes, as W&B has it."""
+    block, header, at, record = 1 << 15, 7, 7, b""
+    while at + header <= len(content):
+        if block - at % block < header:  # padding
+            at += block - at % block
+            continue
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        record += content[at + header : at + header + length]
+        if content[at + 6] in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""
+        at += header + length
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_offline_has_the_points_and_a_resumed_run_its_id(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = _record(tmp_path, range(1, 3), wandb="project")
+    assert "telemetry.wandb: WANDB_MODE=offline; `wandb sync" in capfd.readouterr().out
+    assert _record(tmp_path, range(3, 5), wandb="project") == first
+    (run_id,) = json.loads(first).values()
+    files = [*tmp_path.glob("name/wandb/offline-run-*/*.wandb")]
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+    points = _history(tmp_path)
+    assert points["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
+    assert points["eval/loss"] == [(2, 0.5), (4, 0.5)]
+    assert not any(b"secret" in file.read_bytes() for file in files)
+    assert any(b"***@bucket" in file.read_bytes() for file in files)
+    # A start from the beginning is another run.
+    assert _record(tmp_path, range(1, 3), wandb="project") != first
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_without_an_account_is_offline_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    _record(tmp_path, range(1, 5), wandb="entity/project")
+    assert "offline without an API key (`wandb login`); `wandb sync" in capfd.readouterr().out
+    assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra `mlflow`")
+    pytest.importorskip("sqlalchemy", reason="needs the extra `mlflow`")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return mlflow.MlflowClient(tracking_uri=uri)
+
+
+def test_mlflow_has_the_points_and_a_resumed_run_its_id(tmp_path: Path, client: Any) -> None:
+    first = _record(tmp_path, range(1, 3), mlflow="experiment")
+    (run_id,) = json.loads(first).values()
+    assert client.get_run(run_id).info.status == "KILLED"  # for it has not come to its end
+    assert _record(tmp_path, range(3, 5), mlflow="experiment") == first
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "name"
+    assert client.get_experiment(run.info.experiment_id).name == "experiment"
+    history = client.get_metric_history(run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(n, 1 / n) for n in range(1, 5)]
+    assert run.data.metrics["eval/loss/jsonl:a_1"] == 0.25
+    assert run.data.params["steps"] == "4"
+    assert "***@bucket" in run.data.params["data.mixture"]
+    assert "secret" not in str(run.data.params)
+
+
+def test_mlflow_run_that_its_server_has_not_is_made_anew(tmp_path: Path, client: Any) -> None:
+    first = _record(tmp_path, range(1, 3), mlflow="experiment")
+    (tmp_path / "name" / IDS).write_text(first.replace('": "', '": "0'))
+    (run_id,) = json.loads(_record(tmp_path, range(3, 5), mlflow="experiment")).values()
+    history = client.get_metric_history(run_id, "train/loss")
+    assert [point.step for point in history] == [3, 4]
+
+
+def test_mlflow_that_refuses_is_said_once_and_metrics_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow", reason="needs the extra `mlflow`")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert _record(tmp_path, range(1, 5), mlflow="experiment") == ""
+    out, err = capfd.readouterr()
+    assert out.count("warning: telemetry.mlflow has failed: MlflowException: ") == 1
+    assert "secret" not in out + err
+    assert len((tmp_path / "name" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_tracker_without_its_library_names_the_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxpipe.telemetry.trackers.find_spec", lambda name: None)
+    telemetry = TelemetryConfig(**{name: "project"})
+    with pytest.raises(ConfigError, match=rf"^telemetry\.{name}: needs {name}, .*\[{name}\]"):
+        require_trackers(telemetry)
+    require_trackers(TelemetryConfig())
+
+
+def test_trackers_are_left_alone_by_all_processes_but_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxpipe.telemetry.recorder.open_trackers", None)
+    config = replace(Config(), **{"telemetry.mlflow": "experiment"})
+    recorder = Recorder(
+        config, tmp_path, start_step=0, tokens_per_step=1, peak_seconds=None, is_main=False
+    )
+    recorder.step(1, 1.0, 1.0, 1e-3, 0.5)
+    recorder.close()

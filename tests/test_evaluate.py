@@ -1,0 +1,39 @@
+"""The command `maxpipe.evaluate` as far as it needs no lm-eval."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.evaluate import main
+
+
+def _error(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_evaluate_without_lm_eval_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    message = _error(["runs/base", "--tasks", "a"], capsys)
+    assert "--tasks: needs lm_eval" in message
+    assert "[eval]" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs/base"], "required: --tasks"),
+        (["runs/base", "--tasks", "a", "--limit", "-1"], "expected a whole number; got '-1'"),
+        (["runs/base", "--tasks", "a", "--include", "nowhere"], "there is no directory nowhere"),
+        (["runs/base", "--tasks", "a", "--json", "no/f"], "--json: there is no directory no"),
+    ],
+)
+def test_evaluate_wrong_words_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _error(words, capsys)
