@@ -16,8 +16,9 @@ from maxpipe.compiling.prediction.trace import trace_bytes
 from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
-from maxpipe.compiling.step import StepTrainer
+from maxpipe.compiling.step import OutOfMemory, StepTrainer
 from maxpipe.compiling.topology import devices_of
+from maxpipe.compiling.units import compile_units, names_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
@@ -45,7 +46,7 @@ def launch(
     Args:
       loaded: the configuration.
       flags: the command's own: json, hlo, profile, profile_trace and programs, each a path or
-        None.
+        None; units, names of units or None.
       build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
       store_step: `maxpipe.training.stored_step.write`, passed in likewise.
 
@@ -87,6 +88,8 @@ def _compile_stages(
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
+    if flags.units:
+        return _compile_units(flags, mesh, trainer)
     programs = compile_programs(trainer)
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
@@ -106,6 +109,20 @@ def _compile_stages(
     return FITS if report.fits else DOES_NOT_FIT
 
 
+def _compile_units(flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer) -> int:
+    """Compile single units, report on them, and return the exit code."""
+    try:
+        report = compile_units(names_of(flags.units), mesh, trainer, _print)
+    except OutOfMemory as error:
+        sizes = f"{size(error.needed)} of {size(error.available)}"
+        print(f"verdict     does not fit: the next program needs {sizes}")
+        return DOES_NOT_FIT
+    print(*report.lines(), sep="\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS
+
+
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags of one program if there are several, or the other way round."""
     engine = config.pipeline.engine
@@ -113,7 +130,15 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
         if flags.programs:
             message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
             raise ConfigError(Problem("--programs", message))
+        if flags.units:
+            message = f"is for the mpmd engine; the {engine} engine has one program"
+            raise ConfigError(Problem("--units", message))
         return
+    if flags.programs and flags.units:
+        message = "compiles some units, and --programs writes those of all; give one of them"
+        raise ConfigError(Problem("--units", message))
+    if flags.units:
+        names_of(flags.units)  # before JAX traces anything
     files = {
         "compile.save": config.compile.save,
         "--hlo": flags.hlo,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
+from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import install_command
 from maxpipe.config.paths import write_file
 from maxpipe.devices.chips import GIB
+from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.remedies import promising_slices, remedies, slice_costs
@@ -33,7 +35,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 
     Args:
       request: what is asked for.
-      flags: compile, compare, write, json and html.
+      flags: compile, probe, compare, write, json and html.
       words: the command line after the command, for the file that is written.
 
     Returns:
@@ -56,6 +58,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         message = f"--fix/--try leave no mesh, engine and schedule for {devices} devices"
         raise ConfigError(Problem("", message))
     print(*summary_lines(plan), sep="\n", flush=True)
+    if flags.compile and flags.probe and is_provable(plan):
+        plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
     is_compiled = any(row.proof for row in plan.misfits)

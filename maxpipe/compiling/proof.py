@@ -7,7 +7,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
-from maxpipe.planning.search.written import file_text
+from maxpipe.planning.search.written import BASES, file_text
 
 
 def prove(plan: Plan, count: int, note: Note) -> Plan:
@@ -46,7 +46,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     if isinstance(own, Row) and _fits(own):
         own = replace(own, reason=loss_of(own, ranked[0]))
     unproved = [
-        replace(row, reason=f"not compiled; by closed forms {row.reason or 'the fastest'}")
+        replace(row, reason=f"not compiled; by {BASES[row.basis]} {row.reason or 'the fastest'}")
         for row in uncompiled
     ]
     return replace(
@@ -67,8 +67,8 @@ def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
     """Return the row with what the compiler says."""
     candidate = row.candidate
     note(
-        f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by closed "
-        f"forms {row.seconds:.3g} s and {row.memory / GIB:.3g} GiB"
+        f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by "
+        f"{BASES[row.basis]} {row.seconds:.3g} s and {row.memory / GIB:.3g} GiB"
     )
     proof = compile_configuration(file_text(plan, row, ()), note)
     if proof.failure:

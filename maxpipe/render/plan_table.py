@@ -9,10 +9,10 @@ from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 
 HEADER = (
-    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "= comp", "+ comm",
-    "+ bubble", "MFU", "why not chosen",
+    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "by", "= comp",
+    "+ comm", "+ bubble", "MFU", "why not chosen",
 )  # fmt: skip
-_LEFT = {0, 1, 4, 5, len(HEADER) - 1}
+_LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
 _REASONS_SHOWN = 8
 
 
@@ -42,7 +42,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
     unit = 1.0 if machine.is_timed else _fastest(plan)
-    parts = [f"{float(part) / unit:.3g}" for part in candidate.seconds]
+    parts = [f"{float(part) / unit:.3g}" for part in row.parts]
     reason = row.reason or ("chosen" if is_first and plan.rows else "")
     if row.name:
         reason = f"{row.name}{'; ' if row.reason else ''}{row.reason}"
@@ -55,6 +55,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
         candidate.gather if candidate.has_stages else "",
         memory,
         f"{row.seconds / unit:.4g}",
+        row.basis,
         *parts,
         f"{100 * plan.mfu(row):.1f} %" if machine.is_timed else "",
         reason,
@@ -114,11 +115,18 @@ def _bases(plan: Plan) -> list[str]:
     proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if proofs and not any(proof.seconds for proof in proofs):
         return ["no compiler's estimate of time for this chip; memory is the compiler's"]
+    by = [
+        "by probed: closed forms in which compiled units stand for layers and head, with the "
+        "compiler's figures"
+    ] * any(row.probed for row in [*plan.rows, *plan.misfits])
     if proofs:
         return [
-            "seconds and GiB of compiled rows are the compiler's; their parts, and all other rows, "
-            "are closed forms"
+            "by compiled: seconds and GiB are the compiler's; their parts are not",
+            *by,
+            "by closed: closed forms",
         ]
+    if by:
+        return [*by, "by closed: closed forms"]
     return ["closed forms alone: --compile 3 would prove the best by compiling them"]
 
 
@@ -153,10 +161,13 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
     return {
         "keys": candidate.updates(),
         "memory_bytes": row.memory,
+        "basis": row.basis,
         "closed_form_memory_bytes": candidate.memory,
         "predicted_step_seconds": row.seconds if is_timed else None,
         "closed_form_seconds": float(candidate.seconds.step) if is_timed else None,
         "closed_form_parts": parts if is_timed else None,
+        "probed_memory_bytes": row.probed.memory if row.probed else None,
+        "probed_seconds": float(row.probed.seconds.step) if row.probed else None,
         "relative_time": row.per_sequence / plan.rows[0].per_sequence if plan.rows else None,
         "mfu": plan.mfu(row) if is_timed else None,
         "reason": row.reason,

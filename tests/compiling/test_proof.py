@@ -97,7 +97,7 @@ def test_libtpu_is_asked_for_before_anything_is_searched(plan, monkeypatch):
 
 def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch, capsys):
     compiled(monkeypatch, [proved(0.1, fits=False)])
-    flags = argparse.Namespace(compile=1, compare=False, json=None, html=None, write=None)
+    flags = argparse.Namespace(compile=1, probe=0, compare=False, json=None, html=None, write=None)
     assert launch(plan.request, flags, []) == 3
     printed = capsys.readouterr().out
     left = len(plan.rows) - 2

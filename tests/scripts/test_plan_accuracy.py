@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.planning.search.probes import Probe, UnitFigures
 from maxpipe.planning.search.rows import Proof
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "plan_accuracy.py"
@@ -59,6 +60,29 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(
 
     with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
         run("--seed", "2")
+
+
+def test_probes_of_compiled_candidates_are_compared_too(script, tmp_path, monkeypatch, capsys):
+    probed: list[Probe] = []
+
+    def probe_figures(probe: Probe, cache: Path, note: object) -> dict[str, UnitFigures]:
+        probed.append(probe)
+        return dict.fromkeys(probe.units, UnitFigures(0.5, 1.0))
+
+    proof = Proof(2.0**30, 0.25, True, "", 1.0)
+    monkeypatch.setattr(script, "compile_configuration", lambda text, note: proof)
+    monkeypatch.setattr(script, "probe_figures", probe_figures)
+    words = ["x", str(BASE), *WORDS, "--results", str(tmp_path / "drawn.json")]
+    monkeypatch.setattr(sys, "argv", [*words, "--probes", str(tmp_path / "probes")])
+    script.main()
+    assert len(probed) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("closed:") < lines.index("probed:")
+    assert "slower than the fastest compiled" in lines[-2]
+    # Without figures in the directory nothing is compared.
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--stored"])
+    script.main()
+    assert "probed:" not in capsys.readouterr().out
 
 
 def test_stored_without_a_file_is_a_mistake(script, monkeypatch, capsys):

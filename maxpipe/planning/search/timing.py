@@ -28,7 +28,11 @@ from maxpipe.sharding.collectives import EXPERT_AXIS
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     """Return the predicted step of each candidate, arrays of the block's dimensions."""
-    units, waits = _units(sizes, machine), _waits(sizes, machine)
+    return composed(sizes, machine, units_of(sizes, machine), waits_of(sizes, machine))
+
+
+def composed(sizes: BlockSizes, machine: Machine, units: Units, waits: Waits) -> Seconds:
+    """Return the step of units and transfers that take so long, as the schedule runs them."""
     products = _products(sizes, machine, units)
     return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
 
@@ -41,7 +45,7 @@ class _Layer(NamedTuple):
     weight_gradient: Number
 
 
-def _units(sizes: BlockSizes, machine: Machine) -> Units:
+def units_of(sizes: BlockSizes, machine: Machine) -> Units:
     """Return the times of a layer and of the head for one microbatch."""
     again: Number = 0.0
     if sizes.engine.has_stages:
@@ -141,7 +145,7 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
     return count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
 
 
-def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
+def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     """Return the seconds of transfers."""
     grid, parameters = sizes.block.grid, sizes.parameters
     links = machine.links(grid)
@@ -189,7 +193,7 @@ def _joint(*costs: float) -> float:
     return 1 / sum(rates) if rates else 0.0
 
 
-def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
+def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
     """Return the seconds that the F and the backward of a chunk wait for transfers."""
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
@@ -214,7 +218,7 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds that a step waits for transfers, without those of idle slots."""
-    forward, backward = _unit_waits(sizes, units, waits)
+    forward, backward = unit_waits(sizes, units, waits)
     chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.stacked_layers
     per_unit = sizes.microbatches * chunks * (forward + backward)
     of_stage = chunks * sizes.layers * (waits.gather + waits.scatter)
@@ -235,7 +239,7 @@ def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds of idle slots, which lockstep computes masked, or of idle stages."""
     if not sizes.engine.has_stages:
         return np.zeros(1)
-    forward, backward = _unit_waits(sizes, units, waits)
+    forward, backward = unit_waits(sizes, units, waits)
     f_chunk = sizes.layers * units.forward + forward
     if not sizes.engine.one_program:
         idle, recomputed = sizes.of_pattern("idle"), sizes.of_pattern("idle_recomputed")

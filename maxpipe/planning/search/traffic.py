@@ -48,15 +48,15 @@ def layer_traffic(
       stored: width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)
-    # Programs of their own hand residuals over.
-    each = sizes.itemsize * sizes.tokens * stored * sizes.engine.one_program / rate
+    each = sizes.itemsize * sizes.tokens * stored / rate
     forward, backward = _weights(sizes, machine, parameters)
     context = sizes.block.grid.size("context")
     sequence = sizes.itemsize * sizes.tokens * context * key_values * (context > 1)
     return Traffic(
-        # What makes residuals writes them into the store; what reads them gets a copy.
+        # What makes residuals writes them into the store. What reads them gets a copy; a program of
+        # its own reads them where they are.
         written=each,
-        read=2 * each,
+        read=(1 + sizes.engine.one_program) * each,
         forward=forward,
         backward=backward,
         # Once to the order of tokens and once to that of the kernel, each read and written.
