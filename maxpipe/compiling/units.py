@@ -31,8 +31,9 @@ class TimedUnit(NamedTuple):
 
     @property
     def working(self) -> int:
-        """Return the bytes on a device besides arguments and results."""
-        return self.program.memory.temp + self.program.memory.program
+        """Return the bytes on a device besides arguments and results, offloaded ones included."""
+        memory = self.program.memory
+        return memory.temp + memory.program + self.program.offloaded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ import json
 import pytest
 from helpers.compile_command import QUICK, run
 
-from maxpipe.compiling.units import names_of
+from maxpipe.compiling.programs import CompiledProgram
+from maxpipe.compiling.report import CompilerMemory
+from maxpipe.compiling.units import TimedUnit, names_of
 from maxpipe.config import ConfigError
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 
@@ -30,6 +32,12 @@ def test_units_are_named_by_kind_and_chunk():
 def test_what_is_no_unit_is_refused(words):
     with pytest.raises(ConfigError, match=r"--units: .* is no unit; .* such as F1,B1"):
         names_of(words)
+
+
+def test_offloaded_residuals_count_as_what_a_unit_works_with():
+    memory = CompilerMemory(arguments=1, temp=20, program=300, results=4000)
+    program = CompiledProgram(0, UnitName("F", 1), 4, memory, (), 50000, "")
+    assert TimedUnit(program, 0.5, ()).working == 50320
 
 
 def test_only_the_named_units_are_compiled(tmp_path):

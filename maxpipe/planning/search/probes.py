@@ -5,11 +5,13 @@ the pipeline, and of the last chunk, which has the head. Its mesh, its microbatc
 the candidate's own, so that many candidates share it, whatever their schedule.
 
 What another engine does besides is what its closed form says more than that of the same chunk on
-the mpmd engine: a store of residuals, gathers a slot ahead, sums of gradients by autodiff. So no
-figure is taken from a whole compiled step.
+the mpmd engine: a store of residuals, gathers a slot ahead, sums of gradients by autodiff. Their
+figures have residuals that units hand over, and transfers of the head's parameters, which closed
+forms leave out or count elsewhere: these are taken out. No figure is taken from a whole compiled
+step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,8 +31,10 @@ from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes, working_of
 from maxpipe.planning.search.seconds import Seconds, Units
 from maxpipe.planning.search.sizes import BlockSizes
-from maxpipe.planning.search.timing import composed, unit_waits, units_of, waits_of
+from maxpipe.planning.search.timing import composed, head_wait, unit_waits, units_of, waits_of
+from maxpipe.planning.search.traffic import residual_seconds
 from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.planning.stores import Number
 
 # Of a probed chunk: in a chunk of several, each layer is rematerialised by itself as well.
 MOST_LAYERS = 2
@@ -98,8 +102,13 @@ class Probing:
       facts: of the model.
       machine: the devices.
 
+    Attributes:
+      probe: to compile.
+      text: of the probe, by which candidates share it.
+
     Raises:
-      ConfigError: its chunk does not run on the mpmd engine, or has no closed form.
+      ConfigError: its chunk does not run on the mpmd engine or has no closed form, or the layers of
+        a probe are not those of every chunk.
     """
 
     def __init__(self, config: Config, facts: Facts, machine: Machine):
@@ -112,7 +121,9 @@ class Probing:
             raise ConfigError(Problem("pipeline.schedule", message))
         self._sizes = BlockSizes(block, facts, machine.tpu_memory)
         self.probe = self._probe(config)
+        _check_kinds(self._config.model.layer_kinds, self.probe.layers)
         resolve(self.probe.config, machine.devices, machine.slices)
+        self.text = self.probe.text()
 
     def _probe(self, config: Config) -> Probe:
         sizes = self._sizes
@@ -166,7 +177,12 @@ class Probing:
         return BlockSizes(block, sizes.facts, sizes.tpu_memory)
 
     def seconds(self, figures: Mapping[str, UnitFigures]) -> Seconds:
-        """Return the step that the figures of the probe's units make."""
+        """Return the step that the figures of the probe's units make.
+
+        Raises:
+          ValueError: a chunk with the head takes less than one without, or the schedule cannot be
+            simulated.
+        """
         sizes, machine = self._sizes, self._machine
         waits, units = waits_of(sizes, machine), self._units(figures)
         step = composed(sizes, machine, units, waits)
@@ -191,16 +207,24 @@ class Probing:
             return total(kinds, MIDDLE) / layers
 
         kinds = self.probe.kinds
-        head = max(0.0, total(kinds, last) - total(kinds, MIDDLE))
+        head: Number = total(kinds, last) - total(kinds, MIDDLE)
+        if head < 0:
+            message = f"chunk {last} takes {-head:.3g} s less than chunk {MIDDLE}, without the head"
+            raise ValueError(message)
+        # A step counts these transfers with the embedding's. Products may have hidden them.
+        head = np.maximum(head - head_wait(self._twin, self._machine), 0.0)
         weight_gradient = closed.weight_gradient
         if self.probe.splits_backward:
             backward = of_layer("I") - twin.input_gradient
             weight_gradient = weight_gradient + of_layer("W") - twin.weight_gradient
         else:
             backward = of_layer("B") - twin.input_gradient - twin.weight_gradient
+        handed_over: Number = 0.0
+        if self._sizes.engine.one_program:  # whose closed form has a store of them
+            handed_over = residual_seconds(self._twin, self._machine, self._twin.residuals)
         return Units(
-            of_layer("F") - twin.forward - forward_wait + closed.forward,
-            backward - backward_wait + closed.input_gradient,
+            of_layer("F") - twin.forward - forward_wait - handed_over + closed.forward,
+            backward - backward_wait - handed_over + closed.input_gradient,
             weight_gradient,
             # The engine decides which part of the head's work a device has.
             head * closed.head / twin.head,
@@ -228,3 +252,11 @@ class Probing:
         # What the head needs depends on the engine's share of it, and stays a closed form.
         working = closed._replace(unit=most + closed.unit - twin.unit)
         return float(np.asarray(memory_bytes(self._sizes, working)).flat[0])
+
+
+def _check_kinds(kinds: Sequence[str], layers: int) -> None:
+    """Raise ConfigError if chunks of so many layers differ in the kinds of their layers."""
+    period = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+    if layers % period:
+        message = f"kinds of layers repeat every {period}, and a probe's chunk has {layers}"
+        raise ConfigError(Problem("model.layer_pattern", message))

@@ -187,6 +187,23 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     )
 
 
+def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the seconds of transfers of the head's parameters in units of the mpmd engine.
+
+    The last chunk's units gather them over fsdp, and sum up their gradients, for each microbatch.
+    """
+    grid, parameters = sizes.block.grid, sizes.parameters
+    size = grid.size("fsdp")
+    if size == 1:
+        return 0.0
+    count = parameters.head_gathered
+    if sizes.config.model.tie_embeddings:
+        count += parameters.embed_gathered
+    cost = machine.collective_cost(grid, machine.links(grid), "fsdp")
+    moved = (sizes.itemsize + FLOAT32) * count * (size - 1) / size
+    return sizes.gathers("per_iteration") * moved * cost
+
+
 def _joint(*costs: float) -> float:
     """Return the seconds of a byte in collectives along several axes, which use all their links."""
     rates = [1 / cost for cost in costs if cost]

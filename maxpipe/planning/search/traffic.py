@@ -48,21 +48,26 @@ def layer_traffic(
       stored: width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)
-    each = sizes.itemsize * sizes.tokens * stored / rate
+    # Programs of their own hand residuals over.
+    each = sizes.engine.one_program * residual_seconds(sizes, machine, stored)
     forward, backward = _weights(sizes, machine, parameters)
     context = sizes.block.grid.size("context")
     sequence = sizes.itemsize * sizes.tokens * context * key_values * (context > 1)
     return Traffic(
-        # What makes residuals writes them into the store. What reads them gets a copy; a program of
-        # its own reads them where they are.
+        # What makes residuals writes them into the store; what reads them gets a copy.
         written=each,
-        read=(1 + sizes.engine.one_program) * each,
+        read=2 * each,
         forward=forward,
         backward=backward,
         # Once to the order of tokens and once to that of the kernel, each read and written.
         keys=2 * 2 * sequence / rate,
         gradients=_gradients(sizes, parameters) / machine.stream_rate(FLOAT32),
     )
+
+
+def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Number:
+    """Return the seconds in which residuals of a layer, of that width, are written or read."""
+    return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
 
 
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:

@@ -1,7 +1,5 @@
 """Figures of compiled units take the place of the closed forms of layers and head."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,8 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes, working_of
 from maxpipe.planning.search.probes import Probing, UnitFigures
 from maxpipe.planning.search.request import shared_config
-from maxpipe.planning.search.timing import step_seconds, unit_waits, units_of, waits_of
+from maxpipe.planning.search.timing import head_wait, step_seconds, unit_waits, units_of, waits_of
+from maxpipe.planning.search.traffic import residual_seconds
 
 SIZES = {
     "model.num_layers": 16,
@@ -28,6 +27,7 @@ SPLIT = {
     "pipeline.schedule": "lockstep_zb",
     "pipeline.remat_policy": "minimal",
 }
+NOT_SEARCHED = ("pipeline.fsdp_prefetch", "model.tie_embeddings")
 FSDP = {"mesh.ici.tensor": 1, "mesh.ici.fsdp": 2}
 
 
@@ -50,6 +50,9 @@ def probing_of(model, changes):
         "pipeline.num_repeats": 1,
         "pipeline.fsdp_gather": "per_iteration",
     }
+    # What a search does not vary is that of all candidates, whose facts these are.
+    if given := {key: value for key, value in changes.items() if key in NOT_SEARCHED}:
+        facts = Facts(update(shared, given))
     return Probing(update(shared, usual | changes), facts, machine)
 
 
@@ -58,14 +61,17 @@ def closed_figures(probing, machine):
     twin, probe = probing._twin, probing.probe
     units, working = units_of(twin, machine), working_of(twin)
     waits = unit_waits(twin, units, waits_of(twin, machine))
-    forward = probe.layers * units.forward + waits[0]
-    gradient = probe.layers * units.input_gradient + waits[1]
+    # Programs of their own hand residuals over; the last one's gather the head, and sum it up.
+    handed_over = probe.layers * residual_seconds(twin, machine, twin.residuals)
+    head = units.head + head_wait(twin, machine)
+    forward = probe.layers * units.forward + waits[0] + handed_over
+    gradient = probe.layers * units.input_gradient + waits[1] + handed_over
     weight = probe.layers * units.weight_gradient
     times = {"F": forward, "B": gradient + weight, "I": gradient, "W": weight}
     last = probe.chunks - 1
 
     def figures(kind, chunk):
-        seconds = times[kind] + (units.head if (kind, chunk) == ("F", last) else 0.0)
+        seconds = times[kind] + (head if (kind, chunk) == ("F", last) else 0.0)
         needed = working.unit if chunk != last else np.maximum(working.unit, working.head)
         return UnitFigures(float(np.ravel(seconds)[0]), float(np.ravel(needed)[0]))
 
@@ -81,6 +87,7 @@ def closed_figures(probing, machine):
         SPLIT | {"pipeline.num_repeats": 4},
         LOCKSTEP | FSDP,  # gathers a slot ahead
         LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"},
+        LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false", "model.tie_embeddings": True},
         LOCKSTEP | FSDP | {"pipeline.fsdp_gather": "once"},
         LOCKSTEP | {"mesh.ici.tensor": 1, "mesh.ici.context": 2},
         LOCKSTEP | {"mesh.ici.tensor": 1, "mesh.ici.data": 2},
@@ -180,9 +187,49 @@ def test_a_probe_names_the_units_of_a_split_backward(model):
 
 
 def test_a_schedule_from_a_file_has_no_probe(model, tmp_path):
-    shared, facts, machine = model
-    file = tmp_path / "none.csv"
+    file = tmp_path / "own.csv"
     file.write_text("F0\n")
-    config = update(shared, {"pipeline.engine": "mpmd", "pipeline.schedule": str(file)})
-    with pytest.raises(ConfigError):
-        Probing(dataclasses.replace(config), facts, machine)
+    with pytest.raises(ConfigError, match="a schedule from a file has no closed form"):
+        probing_of(model, {"pipeline.engine": "mpmd", "pipeline.schedule": str(file)})
+
+
+KINDS = {"model.layer_pattern": ["local", "global"], "model.attention_window": 64}
+
+
+def test_a_chunk_of_one_layer_stands_for_no_others_where_kinds_of_layers_alternate(model):
+    # Four stages of sixteen layers: four repeats leave a layer, two leave both kinds.
+    probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 2})
+    with pytest.raises(ConfigError, match=r"layer_pattern: kinds .* every 2, .* chunk has 1"):
+        probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 4})
+    same = KINDS | {"model.layer_pattern": ["local", "local"]}
+    probing_of(model, LOCKSTEP | same | {"pipeline.num_repeats": 4})
+
+
+def test_a_head_that_takes_no_time_is_no_probe(model):
+    probing = probing_of(model, LOCKSTEP)
+    figures = closed_figures(probing, model[-1])
+    last = f"B{probing.probe.chunks - 1}"
+    faster = figures | {last: figures[last]._replace(seconds=0.0)}
+    with pytest.raises(ValueError, match=r"chunk 3 takes .* s less than chunk 1, without the head"):
+        probing.seconds(faster)
+
+
+def test_what_units_of_mpmd_hand_over_is_in_their_figures(model):
+    changes = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
+    changes |= {"pipeline.remat_policy": "minimal"}
+    machine = model[-1]
+    probing = probing_of(model, changes)
+    closed = step_seconds(probing._sizes, machine)
+    step = probing.seconds(closed_figures(probing, machine)).products - closed.products
+    each = residual_seconds(probing._sizes, machine, probing._sizes.residuals)
+    # Of eight microbatches and four layers, written once and read once.
+    assert float(np.ravel(step)[0]) == pytest.approx(8 * 4 * 2 * float(np.ravel(each)[0]))
+
+
+def test_a_tied_table_is_gathered_as_the_heads_kernel_would_be(model):
+    changes = LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"}
+    waits = [
+        float(np.ravel(head_wait(probing_of(model, changes | tied)._twin, model[-1]))[0])
+        for tied in ({}, {"model.tie_embeddings": True})
+    ]
+    assert waits[0] == pytest.approx(waits[1], rel=0.01) != 0.0
