@@ -104,8 +104,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="before that compile single units of up to N probes, and rank the rows that share "
-        "them (0)",
+        help="rank the 20 best by at most N compiled samples of a stage before compiling any whole "
+        "(0)",
     )
     parser.add_argument(
         "--no-compile", action="store_const", const=0, dest="compile", help="closed forms alone"

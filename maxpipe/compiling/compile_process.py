@@ -13,21 +13,23 @@ from pathlib import Path
 from types import FrameType
 
 from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.config.imports import import_words
 from maxpipe.planning.search.rows import Proof
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
 Note = Callable[[str], None]
 
 
-def compile_configuration(yaml_text: str, note: Note) -> Proof:
+def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
     """Run `maxpipe.compile` on a configuration in a process of its own.
 
     Args:
       yaml_text: the configuration, complete.
       note: prints a line every now and then.
+      imports: modules with variants of the user's own.
     """
     started = time.perf_counter()
-    report = run_compile(yaml_text, (), note)
+    report = run_compile(yaml_text, import_words(imports), note)
     took = time.perf_counter() - started
     if isinstance(report, str):
         return Proof(None, None, False, f"not compiled: {report}", took)

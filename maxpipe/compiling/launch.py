@@ -16,7 +16,7 @@ from maxpipe.compiling.prediction.trace import trace_bytes
 from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
-from maxpipe.compiling.step import OutOfMemory, StepTrainer
+from maxpipe.compiling.step import StepTrainer
 from maxpipe.compiling.topology import devices_of
 from maxpipe.compiling.units import compile_units, names_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
@@ -111,16 +111,11 @@ def _compile_stages(
 
 def _compile_units(flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer) -> int:
     """Compile single units, report on them, and return the exit code."""
-    try:
-        report = compile_units(names_of(flags.units), mesh, trainer, _print)
-    except OutOfMemory as error:
-        sizes = f"{size(error.needed)} of {size(error.available)}"
-        print(f"verdict     does not fit: the next program needs {sizes}")
-        return DOES_NOT_FIT
+    report = compile_units(names_of(flags.units), mesh, trainer, _print)
     print(*report.lines(), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
-    return FITS
+    return FITS if report.fits else DOES_NOT_FIT
 
 
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:

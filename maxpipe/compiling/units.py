@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, time_program, unknowns
 from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compiling.report import size
+from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config import ConfigError, Problem
 from maxpipe.devices.chips import chip_for, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -36,6 +37,19 @@ class TimedUnit(NamedTuple):
         return memory.temp + memory.program + self.program.offloaded
 
 
+class TooLarge(NamedTuple):
+    """A unit that the compiler gave up.
+
+    Attributes:
+      name: of the unit.
+      needed, available: bytes of a device.
+    """
+
+    name: str
+    needed: float
+    available: float
+
+
 @dataclass(frozen=True)
 class UnitsReport:
     """What `maxpipe.compile --units` prints.
@@ -43,11 +57,18 @@ class UnitsReport:
     Attributes:
       device_kind, num_devices: what was compiled for.
       units: in order of their dependencies.
+      too_large: the unit after them, if it does not fit; those that follow were not compiled.
     """
 
     device_kind: str
     num_devices: int
     units: Sequence[TimedUnit]
+    too_large: TooLarge | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every unit fits a device by itself."""
+        return self.too_large is None
 
     def as_json(self) -> dict[str, object]:
         """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
@@ -55,6 +76,8 @@ class UnitsReport:
             "device_kind": self.device_kind,
             "num_devices": self.num_devices,
             "engine": "mpmd",
+            "fits": self.fits,
+            "too_large": self.too_large and self.too_large._asdict(),
             "units": [
                 {
                     "name": str(unit.program.name),
@@ -75,6 +98,10 @@ class UnitsReport:
             reason = f": {'; '.join(unit.unknown)}" if unit.unknown else ""
             name = f"{unit.program.name!s:<8}"
             lines.append(f"unit        {name} {seconds}, working {size(unit.working)}{reason}")
+        if self.too_large:
+            name, needed, available = self.too_large
+            sizes = f"{size(needed)} of {size(available)}"
+            lines.append(f"verdict     does not fit: {name} needs {sizes}")
         return lines
 
 
@@ -107,19 +134,23 @@ def compile_units(
 
     Raises:
       ConfigError: the schedule has no such unit.
-      OutOfMemory: the compiler says that one does not fit.
     """
     known = trainer.engine.training.program.computations
     if missing := [str(name) for name in names if name not in known]:
         message = f"there is no {', '.join(missing)}; there are {', '.join(map(str, known))}"
         raise ConfigError(Problem(FLAG, message))
     devices = mesh.devices.reshape(-1).tolist()
-    units = []
-    for program in compile_programs(trainer, names):
-        for line in program.lines():
-            note(line)
-        units.append(_timed(program, mesh, trainer))
-    return UnitsReport(devices[0].device_kind, mesh.size, units)
+    order = [name for name in known if name in names]
+    units: list[TimedUnit] = []
+    too_large = None
+    try:
+        for program in compile_programs(trainer, names):
+            for line in program.lines():
+                note(line)
+            units.append(_timed(program, mesh, trainer))
+    except OutOfMemory as error:
+        too_large = TooLarge(str(order[len(units)]), error.needed, error.available)
+    return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 
 def _timed(program: CompiledProgram, mesh: Mesh, trainer: StagesTrainer) -> TimedUnit:

@@ -21,6 +21,7 @@ import numpy as np
 
 from maxpipe.compiling.compile_process import compile_configuration
 from maxpipe.compiling.probe_process import probe_figures, stored_figures
+from maxpipe.compiling.units import TooLarge
 from maxpipe.config import load, resolve
 from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
@@ -34,7 +35,6 @@ from maxpipe.planning.search.machine import Machine, machine_of
 from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.probes import Probing
 from maxpipe.planning.search.request import Request, shared_config
-from maxpipe.planning.search.rows import Probed
 from maxpipe.planning.search.search import Outcome, price
 from maxpipe.planning.search.written import versions
 
@@ -59,11 +59,11 @@ class Compiled:
     made_with: str = ""
 
 
-class Flags(NamedTuple):
-    """Of the command line: directory of probes, and whether only what it has is compared."""
+class Predicted(NamedTuple):
+    """Bytes of a device, and seconds of a step, before it is compiled."""
 
-    probes: Path | None
-    stored: bool
+    memory: float
+    seconds: float
 
 
 def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
@@ -146,27 +146,41 @@ def name_of(candidate: Candidate) -> str:
     )
 
 
-def probed(config: Config, facts: Facts, machine: Machine, flags: Flags) -> Probed | None:
-    """Return what a probe says of a candidate; None without a probe."""
-    if flags.probes is None:
-        return None
-    probing = Probing(config, facts, machine)
-    if flags.stored:
-        figures = stored_figures(probing.probe, flags.probes)
-    else:
-        answer = probe_figures(probing.probe, flags.probes, lambda line: None)
-        figures = None if isinstance(answer, str) else answer
-    return Probed(probing.memory(figures), probing.seconds(figures)) if figures else None
+def probed(
+    config: Config, facts: Facts, machine: Machine, directory: Path, *, is_stored: bool
+) -> Predicted | str:
+    """Return a candidate's closed forms with its probe's figures; or why there are none.
+
+    Args:
+      config: of the candidate.
+      facts: of the model.
+      machine: the devices.
+      directory: of probes.
+      is_stored: whether nothing is compiled.
+    """
+    try:
+        probing = Probing(config, facts, machine)
+        if is_stored:
+            answer = stored_figures(probing.probe, directory) or "its probe is not stored"
+        else:
+            answer = probe_figures(probing.probe, directory, lambda line: None)
+        if isinstance(answer, str):
+            return answer
+        if isinstance(answer, TooLarge):
+            return f"{answer.name} of its probe does not fit"
+        return Predicted(probing.memory(answer), float(probing.seconds(answer).step))
+    except ValueError as error:
+        return str(error)
 
 
-def row(closed: Candidate, probe: Probed | None, proof: Compiled) -> str:
+def row(name: str, closed: Predicted, probe: Predicted | None, proof: Compiled) -> str:
     """Return a line of the table; percentages are of what is compiled."""
-    cells = [name_of(closed)]
+    cells = [name]
     for predicted in (closed, probe):
         cells.append(_cell(predicted and predicted.memory / GIB, proof.memory_bytes, GIB, 2))
     cells.append("-" if proof.memory_bytes is None else f"{proof.memory_bytes / GIB:.2f}")
     for predicted in (closed, probe):
-        cells.append(_cell(predicted and float(predicted.seconds.step), proof.seconds, 1.0, 4))
+        cells.append(_cell(predicted and predicted.seconds, proof.seconds, 1.0, 4))
     cells.append(proof.failure[:80] or ("-" if proof.seconds is None else f"{proof.seconds:.4f}"))
     return f"| {' | '.join(cells)} |"
 
@@ -178,7 +192,7 @@ def _cell(predicted: float | None, known: float | None, unit: float, digits: int
     return f"{predicted:.{digits}f}{error}"
 
 
-def summary(name: str, pairs: list[tuple[Candidate | Probed, Compiled]]) -> list[str]:
+def summary(name: str, pairs: list[tuple[Predicted, Compiled]]) -> list[str]:
     """Return the errors of memory and the rank correlation of time of one stage of the plan."""
     lines = [f"{name}:"]
     known = [(a.memory, b.memory_bytes) for a, b in pairs if b.memory_bytes is not None]
@@ -189,7 +203,7 @@ def summary(name: str, pairs: list[tuple[Candidate | Probed, Compiled]]) -> list
             f"{int((abs(errors) <= share).sum())} within {share:.0%}" for share in (0.15, 0.07)
         ]
         lines.append(f"memory of {len(known)}: {spread}; {', '.join(close)}")
-    timed = [(float(a.seconds.step), b.seconds) for a, b in pairs if b.seconds is not None]
+    timed = [(a.seconds, b.seconds) for a, b in pairs if b.seconds is not None]
     if len(timed) > 1:
         predicted, seconds = (list(values) for values in zip(*timed, strict=True))
         ratios = np.array(predicted) / seconds
@@ -238,7 +252,10 @@ def main() -> None:
     titles = [f"{unit}, {stage}" for unit in units for stage in ("closed", "probed", "compiled")]
     print(f"| candidate | {' | '.join(titles)} |")
     print("|---" * (1 + len(titles)) + "|")
-    pairs, probes, facts = [], [], Facts(shared)
+    pairs: list[tuple[Predicted, Compiled]] = []
+    closed_of_probed: list[tuple[Predicted, Compiled]] = []
+    probes: list[tuple[Predicted, Compiled]] = []
+    facts = Facts(shared)
     for number, candidate in enumerate(candidates):
         config = update(shared, candidate.updates)
         if not candidate.compiled_in:
@@ -246,15 +263,23 @@ def main() -> None:
                 continue
             candidate = candidates[number] = compiled(candidate, config)
             save(flags.results, source, candidates)
-        closed = priced_configuration(resolve(config, machine.devices), request)
-        if isinstance(closed, str):
-            raise SystemExit(closed)
-        probe = probed(config, facts, machine, Flags(flags.probes, flags.stored))
+        priced = priced_configuration(resolve(config, machine.devices), request)
+        if isinstance(priced, str):
+            raise SystemExit(priced)
+        closed, probe, reason = Predicted(priced.memory, float(priced.seconds.step)), None, ""
         pairs.append((closed, candidate))
-        probes += [(probe, candidate)] if probe else []
-        print(row(closed, probe, candidate), flush=True)
+        if flags.probes:
+            answer = probed(config, facts, machine, flags.probes, is_stored=flags.stored)
+            if isinstance(answer, str):
+                reason = f" not probed: {answer}"
+            else:
+                probe = answer
+                closed_of_probed.append((closed, candidate))
+                probes.append((probe, candidate))
+        print(row(name_of(priced), closed, probe, candidate) + reason, flush=True)
     print("", f"{len(pairs)} of {len(candidates)} compiled", *summary("closed", pairs), sep="\n")
     if probes:
+        print(*summary("closed, of those probed", closed_of_probed), sep="\n")
         print(*summary("probed", probes), sep="\n")
 
 

@@ -2,13 +2,16 @@
 
 import json
 
+import jax
 import pytest
 from helpers.compile_command import QUICK, run
 
+from maxpipe import compile as command
 from maxpipe.compiling.programs import CompiledProgram
 from maxpipe.compiling.report import CompilerMemory
 from maxpipe.compiling.units import TimedUnit, names_of
 from maxpipe.config import ConfigError
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 WORDS = (
@@ -50,7 +53,32 @@ def test_only_the_named_units_are_compiled(tmp_path):
     assert [unit["name"] for unit in units] == ["F1", "B0"]
     assert [unit["stage"] for unit in units] == [1, 0]
     assert {unit["seconds"] for unit in units} == {None}
+    assert json.loads(file.read_text())["fits"] is True
     assert "no time, working " in process.stdout
+
+
+def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, capsys):
+    def compile_first(self, names):
+        yield from list(compile_all(self, [UnitName("F", 1)]))
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
+        )
+
+    compile_all = MpmdEngine.compile
+    monkeypatch.setattr(MpmdEngine, "compile", compile_first)
+    file = tmp_path / "report.json"
+    devices = ("mesh.simulated_devices=8", "mesh.ici.data=4")
+    words = ("pipeline.schedule=1f1b", "--units", "B1,F1", "--json", str(file))
+    assert command.main([*WORDS[:2], *devices, *WORDS[4:], *words]) == 3
+    report = json.loads(file.read_text())
+    assert report["fits"] is False
+    assert report["too_large"] == {
+        "name": "B1",
+        "needed": pytest.approx(24.9 * 2**30),
+        "available": 15.75 * 2**30,
+    }
+    assert [unit["name"] for unit in report["units"]] == ["F1"]
+    assert "verdict     does not fit: B1 needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

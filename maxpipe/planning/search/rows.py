@@ -32,12 +32,12 @@ class Probed(NamedTuple):
     """What a probe says of a candidate: its closed forms with the compiler's figures of its units.
 
     Attributes:
-      memory: bytes of a device.
-      seconds: the step.
+      memory: bytes of a device; what one unit needs if that is more than there is.
+      seconds: the step; None if a unit does not fit.
     """
 
     memory: float
-    seconds: Seconds
+    seconds: Seconds | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Row:
       name: "your configuration", or "".
       proof: from the compiler; None if it was not compiled.
       probed: from the compiler's figures of its units; None if it was not probed.
+      unprobed: why it was not probed where others were; else "".
+      scale: what its closed form is multiplied with where others are probed.
     """
 
     candidate: Candidate
@@ -59,11 +61,15 @@ class Row:
     name: str = ""
     proof: Proof | None = None
     probed: Probed | None = None
+    unprobed: str = ""
+    scale: float = 1.0
 
     @property
     def parts(self) -> Seconds:
         """Return the parts of the step before it was compiled."""
-        return self.probed.seconds if self.probed else self.candidate.seconds
+        if self.probed and self.probed.seconds:
+            return self.probed.seconds
+        return Seconds(*(self.scale * part for part in self.candidate.seconds))
 
     @property
     def seconds(self) -> float:
@@ -87,7 +93,9 @@ class Row:
         """Return what its seconds rest on."""
         if self.proof and self.proof.seconds is not None:
             return "compiled"
-        return "probed" if self.probed else "closed"
+        if self.probed and self.probed.seconds:
+            return "probed"
+        return "closed" if self.scale == 1 else "scaled"
 
     @property
     def per_sequence(self) -> float:

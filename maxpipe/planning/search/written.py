@@ -17,7 +17,8 @@ from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
 
 BASES = {
     "compiled": "the compiled program",
-    "probed": "its compiled units",
+    "probed": "closed forms with compiled units",
+    "scaled": "closed forms scaled as those probed",
     "closed": "closed forms",
 }
 _PACKAGES = ("maxpipe", "jax", "libtpu")
