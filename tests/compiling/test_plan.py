@@ -77,15 +77,18 @@ def test_a_plan_without_probes_compiles_none(compilers):
     assert compilers == [("whole", ())]
 
 
-def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, capsys):
+def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "plan.json"
     monkeypatch.setattr(probing, "probe_figures", lambda *rest: TooLarge("B1", 3e11, 1e11))
     monkeypatch.setattr(probing, "ROWS", 10**6)
-    assert command.main([*WORDS, *TOPOLOGY, "--probe", "1000", "compile.cache_dir=off"]) == 3
+    words = ["--probe", "1000", "--json", str(file), "compile.cache_dir=off"]
+    assert command.main([*WORDS, *TOPOLOGY, *words]) == 3
     assert not compilers
     printed = capsys.readouterr().out
     assert "probed fits, and there are no others: --memory-margin 5%" in printed
     assert "B1 of its probe needs 279 GiB" in printed
-    assert "what would fit" not in printed
+    # By closed forms all would fit.
+    assert json.loads(file.read_text())["remedies"] == []
 
 
 @pytest.mark.parametrize(
