@@ -76,6 +76,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO"
     )
+    parser.add_argument(
+        "--units", metavar="F1,B1", help="mpmd: compile these units alone, each with its time"
+    )
 
 
 def _check_files(save: str, reports: dict[str, str | None]) -> None:

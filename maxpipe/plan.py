@@ -41,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for flag, file in files.items()
         if file and (reason := unwritable(file))
     ]
-    if flags.compile < 0:
-        problems.append(Problem("--compile", f"must be at least 0; got {flags.compile}"))
+    for flag, number in {"--compile": flags.compile, "--probe": flags.probe}.items():
+        if number < 0:
+            problems.append(Problem(flag, f"must be at least 0; got {number}"))
     if problems:
         raise ConfigError(*problems)
     request = request_of(arguments)
@@ -97,6 +98,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=3,
         metavar="N",
         help="compile the N best for the slice and rank them by the compiler's estimates (3)",
+    )
+    parser.add_argument(
+        "--probe",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rank the 20 best by at most N compiled samples of a stage before compiling any whole "
+        "(0)",
     )
     parser.add_argument(
         "--no-compile", action="store_const", const=0, dest="compile", help="closed forms alone"

@@ -21,6 +21,7 @@ from types import FrameType
 from maxpipe.comparison.recorded import read_runs
 from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import import_words
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
@@ -77,7 +78,7 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
       ConfigError: the sweep is wrong, or one of its configurations; nothing has run then.
     """
     members = plan_members(base, flags.config, flags.overrides, flags.sweep)
-    imports = [word for module in flags.imports for word in ("--import", module)]
+    imports = import_words(flags.imports)
     failed: dict[str, int] = {}
     for number, member in enumerate(members, 1):
         emit(f"sweep       {number} of {len(members)}: {member.name} ({' '.join(member.words)})")

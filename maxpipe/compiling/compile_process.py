@@ -7,38 +7,58 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.config.imports import import_words
 from maxpipe.planning.search.rows import Proof
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
 Note = Callable[[str], None]
 
 
-def compile_configuration(yaml_text: str, note: Note) -> Proof:
+def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
     """Run `maxpipe.compile` on a configuration in a process of its own.
 
     Args:
       yaml_text: the configuration, complete.
       note: prints a line every now and then.
+      imports: modules with variants of the user's own.
     """
     started = time.perf_counter()
+    report = run_compile(yaml_text, import_words(imports), note)
+    took = time.perf_counter() - started
+    if isinstance(report, str):
+        return Proof(None, None, False, f"not compiled: {report}", took)
+    return _read(report, took)
+
+
+def run_compile(yaml_text: str, words: Sequence[str], note: Note) -> dict[str, object] | str:
+    """Run `maxpipe.compile` on a configuration in a process of its own.
+
+    Args:
+      yaml_text: the configuration, complete.
+      words: further flags.
+      note: prints a line every now and then.
+
+    Returns:
+      Its JSON report; or why there is none.
+    """
     with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
         file, report = Path(directory, "candidate.yml"), Path(directory, "report.json")
         file.write_text(yaml_text, encoding="utf-8")
-        words = [sys.executable, "-m", "maxpipe.compile", str(file), "--json", str(report)]
+        command = [sys.executable, "-m", "maxpipe.compile", str(file), "--json", str(report)]
         log = Path(directory, "log")
         with log.open("wb") as output:
-            code = _wait(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT), note)
-        took = time.perf_counter() - started
+            process = subprocess.Popen([*command, *words], stdout=output, stderr=subprocess.STDOUT)
+            code = _wait(process, note)
         if code not in (FITS, DOES_NOT_FIT) or not report.exists():
-            text = log.read_text(encoding="utf-8", errors="replace")
-            return Proof(None, None, False, f"not compiled: {_last_problem(text)}", took)
-        return _read(json.loads(report.read_text(encoding="utf-8")), took)
+            return _last_problem(log.read_text(encoding="utf-8", errors="replace"))
+        content: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
+        return content
 
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:

@@ -18,6 +18,7 @@ from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
 from maxpipe.compiling.step import StepTrainer
 from maxpipe.compiling.topology import devices_of
+from maxpipe.compiling.units import compile_units, names_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
@@ -45,7 +46,7 @@ def launch(
     Args:
       loaded: the configuration.
       flags: the command's own: json, hlo, profile, profile_trace and programs, each a path or
-        None.
+        None; units, names of units or None.
       build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
       store_step: `maxpipe.training.stored_step.write`, passed in likewise.
 
@@ -89,6 +90,8 @@ def _compile_stages(
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
+    if flags.units:
+        return _compile_units(flags, mesh, trainer)
     programs = compile_programs(trainer)
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
@@ -108,6 +111,15 @@ def _compile_stages(
     return FITS if report.fits else DOES_NOT_FIT
 
 
+def _compile_units(flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer) -> int:
+    """Compile single units, report on them, and return the exit code."""
+    report = compile_units(names_of(flags.units), mesh, trainer, _print)
+    print(*report.lines(), sep="\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags of one program if there are several, or the other way round."""
     engine = config.pipeline.engine
@@ -115,7 +127,15 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
         if flags.programs:
             message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
             raise ConfigError(Problem("--programs", message))
+        if flags.units:
+            message = f"is for the mpmd engine; the {engine} engine has one program"
+            raise ConfigError(Problem("--units", message))
         return
+    if flags.programs and flags.units:
+        message = "compiles some units, and --programs writes those of all; give one of them"
+        raise ConfigError(Problem("--units", message))
+    if flags.units:
+        names_of(flags.units)  # before JAX traces anything
     files = {
         "compile.save": config.compile.save,
         "--hlo": flags.hlo,

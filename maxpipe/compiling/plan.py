@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
+from maxpipe.compiling.prediction.constants import constants_of
+from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import install_command
 from maxpipe.config.paths import write_file
 from maxpipe.devices.chips import GIB
+from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.remedies import promising_slices, remedies, slice_costs
@@ -33,7 +36,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 
     Args:
       request: what is asked for.
-      flags: compile, compare, write, json and html.
+      flags: compile, probe, compare, write, json and html.
       words: the command line after the command, for the file that is written.
 
     Returns:
@@ -41,11 +44,13 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 
     Raises:
       ConfigError: a file cannot be written, the choices are empty, libtpu is needed and not
-        installed, or none of the best could be compiled.
+        installed, there is nothing to probe, or none of the best could be compiled.
     """
     if flags.compile and request.machine.is_compilable and find_spec("libtpu") is None:
         remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
         raise ConfigError(Problem("--compile", f"needs libtpu: {remedy}"))
+    if flags.probe:
+        _check_probe(request, flags.compile)
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, facts)
@@ -56,9 +61,11 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         message = f"--fix/--try leave no mesh, engine and schedule for {devices} devices"
         raise ConfigError(Problem("", message))
     print(*summary_lines(plan), sep="\n", flush=True)
+    if flags.probe and is_provable(plan):
+        plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
-    is_compiled = any(row.proof for row in plan.misfits)
+    is_compiled = any(row.proof or row.probed for row in plan.misfits)
     if plan.winner is None and not is_compiled:
         plan = replace(plan, remedies=remedies(plan.request, facts))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
@@ -92,12 +99,30 @@ def _smallest(request: Request, facts: Facts) -> Plan:
     return costs[0].plan
 
 
+def _check_probe(request: Request, compiled: int) -> None:
+    """Raise ConfigError if --probe has nothing to compile, or no times to read off it."""
+    machine, reason = request.machine, ""
+    if not compiled:
+        reason = "compiles single units, and --no-compile compiles nothing"
+    elif not machine.is_compilable:
+        reason = f"there is no compiler at hand for {machine.topology}"
+    elif constants_of(machine.chip) is None:
+        reason = f"the compiler's times are unknown, since the clock of {machine.chip.name} is"
+    if reason:
+        raise ConfigError(Problem("--probe", f"{reason}; leave it out"))
+
+
 def _nothing_fits(plan: Plan) -> list[str]:
     if compiled := sum(row.proof is not None for row in plan.misfits):
         more = f"--compile {2 * compiled}, or " if plan.uncompiled else ""
         return [
             f"none of the {compiled} compiled fits; {plan.uncompiled} others were not compiled: "
             f"{more}--memory-margin 25%"
+        ]
+    if probed := sum(row.probed is not None for row in plan.misfits):
+        return [
+            f"none of the {probed} probed fits, and there are no others: --memory-margin 5%, or "
+            "compile them whole, without --probe"
         ]
     least, limit = plan.outcome.least, plan.request.limit
     if least is None:

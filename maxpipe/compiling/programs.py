@@ -4,7 +4,7 @@ A unit of the schedule runs once for each microbatch. What gathers a chunk's wei
 units, and what reduces its gradients after them, runs once a step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -59,18 +59,21 @@ class CompiledProgram:
         return [head, *map(collective_line, self.collectives)]
 
 
-def compile_programs(trainer: StagesTrainer) -> Iterator[CompiledProgram]:
-    """Compile every program of a training step, one by one.
+def compile_programs(
+    trainer: StagesTrainer, names: Collection[UnitName] | None = None
+) -> Iterator[CompiledProgram]:
+    """Compile the programs of a training step, one by one.
 
     Args:
       trainer: of a configuration whose stages are chosen.
+      names: of those to compile; None for all.
 
     Raises:
       OutOfMemory: the compiler says that the program after the last one does not fit.
     """
     num_microbatches = trainer.engine.table.num_microbatches
     try:
-        for stage, name, compiled, offloaded in trainer.engine.compile():
+        for stage, name, compiled, offloaded in trainer.engine.compile(names):
             hlo, mesh = compiled.as_text() or "", trainer.engine.meshes[stage]
             yield CompiledProgram(
                 stage,

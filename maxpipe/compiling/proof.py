@@ -7,7 +7,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
-from maxpipe.planning.search.written import file_text
+from maxpipe.planning.search.written import BASES, file_text
 
 
 def prove(plan: Plan, count: int, note: Note) -> Plan:
@@ -45,13 +45,9 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     ranked = with_reasons(good, plan.request)
     if isinstance(own, Row) and _fits(own):
         own = replace(own, reason=loss_of(own, ranked[0]))
-    unproved = [
-        replace(row, reason=f"not compiled; by closed forms {row.reason or 'the fastest'}")
-        for row in uncompiled
-    ]
     return replace(
         plan,
-        rows=[*ranked, *unproved],
+        rows=[*ranked, *uncompiled],
         misfits=[*plan.misfits, *bad],
         own=own,
         uncompiled=len(uncompiled),
@@ -67,10 +63,10 @@ def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
     """Return the row with what the compiler says."""
     candidate = row.candidate
     note(
-        f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by closed "
-        f"forms {row.seconds:.3g} s and {row.memory / GIB:.3g} GiB"
+        f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by "
+        f"{BASES[row.basis]} {row.seconds:.3g} s and {row.memory / GIB:.3g} GiB"
     )
-    proof = compile_configuration(file_text(plan, row, ()), note)
+    proof = compile_configuration(file_text(plan, row, ()), note, plan.request.imports)
     if proof.failure:
         note(f"            {proof.failure}")
     elif proof.memory is not None:

@@ -92,6 +92,11 @@ def import_variants(modules: Sequence[str]) -> None:
             raise ConfigError(Problem("--import", message)) from error
 
 
+def import_words(modules: Sequence[str]) -> list[str]:
+    """Return the words by which another command imports these modules, too."""
+    return [word for module in modules for word in ("--import", module)]
+
+
 def _reason(error: Exception) -> str:
     """Return what went wrong, and in which line of which file if that is not in here."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -70,11 +70,11 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     for number, row in enumerate(rows):
         y, x = 8 + number * _ROW, float(_LABEL)
         parts.append(_label(row, y, is_chosen=number == 0 and bool(plan.rows)))
-        # Parts are closed forms; where the compiler predicts their sum, its length is drawn.
-        scale = _TIME * row.per_sequence / max(times) / float(row.candidate.seconds.step)
-        for (name, colour), value in zip(PARTS, row.candidate.seconds, strict=True):
+        # Where the compiler predicts the sum of the parts, its length is drawn.
+        scale = _TIME * row.per_sequence / max(times) / float(row.parts.step)
+        for (name, colour), value in zip(PARTS, row.parts, strict=True):
             width = float(value) * scale
-            share = float(value) / float(row.candidate.seconds.step)
+            share = float(value) / float(row.parts.step)
             parts.append(_bar(x, y, width, colour, f"{name}: {share:.1%} of the step"))
             x += width
         relative = f"{row.per_sequence / min(times):.3g}"

@@ -6,13 +6,13 @@ from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import SHOWN, Plan
 from maxpipe.planning.search.rows import Row
-from maxpipe.planning.search.written import versions
+from maxpipe.planning.search.written import BASES, versions
 
 HEADER = (
-    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "= comp", "+ comm",
-    "+ bubble", "MFU", "why not chosen",
+    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "by", "= comp",
+    "+ comm", "+ bubble", "MFU", "why not chosen",
 )  # fmt: skip
-_LEFT = {0, 1, 4, 5, len(HEADER) - 1}
+_LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
 _REASONS_SHOWN = 8
 
 
@@ -42,10 +42,12 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
     unit = 1.0 if machine.is_timed else _fastest(plan)
-    parts = [f"{float(part) / unit:.3g}" for part in candidate.seconds]
-    reason = row.reason or ("chosen" if is_first and plan.rows else "")
+    parts = [f"{float(part) / unit:.3g}" for part in row.parts]
+    reason = reason_text(plan, row)
     if row.name:
-        reason = f"{row.name}{'; ' if row.reason else ''}{row.reason}"
+        reason = f"{row.name}{'; ' if reason else ''}{reason}"
+    elif is_first and plan.rows:
+        reason = reason or "chosen"
     return [
         candidate.mesh_text() + _batch_text(plan, row),
         candidate.schedule_text(),
@@ -55,10 +57,21 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
         candidate.gather if candidate.has_stages else "",
         memory,
         f"{row.seconds / unit:.4g}",
+        row.basis,
         *parts,
         f"{100 * plan.mfu(row):.1f} %" if machine.is_timed else "",
         reason,
     ]
+
+
+def reason_text(plan: Plan, row: Row) -> str:
+    """Return why a row is not chosen, and what was not compiled of it where others were."""
+    if row.proof is not None or not any(row is ranked for ranked in plan.rows):
+        return row.reason
+    if any(ranked.proof for ranked in plan.rows):
+        missing = "not probed, not compiled" if row.unprobed else "not compiled"
+        return f"{missing}; by {BASES[row.basis]} {row.reason}"
+    return f"{row.reason}; not probed: {row.unprobed}" if row.unprobed else row.reason
 
 
 def _batch_text(plan: Plan, row: Row) -> str:
@@ -114,12 +127,29 @@ def _bases(plan: Plan) -> list[str]:
     proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if proofs and not any(proof.seconds for proof in proofs):
         return ["no compiler's estimate of time for this chip; memory is the compiler's"]
+    by = _probed_lines(plan)
     if proofs:
         return [
-            "seconds and GiB of compiled rows are the compiler's; their parts, and all other rows, "
-            "are closed forms"
+            "by compiled: seconds and GiB are the compiler's; their parts are not",
+            *by,
+            "by closed: closed forms",
         ]
+    if by:
+        return [*by, "by closed: closed forms"]
     return ["closed forms alone: --compile 3 would prove the best by compiling them"]
+
+
+def _probed_lines(plan: Plan) -> list[str]:
+    """Return what probed seconds rest on, and those next to them; nothing without probes."""
+    if not any(row.probed for row in [*plan.rows, *plan.misfits]):
+        return []
+    probed = "closed forms in which compiled units stand for layers and head, with the compiler's"
+    lines = [f"by probed: {probed} figures"]
+    if scaled := next((row for row in plan.rows if row.basis == "scaled"), None):
+        lines.append(
+            f"by scaled: closed forms times {scaled.scale:.3g}, as the median of those probed"
+        )
+    return lines
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -150,16 +180,22 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
     candidate, is_timed = row.candidate, plan.request.machine.is_timed
     products, communication, bubble = (float(part) for part in candidate.seconds)
     parts = {"products": products, "communication": communication, "bubble": bubble}
+    seconds = row.probed.seconds if row.probed else None
     return {
         "keys": candidate.updates(),
         "memory_bytes": row.memory,
+        "basis": row.basis,
         "closed_form_memory_bytes": candidate.memory,
         "predicted_step_seconds": row.seconds if is_timed else None,
         "closed_form_seconds": float(candidate.seconds.step) if is_timed else None,
         "closed_form_parts": parts if is_timed else None,
+        "probed_memory_bytes": row.probed.memory if row.probed else None,
+        "probed_seconds": float(seconds.step) if seconds else None,
+        "closed_form_scale": row.scale,
         "relative_time": row.per_sequence / plan.rows[0].per_sequence if plan.rows else None,
         "mfu": plan.mfu(row) if is_timed else None,
-        "reason": row.reason,
+        "reason": reason_text(plan, row),
+        "unprobed": row.unprobed or None,
         "proof": row.proof._asdict() if row.proof else None,
     }
 

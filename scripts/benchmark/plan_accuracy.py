@@ -6,6 +6,8 @@
 Every drawn candidate is compiled by maxpipe.compile in a process of its own, one after another,
 and none is dropped. The file holds the candidates and what the compiler says of them. A run that
 was cut short goes on where it stopped, and a finished file is compared without compiling again.
+With --probes DIR the compiled candidates are probed as well, see docs/plan.md; figures are kept in
+the directory. With --stored nothing is compiled, and what the directory has is compared.
 """
 
 import argparse
@@ -13,10 +15,13 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.compiling.compile_process import compile_configuration
+from maxpipe.compiling.probe_process import probe_figures, stored_figures
+from maxpipe.compiling.units import TooLarge
 from maxpipe.config import load, resolve
 from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
@@ -26,8 +31,9 @@ from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
-from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.machine import Machine, machine_of
 from maxpipe.planning.search.plan import priced_configuration
+from maxpipe.planning.search.probes import Probing
 from maxpipe.planning.search.request import Request, shared_config
 from maxpipe.planning.search.search import Outcome, price
 from maxpipe.planning.search.written import versions
@@ -51,6 +57,13 @@ class Compiled:
     failure: str = ""
     compiled_in: float = 0.0
     made_with: str = ""
+
+
+class Predicted(NamedTuple):
+    """Bytes of a device, and seconds of a step, before it is compiled."""
+
+    memory: float
+    seconds: float
 
 
 def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
@@ -133,41 +146,73 @@ def name_of(candidate: Candidate) -> str:
     )
 
 
-def row(closed: Candidate, found: Compiled) -> str:
-    """Return a line of the table."""
-    memory, seconds = "-", found.failure[:80] or "-"
-    if found.memory_bytes is not None:
-        error = closed.memory / found.memory_bytes - 1
-        memory = f"{found.memory_bytes / GIB:.2f} ({error:+.0%})"
-    if found.seconds is not None:
-        ratio = float(closed.seconds.step) / found.seconds - 1
-        seconds = f"{found.seconds:.4f} ({ratio:+.0%})"
-    closed_seconds = float(closed.seconds.step)
-    gib = closed.memory / GIB
-    return f"| {name_of(closed)} | {gib:.2f} | {memory} | {closed_seconds:.4f} | {seconds} |"
+def probed(
+    config: Config, facts: Facts, machine: Machine, directory: Path, *, is_stored: bool
+) -> Predicted | str:
+    """Return a candidate's closed forms with its probe's figures; or why there are none.
+
+    Args:
+      config: of the candidate.
+      facts: of the model.
+      machine: the devices.
+      directory: of probes.
+      is_stored: whether nothing is compiled.
+    """
+    try:
+        probing = Probing(config, facts, machine)
+        if is_stored:
+            answer = stored_figures(probing.probe, directory) or "its probe is not stored"
+        else:
+            answer = probe_figures(probing.probe, directory, lambda line: None)
+        if isinstance(answer, str):
+            return answer
+        if isinstance(answer, TooLarge):
+            return f"{answer.name} of its probe does not fit"
+        return Predicted(probing.memory(answer), float(probing.seconds(answer).step))
+    except ValueError as error:
+        return str(error)
 
 
-def summary(pairs: list[tuple[Candidate, Compiled]]) -> list[str]:
-    """Return the errors of memory and the rank correlation of time."""
-    lines = []
+def row(name: str, closed: Predicted, probe: Predicted | None, proof: Compiled) -> str:
+    """Return a line of the table; percentages are of what is compiled."""
+    cells = [name]
+    for predicted in (closed, probe):
+        cells.append(_cell(predicted and predicted.memory / GIB, proof.memory_bytes, GIB, 2))
+    cells.append("-" if proof.memory_bytes is None else f"{proof.memory_bytes / GIB:.2f}")
+    for predicted in (closed, probe):
+        cells.append(_cell(predicted and predicted.seconds, proof.seconds, 1.0, 4))
+    cells.append(proof.failure[:80] or ("-" if proof.seconds is None else f"{proof.seconds:.4f}"))
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(predicted: float | None, known: float | None, unit: float, digits: int) -> str:
+    if predicted is None:
+        return "-"
+    error = "" if known is None else f" ({predicted / (known / unit) - 1:+.0%})"
+    return f"{predicted:.{digits}f}{error}"
+
+
+def summary(name: str, pairs: list[tuple[Predicted, Compiled]]) -> list[str]:
+    """Return the errors of memory and the rank correlation of time of one stage of the plan."""
+    lines = [f"{name}:"]
     known = [(a.memory, b.memory_bytes) for a, b in pairs if b.memory_bytes is not None]
     if known:
         errors = np.array([a / b - 1 for a, b in known])
         spread = f"{errors.mean():+.1%} on average, {errors.min():+.1%} to {errors.max():+.1%}"
-        close = int((abs(errors) <= 0.15).sum())
-        lines.append(f"memory of {len(known)}: {spread}; {close} within 15 %")
-    timed = [(float(a.seconds.step), b.seconds) for a, b in pairs if b.seconds is not None]
+        close = [
+            f"{int((abs(errors) <= share).sum())} within {share:.0%}" for share in (0.15, 0.07)
+        ]
+        lines.append(f"memory of {len(known)}: {spread}; {', '.join(close)}")
+    timed = [(a.seconds, b.seconds) for a, b in pairs if b.seconds is not None]
     if len(timed) > 1:
-        closed, seconds = (list(values) for values in zip(*timed, strict=True))
-        ratios = np.array(closed) / seconds
-        rank = np.corrcoef(ranks(closed), ranks(seconds))[0, 1]
+        predicted, seconds = (list(values) for values in zip(*timed, strict=True))
+        ratios = np.array(predicted) / seconds
+        rank = np.corrcoef(ranks(predicted), ranks(seconds))[0, 1]
         lines.append(
-            f"time of {len(timed)}: closed / compiled {ratios.min():.2f} to {ratios.max():.2f}"
+            f"time of {len(timed)}: {name} / compiled {ratios.min():.2f} to {ratios.max():.2f}"
         )
-        chosen = seconds[int(np.argmin(closed))] / min(seconds) - 1
-        lines.append(
-            f"the fastest by closed forms is {chosen:.1%} slower than the fastest compiled"
-        )
+        chosen = seconds[int(np.argmin(predicted))] / min(seconds) - 1
+        lines.append(f"the fastest by {name} is {chosen:.1%} slower than the fastest compiled")
         lines.append(f"Spearman {rank:.3f}; slowest / fastest {max(seconds) / min(seconds):.2f}")
     return lines
 
@@ -182,6 +227,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, help="file of the candidates, made or gone on with")
     parser.add_argument("--stored", action="store_true", help="compare what the file holds")
+    parser.add_argument("--probes", type=Path, help="directory of probes, made or gone on with")
     flags = parser.parse_intermixed_args()
     if flags.stored and not flags.results:
         parser.error("--stored needs --results FILE")
@@ -202,9 +248,14 @@ def main() -> None:
         candidates = [Compiled(c.updates()) for c in drawn(request, flags.count, flags.seed)]
         save(flags.results, source, candidates)
     print(f"seed {flags.seed}, {flags.topology}, {flags.config} {' '.join(flags.overrides)}")
-    print("| candidate | GiB, closed | GiB, compiled | s, closed | s, compiled |")
-    print("|---|---|---|---|---|")
-    pairs = []
+    units = ("GiB", "s")
+    titles = [f"{unit}, {stage}" for unit in units for stage in ("closed", "probed", "compiled")]
+    print(f"| candidate | {' | '.join(titles)} |")
+    print("|---" * (1 + len(titles)) + "|")
+    pairs: list[tuple[Predicted, Compiled]] = []
+    closed_of_probed: list[tuple[Predicted, Compiled]] = []
+    probes: list[tuple[Predicted, Compiled]] = []
+    facts = Facts(shared)
     for number, candidate in enumerate(candidates):
         config = update(shared, candidate.updates)
         if not candidate.compiled_in:
@@ -212,12 +263,24 @@ def main() -> None:
                 continue
             candidate = candidates[number] = compiled(candidate, config)
             save(flags.results, source, candidates)
-        closed = priced_configuration(resolve(config, machine.devices), request)
-        if isinstance(closed, str):
-            raise SystemExit(closed)
+        priced = priced_configuration(resolve(config, machine.devices), request)
+        if isinstance(priced, str):
+            raise SystemExit(priced)
+        closed, probe, reason = Predicted(priced.memory, float(priced.seconds.step)), None, ""
         pairs.append((closed, candidate))
-        print(row(closed, candidate), flush=True)
-    print("", f"{len(pairs)} of {len(candidates)} compiled", *summary(pairs), sep="\n")
+        if flags.probes:
+            answer = probed(config, facts, machine, flags.probes, is_stored=flags.stored)
+            if isinstance(answer, str):
+                reason = f" not probed: {answer}"
+            else:
+                probe = answer
+                closed_of_probed.append((closed, candidate))
+                probes.append((probe, candidate))
+        print(row(name_of(priced), closed, probe, candidate) + reason, flush=True)
+    print("", f"{len(pairs)} of {len(candidates)} compiled", *summary("closed", pairs), sep="\n")
+    if probes:
+        print(*summary("closed, of those probed", closed_of_probed), sep="\n")
+        print(*summary("probed", probes), sep="\n")
 
 
 if __name__ == "__main__":

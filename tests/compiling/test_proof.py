@@ -17,7 +17,7 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Proof
-from maxpipe.render.plan_table import basis_lines
+from maxpipe.render.plan_table import basis_lines, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 
@@ -37,7 +37,7 @@ def compiled(monkeypatch, answers):
     """Answer compilations with these proofs, in their order; the last one again and again."""
     left = [*answers]
 
-    def answer(text, note):
+    def answer(text, note, imports):
         assert "topology: v5p:2x2x1" in text
         return left.pop(0) if len(left) > 1 else left[0]
 
@@ -55,7 +55,10 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
     assert ranked.winner.candidate == plan.rows[1].candidate
     assert ranked.winner.reason == ""
     assert ranked.rows[1].reason.startswith("+100.0%")
-    assert all("not compiled" in row.reason for row in ranked.rows[3:])
+    assert all(
+        reason_text(ranked, row).startswith("not compiled; by closed forms +")
+        for row in ranked.rows[3:]
+    )
 
 
 def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeypatch):
@@ -97,7 +100,7 @@ def test_libtpu_is_asked_for_before_anything_is_searched(plan, monkeypatch):
 
 def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch, capsys):
     compiled(monkeypatch, [proved(0.1, fits=False)])
-    flags = argparse.Namespace(compile=1, compare=False, json=None, html=None, write=None)
+    flags = argparse.Namespace(compile=1, probe=0, compare=False, json=None, html=None, write=None)
     assert launch(plan.request, flags, []) == 3
     printed = capsys.readouterr().out
     left = len(plan.rows) - 2
@@ -107,7 +110,7 @@ def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch,
 
 def test_offloading_is_said_to_have_no_price(plan, capsys):
     choices = {**plan.request.choices, "pipeline.remat_policy": ["minimal_offloaded"]}
-    flags = argparse.Namespace(compile=0, compare=False, json=None, html=None, write=None)
+    flags = argparse.Namespace(compile=0, probe=0, compare=False, json=None, html=None, write=None)
     assert launch(dataclasses.replace(plan.request, choices=choices), flags, []) == 0
     assert "transfers to the host's memory are not in these seconds" in capsys.readouterr().out
 

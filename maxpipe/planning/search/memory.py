@@ -1,5 +1,7 @@
 """Compute the memory of a block's candidates, by the forms that the estimate of one uses."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from maxpipe.planning.footprint import itemsize
@@ -18,22 +20,49 @@ from maxpipe.planning.stores import (
 from maxpipe.planning.weights_held import Use, weights_held
 
 
-def memory_bytes(sizes: BlockSizes) -> Number:
-    """Return the bytes of a device, an array of the block's dimensions."""
-    return _stage_bytes(sizes) if not sizes.engine.one_program else _program_bytes(sizes)
+class Working(NamedTuple):
+    """Bytes that a device works with besides what it keeps.
+
+    Attributes:
+      unit: of the largest unit, without its residuals.
+      head: of logits, loss and their gradients.
+    """
+
+    unit: Number
+    head: Number
 
 
-def _program_bytes(sizes: BlockSizes) -> Number:
+def memory_bytes(sizes: BlockSizes, working: Working | None = None) -> Number:
+    """Return the bytes of a device, an array of the block's dimensions.
+
+    Args:
+      sizes: of the block.
+      working: what a device works with, if it is known better than by `working_of`.
+    """
+    bytes_of = _program_bytes if sizes.engine.one_program else _stage_bytes
+    return bytes_of(sizes, working or working_of(sizes))
+
+
+def working_of(sizes: BlockSizes) -> Working:
+    """Return what a device works with, by closed forms."""
+    if not sizes.engine.one_program:
+        return _stage_working(sizes)
+    held = weights_held(sizes.engine, sizes.parameters.weights, _use(sizes))
+    head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
+    share = _store(sizes).outside if sizes.engine.lockstep else 1.0
+    return Working(
+        sizes.tokens * sizes.itemsize * _working(sizes, share) + held.unit,
+        _logits(sizes, head_tokens) + held.head,
+    )
+
+
+def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
     """Return the same as `planning.estimate.estimate`, for many."""
     parameters = sizes.parameters
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
-    head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    column = sizes.tokens * sizes.itemsize
-    share = _store(sizes).outside if sizes.engine.lockstep else 1.0
-    unit = column * _working(sizes, share) + held.unit
-    head = _logits(sizes, head_tokens) + held.head
-    return state + column * kept_columns(sizes) + np.maximum(unit, head)
+    kept = sizes.tokens * sizes.itemsize * kept_columns(sizes)
+    return state + kept + np.maximum(working.unit, working.head)
 
 
 def kept_columns(sizes: BlockSizes) -> Number:
@@ -97,7 +126,7 @@ def _logits(sizes: BlockSizes, tokens: Number) -> Number:
     return size * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
 
 
-def _stage_bytes(sizes: BlockSizes) -> Number:
+def _stage_bytes(sizes: BlockSizes, working: Working) -> Number:
     """Return the bytes of the first stage, which has most in flight, or of the last, if more.
 
     They follow `planning.stage_memory.StageMemory`, for chunks of equal size.
@@ -125,10 +154,17 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     columns += sizes.of_pattern("arrivals") * embed
     # Of the first stage's units, those of its first chunk run the first dense layers, too.
     columns += sizes.of_pattern("residuals") / sizes.repeats * sizes.first_kept
+    kept = sizes.tokens * sizes.itemsize * columns
+    return state + kept + working.unit + working.head / sizes.stages
+
+
+def _stage_working(sizes: BlockSizes) -> Working:
+    """Return what the units of a stage work with, with the weights that they gather."""
+    layers = sizes.layers
+    once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
-    if config.pipeline.remat_layers:
-        recomputed = embed + sizes.offloaded
-    columns += _working(sizes) + layers * (recomputed + sizes.offloaded)
-    gathered = (1.0 - once) * layers * parameters.layer_gathered * sizes.itemsize
-    tokens = sizes.tokens * sizes.itemsize
-    return state + tokens * columns + gathered + _logits(sizes, sizes.tokens) / sizes.stages
+    if sizes.config.pipeline.remat_layers:
+        recomputed = sizes.config.model.embed_dim + sizes.offloaded
+    columns = _working(sizes) + layers * (recomputed + sizes.offloaded)
+    gathered = (1.0 - once) * layers * sizes.parameters.layer_gathered * sizes.itemsize
+    return Working(sizes.tokens * sizes.itemsize * columns + gathered, _logits(sizes, sizes.tokens))

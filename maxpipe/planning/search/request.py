@@ -39,6 +39,7 @@ class Request:
       choices: values of searched keys that the user gave.
       margin: share of a device's memory that stays free.
       smallest: slices to try, the smallest first; empty where the user names one.
+      imports: modules with variants of the user's own.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Request:
     choices: dict[str, list[object]]
     margin: float
     smallest: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float | None:
@@ -115,7 +117,10 @@ def request_of(arguments: Arguments) -> Request:
     if problems:
         raise ConfigError(*problems)
     shared = shared_config(config, machine)
-    return Request(arguments.path, config, shared, machine, batches, choices, margin, smallest)
+    return Request(
+        arguments.path, config, shared, machine, batches, choices, margin, smallest,
+        tuple(flags.imports),
+    )  # fmt: skip
 
 
 def _own_topology(config: Config) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from maxpipe.config.sections import Config
 from maxpipe.planning.search.candidate import Candidate
 from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.seconds import Seconds
 
 
 class Proof(NamedTuple):
@@ -27,6 +28,18 @@ class Proof(NamedTuple):
     compiled_in: float
 
 
+class Probed(NamedTuple):
+    """What a probe says of a candidate: its closed forms with the compiler's figures of its units.
+
+    Attributes:
+      memory: bytes of a device; what one unit needs if that is more than there is.
+      seconds: the step; None if a unit does not fit.
+    """
+
+    memory: float
+    seconds: Seconds | None
+
+
 @dataclass(frozen=True)
 class Row:
     """A candidate in the table.
@@ -37,6 +50,9 @@ class Row:
       reason: why it is not chosen; "" for the winner.
       name: "your configuration", or "".
       proof: from the compiler; None if it was not compiled.
+      probed: from the compiler's figures of its units; None if it was not probed.
+      unprobed: why it was not probed where others were; else "".
+      scale: what its closed form is multiplied with where others are probed.
     """
 
     candidate: Candidate
@@ -44,18 +60,42 @@ class Row:
     reason: str = ""
     name: str = ""
     proof: Proof | None = None
+    probed: Probed | None = None
+    unprobed: str = ""
+    scale: float = 1.0
+
+    @property
+    def parts(self) -> Seconds:
+        """Return the parts of the step before it was compiled."""
+        if self.probed and self.probed.seconds:
+            return self.probed.seconds
+        return Seconds(*(self.scale * part for part in self.candidate.seconds))
 
     @property
     def seconds(self) -> float:
         """Return the predicted step, the compiler's if there is one."""
         proved = self.proof.seconds if self.proof else None
-        return float(self.candidate.seconds.step) if proved is None else proved
+        return float(self.parts.step) if proved is None else proved
 
     @property
     def memory(self) -> float:
         """Return the bytes of a device, the compiler's if it said them."""
         proved = self.proof.memory if self.proof else None
-        return self.candidate.memory if proved is None else proved
+        return self.predicted_memory if proved is None else proved
+
+    @property
+    def predicted_memory(self) -> float:
+        """Return the bytes of a device before it was compiled."""
+        return self.probed.memory if self.probed else self.candidate.memory
+
+    @property
+    def basis(self) -> str:
+        """Return what its seconds rest on."""
+        if self.proof and self.proof.seconds is not None:
+            return "compiled"
+        if self.probed and self.probed.seconds:
+            return "probed"
+        return "closed" if self.scale == 1 else "scaled"
 
     @property
     def per_sequence(self) -> float:
@@ -75,7 +115,7 @@ def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
 def fits(row: Row, request: Request) -> bool:
     if row.proof is not None:
         return row.proof.fits
-    return request.limit is None or row.candidate.memory <= request.limit
+    return request.limit is None or row.predicted_memory <= request.limit
 
 
 def loss_of(row: Row, best: Row) -> str:
@@ -85,9 +125,7 @@ def loss_of(row: Row, best: Row) -> str:
     if row.proof is not None and not row.proof.fits:
         return "does not fit, says the compiler"
     slower = row.per_sequence / best.per_sequence - 1
-    per_sequence = [
-        [float(part) / r.candidate.batch for part in r.candidate.seconds] for r in (row, best)
-    ]
+    per_sequence = [[float(part) / r.candidate.batch for part in r.parts] for r in (row, best)]
     if slower <= -5e-4:
         return f"{-slower:.1%} faster"
     losses = [a - b for a, b in zip(*per_sequence, strict=True)]

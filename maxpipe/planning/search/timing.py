@@ -28,7 +28,11 @@ from maxpipe.sharding.collectives import EXPERT_AXIS
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     """Return the predicted step of each candidate, arrays of the block's dimensions."""
-    units, waits = _units(sizes, machine), _waits(sizes, machine)
+    return composed(sizes, machine, units_of(sizes, machine), waits_of(sizes, machine))
+
+
+def composed(sizes: BlockSizes, machine: Machine, units: Units, waits: Waits) -> Seconds:
+    """Return the step of units and transfers that take so long, as the schedule runs them."""
     products = _products(sizes, machine, units)
     return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
 
@@ -41,7 +45,7 @@ class _Layer(NamedTuple):
     weight_gradient: Number
 
 
-def _units(sizes: BlockSizes, machine: Machine) -> Units:
+def units_of(sizes: BlockSizes, machine: Machine) -> Units:
     """Return the times of a layer and of the head for one microbatch."""
     again: Number = 0.0
     if sizes.engine.has_stages:
@@ -141,7 +145,7 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
     return count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
 
 
-def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
+def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     """Return the seconds of transfers."""
     grid, parameters = sizes.block.grid, sizes.parameters
     links = machine.links(grid)
@@ -183,13 +187,30 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
     )
 
 
+def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the seconds of transfers of the head's parameters in units of the mpmd engine.
+
+    The last chunk's units gather them over fsdp, and sum up their gradients, for each microbatch.
+    """
+    grid, parameters = sizes.block.grid, sizes.parameters
+    size = grid.size("fsdp")
+    if size == 1:
+        return 0.0
+    count = parameters.head_gathered
+    if sizes.config.model.tie_embeddings:
+        count += parameters.embed_gathered
+    cost = machine.collective_cost(grid, machine.links(grid), "fsdp")
+    moved = (sizes.itemsize + FLOAT32) * count * (size - 1) / size
+    return sizes.gathers("per_iteration") * moved * cost
+
+
 def _joint(*costs: float) -> float:
     """Return the seconds of a byte in collectives along several axes, which use all their links."""
     rates = [1 / cost for cost in costs if cost]
     return 1 / sum(rates) if rates else 0.0
 
 
-def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
+def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
     """Return the seconds that the F and the backward of a chunk wait for transfers."""
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
@@ -214,7 +235,7 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds that a step waits for transfers, without those of idle slots."""
-    forward, backward = _unit_waits(sizes, units, waits)
+    forward, backward = unit_waits(sizes, units, waits)
     chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.stacked_layers
     per_unit = sizes.microbatches * chunks * (forward + backward)
     of_stage = chunks * sizes.layers * (waits.gather + waits.scatter)
@@ -235,7 +256,7 @@ def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds of idle slots, which lockstep computes masked, or of idle stages."""
     if not sizes.engine.has_stages:
         return np.zeros(1)
-    forward, backward = _unit_waits(sizes, units, waits)
+    forward, backward = unit_waits(sizes, units, waits)
     f_chunk = sizes.layers * units.forward + forward
     if not sizes.engine.one_program:
         idle, recomputed = sizes.of_pattern("idle"), sizes.of_pattern("idle_recomputed")

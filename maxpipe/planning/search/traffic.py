@@ -49,7 +49,7 @@ def layer_traffic(
     """
     rate = machine.stream_rate(sizes.itemsize)
     # Programs of their own hand residuals over.
-    each = sizes.itemsize * sizes.tokens * stored * sizes.engine.one_program / rate
+    each = sizes.engine.one_program * residual_seconds(sizes, machine, stored)
     forward, backward = _weights(sizes, machine, parameters)
     context = sizes.block.grid.size("context")
     sequence = sizes.itemsize * sizes.tokens * context * key_values * (context > 1)
@@ -63,6 +63,11 @@ def layer_traffic(
         keys=2 * 2 * sequence / rate,
         gradients=_gradients(sizes, parameters) / machine.stream_rate(FLOAT32),
     )
+
+
+def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Number:
+    """Return the seconds in which residuals of a layer, of that width, are written or read."""
+    return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
 
 
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:

@@ -15,6 +15,12 @@ from maxpipe.planning.search.plan import OWN, Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
 
+BASES = {
+    "compiled": "the compiled program",
+    "probed": "closed forms with compiled units",
+    "scaled": "closed forms scaled as those probed",
+    "closed": "closed forms",
+}
 _PACKAGES = ("maxpipe", "jax", "libtpu")
 
 
@@ -28,7 +34,7 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
     """
     machine, margin = plan.request.machine, plan.request.margin
     seconds = row.seconds
-    basis = "the compiled program" if row.proof and row.proof.seconds else "closed forms"
+    basis = BASES[row.basis]
     prediction = f"{seconds:.4g} s a step, MFU {100 * plan.mfu(row):.1f} %, by {basis}"
     if not machine.is_timed:
         prediction = "no seconds, since the speed of this machine is not known"

@@ -6,7 +6,7 @@ with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks
 `staged` joins these for a batch. Letters: B sequences, T tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -209,9 +209,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             own = copies if is_here(self.meshes[stage]) else own
         return jax.tree.unflatten(tree, own)
 
-    def compile(self) -> Iterator[CompiledUnit]:
+    def compile(self, names: Collection[UnitName] | None = None) -> Iterator[CompiledUnit]:
         """Compile the training step's computations as `StagedProgram.compile` does."""
-        return self.training.compile()
+        return self.training.compile(names)
 
     def texts(self) -> dict[UnitName, str]:
         """Return the training step's computations in words and equations; see `dump`."""

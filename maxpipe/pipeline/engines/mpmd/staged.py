@@ -25,7 +25,13 @@ from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts
 from maxpipe.pipeline.engines.mpmd.offloading import named_residuals
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, total_of, tracer
-from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums
+from maxpipe.pipeline.engines.mpmd.runner import (
+    ArraysByVar,
+    Observer,
+    Runner,
+    Sums,
+    sent_spec,
+)
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.manual import Gather
@@ -245,8 +251,12 @@ class StagedProgram:
             sums[output] = absent(jax.ShapeDtypeStruct(term.shape, jnp.float32, sharding=sharding))
         return sums
 
-    def compile(self) -> Iterator[CompiledUnit]:
+    def compile(self, names: Collection[UnitName] | None = None) -> Iterator[CompiledUnit]:
         """Compile the computations one by one without running any.
+
+        Args:
+          names: of those to compile; None for all. What they read of others lies as it does where
+            it goes to another process, see `sent_spec`.
 
         Yields:
           Computations in an order that respects dependencies; what gathers a chunk's parameters
@@ -254,13 +264,21 @@ class StagedProgram:
           chunk 1.
         """
         specs = dict(self._specs)
+
+        def is_wanted(name: UnitName) -> bool:
+            return names is None or name in names
+
         for name in self.program.computations:
             stage, executable = self._stage_of_chunk[name.chunk], self.runner.executables[name]
             mesh = self._meshes[stage]
             # The first unit of a chunk is its forward; its weights have to be there by then.
-            if name.kind == "F" and name.chunk in self.runner.gathers:
-                gather = self._compiled_gather(name.chunk)
-                yield CompiledUnit(stage, UnitName("gather", name.chunk), gather)
+            gather = UnitName("gather", name.chunk)
+            if name.kind == "F" and name.chunk in self.runner.gathers and is_wanted(gather):
+                yield CompiledUnit(stage, gather, self._compiled_gather(name.chunk))
+            if not is_wanted(name):
+                for v in executable.writes:
+                    specs[v] = sent_spec(self.program, v, self._parts)
+                continue
             compiled = executable.run.lower(
                 [self._sum(stage, output) for output in executable.outputs],
                 [self._value(v, specs, mesh) for v in executable.donated],
@@ -275,6 +293,8 @@ class StagedProgram:
             offloaded = sum(_device_bytes(self._value(v, specs, mesh)) for v in executable.moved)
             yield CompiledUnit(stage, name, compiled, offloaded)
         for chunk, (outputs, reduce) in self.runner.reductions.items():
+            if not is_wanted(UnitName("reduce", chunk)):
+                continue
             stage = self._stage_of_chunk[chunk]
             compiled = reduce.lower([self._sum(stage, output) for output in outputs]).compile()
             yield CompiledUnit(stage, UnitName("reduce", chunk), compiled)

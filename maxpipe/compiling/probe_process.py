@@ -1,0 +1,126 @@
+"""Compile the units of a probe in a process of its own, and keep what they take and need on disk.
+
+A file of the cache is named after all that its figures follow from: the configuration of the probe,
+which has shapes, sharding and chip; the units; the code of maxpipe; the versions of JAX, jaxlib and
+libtpu; and the environment's variables for them. Files of another version are never read, and may
+be removed at any time. Where variants of a user's own are imported nothing is kept, for their code
+is in no name.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
+
+from maxpipe.compiling.compile_process import Note, run_compile
+from maxpipe.compiling.units import TooLarge
+from maxpipe.config.imports import ENTRY_POINTS, import_words
+from maxpipe.devices.agreement import source_digest
+from maxpipe.planning.search.probes import Probe, UnitFigures
+from maxpipe.planning.search.written import versions
+
+Figures: TypeAlias = Mapping[str, UnitFigures]
+Answer: TypeAlias = Figures | TooLarge | str  # of a compiler; the last is why there is none
+
+_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_LIBRARY_PATH")  # what their names begin with
+
+
+def probe_figures(
+    probe: Probe, cache: Path | None, note: Note, imports: Sequence[str] = ()
+) -> Answer:
+    """Return the figures of a probe's units by name; or the one that does not fit; or a reason.
+
+    Args:
+      probe: what to compile.
+      cache: directory; None to keep nothing.
+      note: prints a line every now and then.
+      imports: modules with variants of the user's own.
+    """
+    if stored := stored_figures(probe, cache):
+        return stored
+    words = ["--units", ",".join(probe.units), *import_words(imports)]
+    report = run_compile(probe.text(), words, note)
+    if isinstance(report, str):
+        return report
+    figures = _answer(report)
+    if cache is not None and isinstance(figures, Mapping):
+        content = {name: unit._asdict() for name, unit in figures.items()}
+        _write(cache / f"{fingerprint(probe)}.json", content)
+    return figures
+
+
+def figures_directory(cache_dir: Path | None, imports: Sequence[str]) -> Path | None:
+    """Return where figures are kept, in the compilation cache; None if none are."""
+    has_own_variants = bool(imports or metadata.entry_points(group=ENTRY_POINTS))
+    return None if cache_dir is None or has_own_variants else cache_dir / "probes"
+
+
+def unwritable(cache: Path) -> str:
+    """Return why figures cannot be kept in a directory, which is made; "" if they can."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def stored_figures(probe: Probe, cache: Path | None) -> Figures | None:
+    """Return the figures of a probe from the cache; None if it has none."""
+    if cache is None:
+        return None
+    try:
+        text = (cache / f"{fingerprint(probe)}.json").read_text(encoding="utf-8")
+        stored = {
+            name: UnitFigures(*(_figure(unit[field]) for field in UnitFigures._fields))
+            for name, unit in json.loads(text).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+        return None  # not there, or not whole: it is compiled anew
+    return stored if set(stored) == set(probe.units) else None
+
+
+def fingerprint(probe: Probe) -> str:
+    """Return a digest of all that the figures of a probe follow from."""
+    variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES))
+    made_with = [versions(), metadata.version("jaxlib"), source_digest()]
+    parts = [probe.text(), *probe.units, *made_with, *variables]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _figure(value: object) -> float:
+    """Return a number of the cache.
+
+    Raises:
+      ValueError: it is none, or neither a time nor a size.
+    """
+    number = float(str(value))
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(value)
+    return number
+
+
+def _answer(report: Mapping[str, object]) -> Answer:
+    if isinstance(too_large := report["too_large"], Mapping):
+        return TooLarge(**too_large)
+    units = report["units"]
+    assert isinstance(units, list)
+    if unknown := [reason for unit in units for reason in unit["unknown"]]:
+        return unknown[0]
+    return {u["name"]: UnitFigures(u["seconds"], float(u["working_bytes"])) for u in units}
+
+
+def _write(file: Path, content: object) -> None:
+    """Write a file of the cache; without it the next plan only takes longer."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=file.parent) as scratch:
+            whole = Path(scratch, file.name)
+            whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            whole.replace(file)

@@ -1,0 +1,165 @@
+"""Compile a few units of the mpmd engine alone, and say what each takes and needs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from maxpipe.compiling.prediction.predict import basis_of, is_predictable, time_program, unknowns
+from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, compile_programs
+from maxpipe.compiling.report import size
+from maxpipe.compiling.step import OutOfMemory
+from maxpipe.config import ConfigError, Problem
+from maxpipe.devices.chips import chip_for, short_name
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+
+FLAG = "--units"
+
+
+class TimedUnit(NamedTuple):
+    """A compiled unit.
+
+    Attributes:
+      program: its program.
+      seconds: of one run; None if unknown.
+      unknown: what cannot be priced, in words.
+    """
+
+    program: CompiledProgram
+    seconds: float | None
+    unknown: Sequence[str]
+
+    @property
+    def working(self) -> int:
+        """Return the bytes on a device besides arguments and results, offloaded ones included."""
+        memory = self.program.memory
+        return memory.temp + memory.program + self.program.offloaded
+
+
+class TooLarge(NamedTuple):
+    """A unit that the compiler gave up.
+
+    Attributes:
+      name: of the unit.
+      needed, available: bytes of a device.
+    """
+
+    name: str
+    needed: float
+    available: float
+
+
+@dataclass(frozen=True)
+class UnitsReport:
+    """What `maxpipe.compile --units` prints.
+
+    Attributes:
+      device_kind, num_devices: what was compiled for.
+      units: in order of their dependencies.
+      too_large: the unit after them, if it does not fit; those that follow were not compiled.
+    """
+
+    device_kind: str
+    num_devices: int
+    units: Sequence[TimedUnit]
+    too_large: TooLarge | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every unit fits a device by itself."""
+        return self.too_large is None
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
+        return {
+            "device_kind": self.device_kind,
+            "num_devices": self.num_devices,
+            "engine": "mpmd",
+            "fits": self.fits,
+            "too_large": self.too_large and self.too_large._asdict(),
+            "units": [
+                {
+                    "name": str(unit.program.name),
+                    "stage": unit.program.stage,
+                    "seconds": unit.seconds,
+                    "working_bytes": unit.working,
+                    "unknown": list(unit.unknown),
+                }
+                for unit in self.units
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        lines = [f"devices     {self.num_devices} x {short_name(self.device_kind)}"]
+        for unit in self.units:
+            seconds = "no time" if unit.seconds is None else f"{unit.seconds:.4g} s"
+            reason = f": {'; '.join(unit.unknown)}" if unit.unknown else ""
+            name = f"{unit.program.name!s:<8}"
+            lines.append(f"unit        {name} {seconds}, working {size(unit.working)}{reason}")
+        if self.too_large:
+            name, needed, available = self.too_large
+            sizes = f"{size(needed)} of {size(available)}"
+            lines.append(f"verdict     does not fit: {name} needs {sizes}")
+        return lines
+
+
+def names_of(words: str) -> list[UnitName]:
+    """Return the units that a flag names, such as "F1,B1".
+
+    Raises:
+      ConfigError: a name is none.
+    """
+    names = []
+    for word in words.split(","):
+        kind, chunk = word[:1], word[1:]
+        if kind not in ("F", "B", "I", "W") or not chunk.isdecimal():
+            message = f"{word!r} is no unit; give a kind and a chunk each, such as F1,B1"
+            raise ConfigError(Problem(FLAG, message))
+        names.append(UnitName(kind, int(chunk)))
+    return names
+
+
+def compile_units(
+    names: Sequence[UnitName], mesh: Mesh, trainer: StagesTrainer, note: Callable[[str], None]
+) -> UnitsReport:
+    """Compile units one by one, and time each on TPUs.
+
+    Args:
+      names: of units.
+      mesh: of all stages.
+      trainer: of the configuration.
+      note: prints a line for each.
+
+    Raises:
+      ConfigError: the schedule has no such unit.
+    """
+    known = trainer.engine.training.program.computations
+    if missing := [str(name) for name in names if name not in known]:
+        message = f"there is no {', '.join(missing)}; there are {', '.join(map(str, known))}"
+        raise ConfigError(Problem(FLAG, message))
+    devices = mesh.devices.reshape(-1).tolist()
+    order = [name for name in known if name in names]
+    units: list[TimedUnit] = []
+    too_large = None
+    try:
+        for program in compile_programs(trainer, names):
+            for line in program.lines():
+                note(line)
+            units.append(_timed(program, mesh, trainer))
+    except OutOfMemory as error:
+        too_large = TooLarge(str(order[len(units)]), error.needed, error.available)
+    return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
+
+
+def _timed(program: CompiledProgram, mesh: Mesh, trainer: StagesTrainer) -> TimedUnit:
+    chip = chip_for(mesh.devices.flat[0].device_kind)
+    if chip is None or not is_predictable(mesh):
+        return TimedUnit(program, None, ["only TPUs' compiler estimates times"])
+    basis = basis_of(mesh, chip)
+    timeline = time_program(program.hlo, trainer.engine.meshes[program.stage], chip, basis)
+    if isinstance(timeline, str):
+        return TimedUnit(program, None, [timeline])
+    unknown = unknowns(timeline)
+    return TimedUnit(program, None if unknown else timeline.seconds, unknown)

@@ -1,0 +1,109 @@
+"""A plan's command line, with compilers that answer from a list."""
+
+import json
+
+import pytest
+
+from maxpipe import plan as command
+from maxpipe.compiling import probing, proof
+from maxpipe.compiling.units import TooLarge
+from maxpipe.planning.search.probes import UnitFigures
+from maxpipe.planning.search.rows import Proof
+
+WORDS = [
+    "configs/base.yml",
+    "model.num_layers=8",
+    "data.global_batch_size=32",
+    "--fix",
+    "pipeline.remat_policy=minimal",
+    "--fix",
+    "pipeline.num_microbatches=8",
+    "--fix",
+    "mesh.ici.stage=2",
+    "--fix",
+    "mesh.ici.fsdp=1",
+]
+TOPOLOGY = ["--topology", "v5p:2x2x1"]
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Answer what is compiled; a list of what was, with the modules that it imports."""
+    calls = []
+
+    def figures(wanted, cache, note, imports):
+        calls.append(("probe", imports))
+        units = dict.fromkeys(wanted.units, UnitFigures(0.1, 1e6))
+        return units | {f"B{wanted.chunks - 1}": UnitFigures(0.11, 1e6)}
+
+    def compile_whole(text, note, imports):
+        calls.append(("whole", imports))
+        return Proof(1e9, float(len(calls)), True, "", 1.0)
+
+    monkeypatch.setattr("maxpipe.compiling.plan.find_spec", lambda name: name)
+    monkeypatch.setattr(probing, "probe_figures", figures)
+    monkeypatch.setattr(proof, "compile_configuration", compile_whole)
+    return calls
+
+
+def test_probes_come_before_whole_steps(compilers, tmp_path, capsys):
+    file, best = tmp_path / "plan.json", tmp_path / "best.yml"
+    words = ["--probe", "2", "--compile", "1", "--json", str(file), "--write", str(best)]
+    assert command.main([*WORDS, *TOPOLOGY, *words, "compile.cache_dir=off"]) == 0
+    assert compilers == [("probe", ()), ("probe", ()), ("whole", ())]
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["basis"] == "compiled"
+    assert {row["basis"] for row in rows[1:]} == {"probed", "scaled"}
+    reasons = {row["basis"]: row["reason"] for row in rows}
+    assert reasons["probed"].startswith("not compiled; by closed forms with compiled units ")
+    assert reasons["scaled"].startswith("not probed, not compiled; by closed forms scaled as ")
+    assert all(reason.count("not compiled") <= 1 for reason in reasons.values())
+    assert "by the compiled program" in best.read_text()
+    assert "by scaled: closed forms times" in capsys.readouterr().out
+
+
+def test_modules_of_a_users_own_are_imported_where_it_compiles_and_no_figures_are_kept(
+    compilers, tmp_path
+):
+    words = ["--import", "json", "--probe", "1", "--compile", "1"]
+    cache = f"compile.cache_dir={tmp_path}"
+    assert command.main([*WORDS, *TOPOLOGY, *words, cache]) == 0
+    assert compilers == [("probe", ("json",)), ("whole", ("json",))]
+    assert not (tmp_path / "probes").exists()
+
+
+def test_a_plan_without_probes_compiles_none(compilers):
+    assert command.main([*WORDS, *TOPOLOGY, "--compile", "1"]) == 0
+    assert compilers == [("whole", ())]
+
+
+def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr(probing, "probe_figures", lambda *rest: TooLarge("B1", 3e11, 1e11))
+    monkeypatch.setattr(probing, "ROWS", 10**6)
+    words = ["--probe", "1000", "--json", str(file), "compile.cache_dir=off"]
+    assert command.main([*WORDS, *TOPOLOGY, *words]) == 3
+    assert not compilers
+    printed = capsys.readouterr().out
+    assert "probed fits, and there are no others: --memory-margin 5%" in printed
+    assert "B1 of its probe needs 279 GiB" in printed
+    # By closed forms all would fit.
+    assert json.loads(file.read_text())["remedies"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*TOPOLOGY, "--no-compile"], "compiles single units, and --no-compile compiles nothing"),
+        (["--topology", "cpu:4"], "there is no compiler at hand for cpu:4"),
+        (["--topology", "H100:4"], "there is no compiler at hand for H100:4"),
+        (["--topology", "tpu7x:2x2x1"], "since the clock of tpu7x is"),
+    ],
+)
+def test_a_probe_without_a_compiler_is_refused(compilers, capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*WORDS, *words, "--probe", "2"])
+    errors = capsys.readouterr().err.splitlines()
+    assert [line for line in errors if message in line] == errors[:1]
+    assert errors[0].startswith("config error: --probe: ")
+    assert not compilers

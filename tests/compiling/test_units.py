@@ -1,0 +1,94 @@
+"""Single units of the mpmd engine are compiled without the others."""
+
+import json
+
+import jax
+import pytest
+from helpers.compile_command import QUICK, run
+
+from maxpipe import compile as command
+from maxpipe.compiling.programs import CompiledProgram
+from maxpipe.compiling.report import CompilerMemory
+from maxpipe.compiling.units import TimedUnit, names_of
+from maxpipe.config import ConfigError
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+
+WORDS = (
+    "configs/base.yml",
+    "compile.topology=cpu",
+    "mesh.simulated_devices=2",
+    "mesh.ici.data=1",
+    "mesh.ici.stage=2",
+    "mesh.ici.fsdp=1",
+    "model.num_layers=2",
+    "pipeline.num_repeats=1",
+    "pipeline.num_microbatches=4",
+)
+
+
+def test_units_are_named_by_kind_and_chunk():
+    assert names_of("F1,W10") == [UnitName("F", 1), UnitName("W", 10)]
+
+
+@pytest.mark.parametrize("words", ["", "F", "X1", "F1,", "gather1", "F-1"])
+def test_what_is_no_unit_is_refused(words):
+    with pytest.raises(ConfigError, match=r"--units: .* is no unit; .* such as F1,B1"):
+        names_of(words)
+
+
+def test_offloaded_residuals_count_as_what_a_unit_works_with():
+    memory = CompilerMemory(arguments=1, temp=20, program=300, results=4000)
+    program = CompiledProgram(0, UnitName("F", 1), 4, memory, (), 50000, "")
+    assert TimedUnit(program, 0.5, ()).working == 50320
+
+
+def test_only_the_named_units_are_compiled(tmp_path):
+    file = tmp_path / "report.json"
+    words = ("pipeline.schedule=1f1b", "--units", "B0,F1", "--json", file)
+    process = run(*WORDS, *words, environment=QUICK)
+    assert process.returncode == 0, process.stdout + process.stderr
+    units = json.loads(file.read_text())["units"]
+    # F1 and B0 read what F0 and B1 write, which are not there.
+    assert [unit["name"] for unit in units] == ["F1", "B0"]
+    assert [unit["stage"] for unit in units] == [1, 0]
+    assert {unit["seconds"] for unit in units} == {None}
+    assert json.loads(file.read_text())["fits"] is True
+    assert "no time, working " in process.stdout
+
+
+def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, capsys):
+    def compile_first(self, names):
+        yield from list(compile_all(self, [UnitName("F", 1)]))
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
+        )
+
+    compile_all = MpmdEngine.compile
+    monkeypatch.setattr(MpmdEngine, "compile", compile_first)
+    file = tmp_path / "report.json"
+    devices = ("mesh.simulated_devices=8", "mesh.ici.data=4")
+    words = ("pipeline.schedule=1f1b", "--units", "B1,F1", "--json", str(file))
+    assert command.main([*WORDS[:2], *devices, *WORDS[4:], *words]) == 3
+    report = json.loads(file.read_text())
+    assert report["fits"] is False
+    assert report["too_large"] == {
+        "name": "B1",
+        "needed": pytest.approx(24.9 * 2**30),
+        "available": 15.75 * 2**30,
+    }
+    assert [unit["name"] for unit in report["units"]] == ["F1"]
+    assert "verdict     does not fit: B1 needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "units", "message"),
+    [
+        ("1f1b", "F2", "--units: there is no F2; there are F0, F1, B1, B0"),
+        ("lockstep_1f1b", "F0", "--units: is for the mpmd engine"),
+    ],
+)
+def test_units_that_a_schedule_does_not_have_are_refused(schedule, units, message):
+    process = run(*WORDS, f"pipeline.schedule={schedule}", "--units", units)
+    assert process.returncode == 2
+    assert message in process.stdout + process.stderr

@@ -1,0 +1,235 @@
+"""Figures of compiled units take the place of the closed forms of layers and head."""
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.memory import memory_bytes, working_of
+from maxpipe.planning.search.probes import Probing, UnitFigures
+from maxpipe.planning.search.request import shared_config
+from maxpipe.planning.search.timing import head_wait, step_seconds, unit_waits, units_of, waits_of
+from maxpipe.planning.search.traffic import residual_seconds
+
+SIZES = {
+    "model.num_layers": 16,
+    "model.embed_dim": 256,
+    "model.num_query_heads": 8,
+    "data.global_batch_size": 64,
+    "eval.every": 0,
+}
+LOCKSTEP = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
+SPLIT = {
+    "pipeline.engine": "scheduled",
+    "pipeline.schedule": "lockstep_zb",
+    "pipeline.remat_policy": "minimal",
+}
+NOT_SEARCHED = ("pipeline.fsdp_prefetch", "model.tie_embeddings")
+FSDP = {"mesh.ici.tensor": 1, "mesh.ici.fsdp": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = replace(Config(), **SIZES)
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of("v5p:2x2x2", 1, config)
+    shared = shared_config(config, machine)
+    return shared, Facts(shared), machine
+
+
+def probing_of(model, changes):
+    shared, facts, machine = model
+    usual = {
+        "mesh.ici.stage": 4,
+        "mesh.ici.fsdp": 1,
+        "mesh.ici.tensor": 2,
+        "pipeline.num_microbatches": 8,
+        "pipeline.num_repeats": 1,
+        "pipeline.fsdp_gather": "per_iteration",
+    }
+    # What a search does not vary is that of all candidates, whose facts these are.
+    if given := {key: value for key, value in changes.items() if key in NOT_SEARCHED}:
+        facts = Facts(update(shared, given))
+    return Probing(update(shared, usual | changes), facts, machine)
+
+
+def closed_figures(probing, machine):
+    """Return the figures that a probe would have if the closed forms of its chunk were right."""
+    twin, probe = probing._twin, probing.probe
+    units, working = units_of(twin, machine), working_of(twin)
+    waits = unit_waits(twin, units, waits_of(twin, machine))
+    # Programs of their own hand residuals over; the last one's gather the head, and sum it up.
+    handed_over = probe.layers * residual_seconds(twin, machine, twin.residuals)
+    head = units.head + head_wait(twin, machine)
+    forward = probe.layers * units.forward + waits[0] + handed_over
+    gradient = probe.layers * units.input_gradient + waits[1] + handed_over
+    weight = probe.layers * units.weight_gradient
+    times = {"F": forward, "B": gradient + weight, "I": gradient, "W": weight}
+    last = probe.chunks - 1
+
+    def figures(kind, chunk):
+        seconds = times[kind] + (head if (kind, chunk) == ("F", last) else 0.0)
+        needed = working.unit if chunk != last else np.maximum(working.unit, working.head)
+        return UnitFigures(float(np.ravel(seconds)[0]), float(np.ravel(needed)[0]))
+
+    return {name: figures(name[0], int(name[1:])) for name in probe.units}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 4},
+        {"pipeline.engine": "circular", "pipeline.schedule": "circular"},
+        LOCKSTEP,
+        SPLIT | {"pipeline.num_repeats": 4},
+        LOCKSTEP | FSDP,  # gathers a slot ahead
+        LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"},
+        LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false", "model.tie_embeddings": True},
+        LOCKSTEP | FSDP | {"pipeline.fsdp_gather": "once"},
+        LOCKSTEP | {"mesh.ici.tensor": 1, "mesh.ici.context": 2},
+        LOCKSTEP | {"mesh.ici.tensor": 1, "mesh.ici.data": 2},
+    ],
+)
+def test_a_probe_that_agrees_with_the_closed_forms_of_its_chunk_changes_nothing(model, changes):
+    machine = model[-1]
+    probing = probing_of(model, changes)
+    figures = closed_figures(probing, machine)
+    closed = step_seconds(probing._sizes, machine)
+    assert probing.seconds(figures).step == pytest.approx(float(np.ravel(closed.step)[0]))
+    memory = float(np.ravel(memory_bytes(probing._sizes))[0])
+    assert probing.memory(figures) == pytest.approx(memory)
+
+
+def test_a_slower_forward_takes_longer_in_every_slot_of_a_lockstep_step(model):
+    probing = probing_of(model, LOCKSTEP | {"pipeline.num_repeats": 2})
+    figures = closed_figures(probing, model[-1])
+    slower = {
+        name: unit._replace(seconds=unit.seconds + 1.0 * (name[0] == "F"))
+        for name, unit in figures.items()
+    }
+    # 8 microbatches and 2 repeats, with 3 slots that only fill the pipeline; chunks as large.
+    longer = probing.seconds(slower).step - probing.seconds(figures).step
+    assert probing.probe.layers == 2
+    assert longer == pytest.approx(8 * 2 + 3, rel=1e-4)
+
+
+def test_the_simulator_finds_the_bubble_of_an_mpmd_schedule(model):
+    changes = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
+    probing = probing_of(model, changes)
+    layers = probing.probe.layers
+    figures = closed_figures(probing, model[-1])
+    longer = {
+        name: unit._replace(seconds=unit.seconds + {"F": 1.0, "B": 5.0}[name[0]] * layers)
+        for name, unit in figures.items()
+    }
+    times = probing.seconds(longer)
+    # A chunk has four layers: 3 forwards before the first backward, 3 backwards after the last.
+    assert times.bubble == pytest.approx(3 * 4 * (1.0 + 5.0), rel=0.01)
+
+
+def test_a_slower_head_is_divided_among_the_stages_of_a_lockstep_step(model):
+    steps = {}
+    for name, changes in {
+        "lockstep": LOCKSTEP,
+        "mpmd": {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"},
+    }.items():
+        probing = probing_of(model, changes)
+        figures = closed_figures(probing, model[-1])
+        last = f"B{probing.probe.chunks - 1}"
+        slower = figures | {last: figures[last]._replace(seconds=figures[last].seconds + 1.0)}
+        steps[name] = probing.seconds(slower).step - probing.seconds(figures).step
+    assert 8 / 4 <= steps["lockstep"] < 8
+    assert steps["mpmd"] >= 8
+
+
+def test_what_a_probed_unit_works_with_counts(model):
+    probing = probing_of(model, LOCKSTEP)
+    figures = closed_figures(probing, model[-1])
+    larger = {name: unit._replace(working=unit.working + 2**30) for name, unit in figures.items()}
+    assert probing.memory(larger) - probing.memory(figures) == pytest.approx(2**30, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"},
+        {"pipeline.num_microbatches": 16, "data.global_batch_size": 128},
+        {"pipeline.num_repeats": 2},
+    ],
+)
+def test_candidates_with_the_same_mesh_microbatch_and_policy_share_a_probe(model, changes):
+    changed = LOCKSTEP | changes
+    assert probing_of(model, changed).probe.text() == probing_of(model, LOCKSTEP).probe.text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline.num_microbatches": 16},
+        {"pipeline.num_repeats": 4},
+        {"pipeline.remat_policy": "minimal"},
+        {"model.logit_tiles": 4},
+        FSDP,
+        {"pipeline.fsdp_gather": "once"},
+    ],
+)
+def test_another_microbatch_chunk_policy_or_mesh_is_another_probe(model, changes):
+    changed = LOCKSTEP | changes
+    assert probing_of(model, changed).probe.text() != probing_of(model, LOCKSTEP).probe.text()
+
+
+def test_a_probe_names_the_units_of_a_split_backward(model):
+    probe = probing_of(model, SPLIT).probe
+    assert probe.units == ["F1", "I1", "W1", "F3", "I3", "W3"]
+
+
+def test_a_schedule_from_a_file_has_no_probe(model, tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("F0\n")
+    with pytest.raises(ConfigError, match="a schedule from a file has no closed form"):
+        probing_of(model, {"pipeline.engine": "mpmd", "pipeline.schedule": str(file)})
+
+
+KINDS = {"model.layer_pattern": ["local", "global"], "model.attention_window": 64}
+
+
+def test_a_chunk_of_one_layer_stands_for_no_others_where_kinds_of_layers_alternate(model):
+    # Four stages of sixteen layers: four repeats leave a layer, two leave both kinds.
+    probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 2})
+    with pytest.raises(ConfigError, match=r"layer_pattern: kinds .* every 2, .* chunk has 1"):
+        probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 4})
+    same = KINDS | {"model.layer_pattern": ["local", "local"]}
+    probing_of(model, LOCKSTEP | same | {"pipeline.num_repeats": 4})
+
+
+def test_a_head_that_takes_no_time_is_no_probe(model):
+    probing = probing_of(model, LOCKSTEP)
+    figures = closed_figures(probing, model[-1])
+    last = f"B{probing.probe.chunks - 1}"
+    faster = figures | {last: figures[last]._replace(seconds=0.0)}
+    with pytest.raises(ValueError, match=r"chunk 3 takes .* s less than chunk 1, without the head"):
+        probing.seconds(faster)
+
+
+def test_what_units_of_mpmd_hand_over_is_in_their_figures(model):
+    changes = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
+    changes |= {"pipeline.remat_policy": "minimal"}
+    machine = model[-1]
+    probing = probing_of(model, changes)
+    closed = step_seconds(probing._sizes, machine)
+    step = probing.seconds(closed_figures(probing, machine)).products - closed.products
+    each = residual_seconds(probing._sizes, machine, probing._sizes.residuals)
+    # Of eight microbatches and four layers, written once and read once.
+    assert float(np.ravel(step)[0]) == pytest.approx(8 * 4 * 2 * float(np.ravel(each)[0]))
+
+
+def test_a_tied_table_is_gathered_as_the_heads_kernel_would_be(model):
+    changes = LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"}
+    waits = [
+        float(np.ravel(head_wait(probing_of(model, changes | tied)._twin, model[-1]))[0])
+        for tied in ({}, {"model.tie_embeddings": True})
+    ]
+    assert waits[0] == pytest.approx(waits[1], rel=0.01) != 0.0
