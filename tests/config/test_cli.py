@@ -170,7 +170,7 @@ def test_parse_args_key_with_dashes_is_one_problem(words):
 
 def test_help_on_a_section_has_type_choices_default_and_bounds_of_each_key():
     text = describe("data")
-    assert "one of array_record, chat, jsonl" in text
+    assert "one of array_record, chat, datasets, datasets_chat, jsonl" in text
     assert re.search(r"^data\.eval_fraction +float; default \S+, >= 0 and <= 0\.5$", text, re.M)
     assert re.search(
         r"^mesh\.ici\.stage +int; default 1, >= 1, or -1 = derived$", describe("mesh"), re.M
