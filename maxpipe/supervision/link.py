@@ -28,6 +28,7 @@ from maxpipe.supervision.council import (
     decode,
     encode,
 )
+from maxpipe.supervision.progress import Sizes
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
@@ -213,7 +214,7 @@ class Hub:
             guest.member = int(text)
             return
         report = decode(text)
-        if not isinstance(report, Joined | Ended | Stopping):
+        if not isinstance(report, Joined | Ended | Stopping | Sizes):
             raise ValueError(f"no report: {text!r}")
         if self._seats[guest.member] is not guest and not isinstance(report, Joined):
             raise ValueError("it has not joined")
