@@ -6,7 +6,6 @@ before any of them (`rules.mesh`).
 
 from maxpipe.config.rules.batches import BATCH_RULES
 from maxpipe.config.rules.engines import ENGINE_RULES
-from maxpipe.config.rules.mesh import check_elastic
 from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Rule
 from maxpipe.config.rules.run import RUN_RULES
@@ -18,7 +17,6 @@ RULES: tuple[Rule, ...] = (
     *STAGE_RULES,
     *ENGINE_RULES,
     *BATCH_RULES,
-    check_elastic,
 )
 
 __all__ = ["RULES"]

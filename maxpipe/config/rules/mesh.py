@@ -9,7 +9,6 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divisors, rule
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
-from maxpipe.config.values import nearest
 
 LEVELS = ("ici", "dcn")
 # Proposals use these axes only, at this cost of each doubling or halving: splitting the data
@@ -19,7 +18,6 @@ _COSTS = {
     "dcn": {"data": 1.0, "stage": 1.3, "fsdp": 1.5},
 }
 _MAX_TRIED = 200
-_SHRINKABLE = ("data", "fsdp")  # axes that split rows, and no dimension that the model needs split
 _PROPOSALS = 3
 
 
@@ -34,31 +32,6 @@ def check_unknown_axes(c: Config) -> None:
             problems.append(Problem(f"mesh.{level}.{unknown[-1]}", message))
     if problems:
         raise ConfigError(*problems)
-
-
-@rule("mesh.elastic", "checkpoint.every", "checkpoint.every_minutes", "compile.load")
-def check_elastic(c: Config) -> None:
-    """Check that elastic axes split the batch, and that a run can go on with fewer hosts."""
-    axes, key = c.mesh.elastic.axes, "mesh.elastic.axes"
-    problems = [
-        f"{axis!r} is not one of {', '.join(_SHRINKABLE)}{nearest(axis, [*_SHRINKABLE])}: a model "
-        "has no place on fewer devices of another axis"
-        for axis in axes
-        if axis not in _SHRINKABLE
-    ]
-    if len({*axes}) < len(axes):
-        problems.append(f"names an axis twice: {', '.join(axes)}")
-    if axes and not (c.checkpoint.every or c.checkpoint.every_minutes):
-        problems.append(
-            "without checkpoints the run cannot go on with fewer hosts: give checkpoint.every"
-        )
-    if axes and c.compile.load:
-        problems.append(
-            "compile.load names a step for all hosts, with which fewer cannot go on: leave out one "
-            "of the two keys"
-        )
-    if problems:
-        raise ConfigError(*(Problem(key, problem) for problem in problems))
 
 
 def unknown_axes(c: Config) -> list[str]:
