@@ -2,8 +2,8 @@
 
 On TPUs a gather in every iteration is exposed, and so is part of one that runs ahead. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
-their gradients in full. Where the engine can, gathering a repeat ahead holds less and is about as
-fast, though it gathers more often.
+their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
+than two repeats it holds less.
 """
 
 from maxpipe.config.catalog import ENGINES
@@ -20,6 +20,11 @@ from maxpipe.planning.prefetch import MEMORY_SHARE, Note, ignore_note
 
 KEY = "pipeline.fsdp_gather"
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
+
+_HELD = {
+    "once": "whole weights and gradients",
+    "per_repeat": "whole weights and gradients of the repeats at work",
+}
 
 
 def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
@@ -45,18 +50,19 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
         return "per_iteration"
     device = f"a device's {tpu_memory / GIB:.3g} GiB"
     iteration = estimate(update(config, {KEY: "per_iteration"}), tpu_memory).total
-    reason = ""
-    for mode, what in _whole_modes(config).items():
-        whole = estimate(update(config, {KEY: mode}), tpu_memory).total
-        extra = max(0.0, whole - iteration)
-        more = f"{extra / GIB:.2f} GiB more"
-        if extra > MEMORY_SHARE * tpu_memory:
-            reason = f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}"
-        elif whole > ROOM * tpu_memory:
-            reason = f"with {what} a step would take over {ROOM:.0%} of {device}"
-        else:
-            note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
-            return mode
+    # Where an engine has both modes, steps are predicted to be as fast within 1 %.
+    totals = {m: estimate(update(config, {KEY: m}), tpu_memory).total for m in _whole_modes(config)}
+    mode = min(totals, key=lambda mode: totals[mode])
+    what, whole = _HELD[mode], totals[mode]
+    extra = max(0.0, whole - iteration)
+    more = f"{extra / GIB:.2f} GiB more"
+    if extra > MEMORY_SHARE * tpu_memory:
+        reason = f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}"
+    elif whole > ROOM * tpu_memory:
+        reason = f"with {what} a step would take over {ROOM:.0%} of {device}"
+    else:
+        note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
+        return mode
     note(f"{KEY}=per_iteration: {reason}")
     return "per_iteration"
 
@@ -79,15 +85,7 @@ def _obstacle(config: Config) -> str:
     return ""
 
 
-def _whole_modes(config: Config) -> dict[str, str]:
-    """Return the engine's modes that gather whole weights, and what they hold.
-
-    The one that gathers least often is first: steps are predicted to be as fast within 1 %, and
-    what is gathered less often has less to hide behind computation.
-    """
-    modes = {
-        "once": "whole weights and gradients",
-        "per_repeat": "whole weights and gradients of the repeats at work",
-    }
+def _whole_modes(config: Config) -> list[str]:
+    """Return the engine's modes that gather whole weights."""
     refused = [value for r in refusals_of(config.pipeline.engine, KEY) for value in r.values]
-    return {mode: what for mode, what in modes.items() if mode not in refused}
+    return [mode for mode in _HELD if mode not in refused]

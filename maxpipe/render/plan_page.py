@@ -83,8 +83,8 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
         text = f"{row.memory / GIB:.3g} GiB"
         colour = "--bad" if limit is not None and row.memory > (machine.capacity or 0) else "--mem"
         parts.append(_bar(left, y, _MEMORY * row.memory / most, colour, text))
-        at = left + _MEMORY * row.memory / most + 5
-        parts.append(f'<text class="quiet" x="{at:.1f}" y="{y + 14}">{text}</text>')
+        # In a column of its own, clear of the lines of the limits.
+        parts.append(f'<text class="quiet" x="{left + _MEMORY + 8}" y="{y + 14}">{text}</text>')
     height = 8 + len(rows) * _ROW + 22
     for line, name in ((limit, "usable"), (machine.capacity, "memory")):
         if line:

@@ -74,11 +74,8 @@ class Console:
         self._start_step = start_step
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unprinted: Progress | None = None
-        self._bar: tqdm | None = None
-        if log_every and self._stream.isatty():
-            self._bar = open_bar(
-                self._stream, total=total_steps, initial=start_step, bar_format="{desc} |{bar}|"
-            )
+        self._has_bar = bool(log_every) and self._stream.isatty()
+        self._bar: tqdm | None = None  # from the first step on, below what is said before it
 
     def step(self, progress: Progress) -> None:
         """Show a finished step."""
@@ -88,6 +85,14 @@ class Console:
         if self._bar is not None:
             self._bar.set_description_str(self._line(progress), refresh=False)
             self._bar.update(1)
+        elif self._has_bar:
+            self._bar = open_bar(
+                self._stream,
+                desc=self._line(progress),
+                total=self._total,
+                initial=progress.step,
+                bar_format="{desc} |{bar}|",
+            )
         elif self._log_every:
             self._unprinted = progress
             if is_first or progress.step % self._log_every == 0 or progress.step == self._total:

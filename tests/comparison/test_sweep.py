@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.training_process import TINY_MODEL, TrainingProcess, command, run
+from helpers.training_process import TINY_MODEL, TrainingProcess, command, inherited, run
 
 from maxpipe import train
 from maxpipe.comparison import sweep as sweep_module
@@ -155,9 +155,12 @@ SWEEP = (
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_sweep_that_ends_leaves_no_run_behind(number, code, printed):
-    with subprocess.Popen(
-        [sys.executable, "-c", SWEEP], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        inherited(signal.SIGHUP, signal.SIG_DFL),
+        subprocess.Popen(
+            [sys.executable, "-c", SWEEP], stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stdout.readline() == "begun\n"
         process.send_signal(number)
         # The end of the output: nobody holds it any more.

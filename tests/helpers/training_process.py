@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,19 @@ TINY = (
 def command(output_dir: str | Path, *words: str) -> list[str]:
     """Return the arguments of `maxpipe.train` for a tiny run."""
     return [str(BASE), *TINY, f"output_dir={output_dir}", *words]
+
+
+@contextlib.contextmanager
+def inherited(number: int, handler: signal.Handlers) -> Iterator[None]:
+    """Let processes that begin within start with this handling of a signal.
+
+    The tests may run under nohup, which has SIGHUP ignored.
+    """
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
 
 
 class TrainingProcess:

@@ -205,6 +205,8 @@ def test_process_0_that_leaves_for_a_reason_outlasts_the_wait_for_a_stuck_proces
     monkeypatch.setattr(store, "wait_at_barrier", expire)
     monkeypatch.setattr(processes, "index", lambda: 0)
     monkeypatch.setattr(failure.time, "sleep", lambda seconds: ended_at.append(seconds))
+    # Nor does the listener read the reason: the process would be over by then.
+    monkeypatch.setattr(failure, "_POLL_SECONDS", 60.0)
     monkeypatch.setattr(ending.os, "_exit", store.events.append)
     with failing_fast():
         ending.leave(code, "a signal")

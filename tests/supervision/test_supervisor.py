@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.members import free_port
+from helpers.training_process import inherited
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place
@@ -193,7 +194,7 @@ def test_supervise_gives_up_with_the_last_code(tmp_path):
     ],
 )
 def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
-    with Supervised(tmp_path, "wait") as run:
+    with inherited(signal.SIGHUP, signal.SIG_DFL), Supervised(tmp_path, "wait") as run:
         run.ready(1)
         os.killpg(run.processes[0].pid, number)  # as a terminal does
         assert run.codes() == [code]
@@ -205,17 +206,13 @@ def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
 
 @pytest.mark.slow
 def test_supervise_under_nohup_survives_its_terminal(tmp_path):
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which it inherits
-    try:
-        with Supervised(tmp_path, "wait") as run:
-            run.ready(1)
-            run.processes[0].send_signal(signal.SIGHUP)
-            time.sleep(0.5)
-            assert "got" not in run.output()
-            run.processes[0].send_signal(signal.SIGTERM)
-            assert run.codes() == [75]
-    finally:
-        signal.signal(signal.SIGHUP, previous)
+    with inherited(signal.SIGHUP, signal.SIG_IGN), Supervised(tmp_path, "wait") as run:
+        run.ready(1)
+        run.processes[0].send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert "got" not in run.output()
+        run.processes[0].send_signal(signal.SIGTERM)
+        assert run.codes() == [75]
 
 
 def test_supervise_that_is_asked_to_stop_does_not_wait_for_a_lost_supervisor_0(tmp_path):

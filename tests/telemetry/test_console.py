@@ -106,6 +106,16 @@ def test_console_on_terminal_draws_bar_and_text_lines():
     assert "eval loss 2.0\n" in stream.getvalue()
 
 
+def test_console_on_terminal_draws_no_bar_before_the_first_step():
+    stream = Terminal()
+    console = run(stream, 0)
+    console.print_line("devices     4")
+    assert stream.getvalue() == "devices     4\n"
+    console.step(Progress(1, 2.5, 3e-4, 60.0))
+    assert "step   1/100  loss 2.5000" in stream.getvalue()
+    console.close()
+
+
 def test_console_terminal_of_unknown_size_draws_bar():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as stream:

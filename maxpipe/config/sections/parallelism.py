@@ -206,9 +206,10 @@ class PipelineConfig:
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once, or "
-        "else per_repeat (circular), on TPUs where that takes at most 5 % more of a device's "
-        "memory (scheduled, circular), else per_iteration, as with fsdp_prefetch=true",
+        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once "
+        "(scheduled, circular) or per_repeat (circular), the one that holds less, on TPUs where "
+        "that takes at most 5 % more of a device's memory, else per_iteration, as with "
+        "fsdp_prefetch=true",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(
