@@ -41,6 +41,21 @@ class Place:
     index: int
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """With how many processes a run may go on, as its trainers find out.
+
+    Attributes:
+      counts: smaller numbers of processes, by commas; "" if it needs all of them.
+      wait_seconds: for those that are lost to come back.
+      whole: what the trainers of fewer processes have to know, the value of MAXPIPE_WHOLE.
+    """
+
+    counts: str = ""
+    wait_seconds: float = 0.0
+    whole: str = ""
+
+
 def announced_processes() -> int:
     """Return the number of processes in the environment; 1 where only JAX can detect it.
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.ending import FAILED, LOST
-from maxpipe.supervision.progress import Sizes
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 

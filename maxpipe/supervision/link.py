@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from maxpipe.config.terminal import emit
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.council import (
     Council,
     Ended,
@@ -28,7 +29,6 @@ from maxpipe.supervision.council import (
     decode,
     encode,
 )
-from maxpipe.supervision.progress import Sizes
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.local_files import write_atomically
 
 PROGRESS = "MAXPIPE_PROGRESS"
@@ -18,21 +19,6 @@ DOWNTIME = "MAXPIPE_DOWNTIME"
 STATUS_FILE = "supervisor.json"  # in the run's directory, by supervisor 0
 
 _WRITE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """With how many processes a run may go on, as its trainers find out.
-
-    Attributes:
-      counts: smaller numbers of processes, by commas; "" if it needs all of them.
-      wait_seconds: for those that are lost to come back.
-      whole: what the trainers of fewer processes have to know, the value of MAXPIPE_WHOLE.
-    """
-
-    counts: str = ""
-    wait_seconds: float = 0.0
-    whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import jax
 from maxpipe.config.elastic import KEY, Hosts, counts_to_go_on, fit_fewer
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded
-from maxpipe.devices.cluster import whole_of_process, whole_variable
+from maxpipe.devices.cluster import Sizes, whole_of_process, whole_variable
 from maxpipe.devices.mesh import num_slices
-from maxpipe.supervision.progress import ProgressFile, Sizes
+from maxpipe.supervision.progress import ProgressFile
 
 
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:

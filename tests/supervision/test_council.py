@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.council import (
     Council,
     End,
@@ -18,7 +19,6 @@ from maxpipe.supervision.council import (
     encode,
     verdict,
 )
-from maxpipe.supervision.progress import Sizes
 
 
 class Supervised:

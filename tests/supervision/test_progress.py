@@ -2,7 +2,8 @@
 
 import os
 
-from maxpipe.supervision.progress import Progress, ProgressFile, Sizes, read_progress
+from maxpipe.devices.cluster import Sizes
+from maxpipe.supervision.progress import Progress, ProgressFile, read_progress
 
 
 def test_progress_written_is_read_back_once_a_second_at_most(tmp_path):
