@@ -144,7 +144,7 @@ class MemoryServer:
         self._word = word
 
     def forget_copies(self) -> None:
-        """Tell the trainer that nobody is known to have copied its steps."""
+        """Tell the trainer that no partner is known to have copied its steps."""
         with self._telling:
             write_atomically(self._memory / COPIED, [b"[]"])
 

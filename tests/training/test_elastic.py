@@ -1,4 +1,4 @@
-"""A run's own view of its hosts: all of them, some of them, or nobody to go on with."""
+"""A run's own view of its hosts: all of them, some of them, or none to go on with."""
 
 import jax
 import pytest
