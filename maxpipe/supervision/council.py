@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.ending import FAILED, LOST
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
@@ -29,6 +30,7 @@ _AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its 
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30.0  # of pauses
 _QUIET_SECONDS = 10.0  # before it is said whom the run waits for
+_STEADY_SECONDS = 5.0  # that a supervisor is back before the others stop for it
 _NAMES_SHOWN = 8
 _LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
 
@@ -61,14 +63,30 @@ class Stopping:
 class Start:
     """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
 
-    `memories` are all supervisors' HOST:PORT, by commas, and `word` opens them; "" without.
+    `members` are the supervisors that take part, by commas: processes 0, 1, ... of the attempt, in
+    this order. `memories` are their HOST:PORT, alike, and `word` opens them; "" without. `whole` is
+    what trainers have to know if these are not all, see `Sizes`.
     """
 
     attempt: int
     port: int
     job: str
+    members: str = "0"
     memories: str = ""
     word: str = ""
+    whole: str = ""
+
+    @property
+    def indices(self) -> list[int]:
+        """Return the supervisors that take part."""
+        return [int(text) for text in self.members.split(",")]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Ask the trainer to save and end, as by SIGTERM, because others have come to go on with."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -87,11 +105,11 @@ class Finish:
     why: str
 
 
-Report = Joined | Ended | Stopping
-Order = Start | End | Finish
+Report = Joined | Ended | Stopping | Sizes
+Order = Start | Save | End | Finish
 Message = Report | Order
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Joined, Ended, Stopping, Start, End, Finish)
+    kind.__name__: kind for kind in (Joined, Ended, Stopping, Sizes, Start, Save, End, Finish)
 }
 
 
@@ -188,6 +206,10 @@ class Council:
     An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
     lost, ends it for all. The exit code decides whether another attempt follows.
 
+    A run whose trainers have told sizes is elastic: if some supervisors do not come back in time,
+    the next attempt has as many of the others as one of these sizes, the first ones. When enough
+    are there for a larger size, the trainers save and end, and all go on together.
+
     Args:
       count: supervisors of the run, one for each process.
       policy: when to start again.
@@ -220,6 +242,11 @@ class Council:
         self._memories: dict[int, str] = {}
         self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
+        self._sizes: Sizes | None = None
+        self._attempted: Sequence[int] = range(
+            count
+        )  # supervisors of the latest attempt, all before the first
+        self._is_to_grow = False  # the trainers have been asked to save for a larger attempt
         self._running: set[int] = set()
         self._ends: list[int] = []
         self._is_in_attempt = False
@@ -236,10 +263,15 @@ class Council:
         match report:
             case Joined():
                 return self._join(member, report)
+            case Stopping() if self._is_in_attempt and member not in self._attempted:
+                self.lose(member)  # the others go on without it already
+                return self._asked_to_stop(report.number)
             case Stopping():
                 self._stopped_by = report.number
                 name = signal.Signals(report.number).name
                 self._log(f"{self._name(member)} was asked to stop by {name}")
+            case Sizes():
+                self._sizes = report
             case Ended() if report.attempt == self.status.attempt:
                 self._end(member, report.code, describe(report.code))
         return None
@@ -265,9 +297,11 @@ class Council:
         elif self._is_in_attempt:
             if not self._running:
                 self._decide()
+            elif not self._ends:
+                self._grow()
         elif self._stopped_by:
-            is_interrupted = self._stopped_by == signal.SIGINT
-            self._finish(INTERRUPTED if is_interrupted else PREEMPTED, "asked to stop")
+            order = self._asked_to_stop(self._stopped_by)
+            self._finish(order.code, order.why)
         elif self._clock() >= self._pause_until:
             self._gather()
         orders, self._orders = self._orders, []
@@ -299,33 +333,82 @@ class Council:
         return Finish(CONFIG_ERROR, why)
 
     def _gather(self) -> None:
-        """Start an attempt if all supervisors are there."""
+        """Start an attempt if all supervisors are there, or enough to go on with."""
+        usable = self._usable()
         missing = {*range(self._count)} - self.status.members.keys()
-        if not missing:
-            self._start()
-            return
-        names = _listed(missing)
         waited = self._clock() - max(self._since, self._pause_until)
-        self.status = replace(self.status, state=f"waits for process {names}")
-        if waited > self._policy.wait_seconds:
+        names = _listed(missing)
+        if usable and (reason := self._reason_to_go_on(usable, names, waited)) is not None:
+            self._start(usable, reason)
+            return
+        state = f"waits for process {names}"
+        if usable:
+            assert self._sizes is not None
+            seconds = self._sizes.wait_seconds
+            state += f", {seconds:g} s at most, then goes on with {len(usable)} of {self._count}"
+        self.status = replace(self.status, state=state)
+        if not usable and waited > self._policy.wait_seconds:
             seconds = self._policy.wait_seconds
             self._finish(LOST, f"no supervisor of process {names} has come in {seconds:g} s")
-        elif waited > _QUIET_SECONDS and names != self._told_missing:
-            self._told_missing = names
-            self._log(self.status.state)
+        elif (usable or waited > _QUIET_SECONDS) and state != self._told_missing:
+            self._told_missing = state
+            self._log(state)
 
-    def _start(self) -> None:
+    def _usable(self) -> Sequence[int]:
+        """Return the supervisors with which an attempt could start now, as many as can be."""
+        smaller = (
+            [int(text) for text in self._sizes.counts.split(",") if text] if self._sizes else []
+        )
+        there = sorted(self.status.members)
+        # The council's own host has the coordinator of every attempt.
+        fitting = [count for count in (*smaller, self._count) if count <= len(there)]
+        return there[: max(fitting, default=0)] if there[:1] == [0] else []
+
+    def _reason_to_go_on(self, usable: Sequence[int], missing: str, waited: float) -> str | None:
+        """Return why to start with these supervisors, "" with all of them; None to wait."""
+        if len(usable) == self._count:
+            return ""
+        if len(usable) >= len(self._attempted):
+            return "as before"
+        assert self._sizes is not None
+        if waited < self._sizes.wait_seconds:
+            return None
+        seconds = f"{self._sizes.wait_seconds:g} s (mesh.elastic.wait_seconds)"
+        return f"process {missing} has not come back in {seconds}"
+
+    def _grow(self) -> None:
+        """Ask the trainers to save when supervisors for a larger attempt have come to stay."""
+        usable = self._usable()
+        is_steady = self._clock() - self._since >= _STEADY_SECONDS
+        if self._is_to_grow or len(usable) <= len(self._attempted) or not is_steady:
+            return
+        self._is_to_grow = True
+        state = f"saves, to go on with {len(usable)} of {self._count} processes"
+        self.status = replace(self.status, state=state)
+        self._log(state)
+        self._orders.append(Save(self.status.attempt))
+
+    def _start(self, members: Sequence[int], reason: str) -> None:
         # Later attempts have higher numbers also if supervisor 0 itself was started again.
         attempt = max(self.status.attempt + 1, int(time.time()))
-        self.status = replace(self.status, attempt=attempt, state="trains")
-        self._running, self._ends, self._ended_by = {*range(self._count)}, [], math.inf
-        self._told_missing = ""
+        is_changed = [*members] != [*self._attempted]
+        is_whole = len(members) == self._count
+        those = f"{len(members)} of {self._count} processes ({_listed(members)})"
+        state = "trains" if is_whole else f"trains with {those}"
+        self.status = replace(self.status, attempt=attempt, state=state)
+        self._running, self._ends, self._ended_by = {*members}, [], math.inf
+        self._told_missing, self._attempted, self._is_to_grow = "", members, False
         self._is_in_attempt, self._began = True, self._clock()
+        if is_changed:  # what a memory has of another one may be of one that it no longer follows
+            self._word = secrets.token_hex(16)
         several = f" with {self._count} processes" if self._count > 1 else ""
+        several = several if is_whole else f" with {those}: {reason}"
         self._log(f"starts attempt {attempt}{several}")
-        memories = [self._memories[member] for member in range(self._count)]
-        shared = (",".join(memories), self._word) if all(memories) else ()
-        self._orders.append(Start(attempt, self._free_port(), self._job, *shared))
+        memories = [self._memories[member] for member in members]
+        shared = (",".join(memories), self._word) if all(memories) else ("", "")
+        named = ",".join(map(str, members))
+        whole = "" if is_whole or self._sizes is None else self._sizes.whole
+        self._orders.append(Start(attempt, self._free_port(), self._job, named, *shared, whole))
 
     def _end(self, member: int, code: int, how: str) -> None:
         if member not in self._running:
@@ -354,6 +437,9 @@ class Council:
         if self._stopped_by or not is_restartable(code):
             self._finish(shell_code(code), "asked to stop" if self._stopped_by else "")
             return
+        if self._is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
+            self._pause_until = self._clock()
+            return
         if self._clock() - self._began >= RESET_SECONDS:
             self._restarts_in_row = 0
         if self._restarts_in_row >= self._policy.max_restarts:
@@ -366,6 +452,9 @@ class Council:
         self._pause_until = self._clock() + pause
         limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
         self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
+
+    def _asked_to_stop(self, number: int) -> Finish:
+        return Finish(INTERRUPTED if number == signal.SIGINT else PREEMPTED, "asked to stop")
 
     def _finish(self, code: int, why: str) -> None:
         self._finished = Finish(code, why)

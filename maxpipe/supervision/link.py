@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from maxpipe.config.terminal import emit
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.council import (
     Council,
     Ended,
@@ -213,7 +214,7 @@ class Hub:
             guest.member = int(text)
             return
         report = decode(text)
-        if not isinstance(report, Joined | Ended | Stopping):
+        if not isinstance(report, Joined | Ended | Stopping | Sizes):
             raise ValueError(f"no report: {text!r}")
         if self._seats[guest.member] is not guest and not isinstance(report, Joined):
             raise ValueError("it has not joined")

@@ -1,11 +1,11 @@
 """Copy replicas between the memories of supervisors, so that the loss of a host loses none.
 
 The directory in memory of each supervisor has two parts. `own` is its trainer's: the steps that
-`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it,
-of supervisor 0 the last one's. A supervisor serves both parts to the others, and asks the one
-before it for new steps several times a second; `copied` tells its trainer which of its steps the
-partner has. A supervisor that begins with an empty memory, such as on a host that takes the place
-of a lost one, first fetches its own steps back from its partner.
+`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it
+among those that take part, of the first one the last one's. A supervisor serves both parts to the
+others, and asks the one before it for new steps several times a second; `copied` tells its trainer
+which of its steps the partner has. A supervisor that begins with an empty memory, such as on a host
+that takes the place of a lost one, first fetches its own steps back from its partner.
 
 Where the memories are, and a word without which none is served, comes with the council's order to
 start. A request and the head of its answer are lines of JSON; the bytes of a step's files follow.
@@ -117,12 +117,16 @@ class MemoryServer:
 
     Attributes:
       port: at which it listens.
+      is_filling: whether `own` gets steps back from a partner, who would remove those that are not
+        here yet if it saw the others.
     """
 
     def __init__(self, memory: Path):
         self._memory = memory
         self._word: str | None = None
+        self._telling = threading.Lock()
         self._closed = threading.Event()
+        self.is_filling = False
         self._server = _Server(self._answer)
         self.port = int(self._server.server_address[1])
 
@@ -139,6 +143,11 @@ class MemoryServer:
         """Serve whoever knows this word, and from now on no other."""
         self._word = word
 
+    def forget_copies(self) -> None:
+        """Tell the trainer that no partner is known to have copied its steps."""
+        with self._telling:
+            write_atomically(self._memory / COPIED, [b"[]"])
+
     def _answer(self, request: dict[str, object], out: BufferedIOBase) -> None:
         """Answer a request; raises ValueError for one that is refused."""
         word, part = str(request.get("word")), str(request.get("part"))
@@ -148,17 +157,21 @@ class MemoryServer:
             raise ValueError(f"no part {part!r}")
         name = request.get("name")
         if name is None:
-            out.write(json.dumps(sorted(names_in(self._memory / part))).encode() + b"\n")
+            is_unknown = part == OWN and self.is_filling
+            names = set() if is_unknown else names_in(self._memory / part)
+            out.write(json.dumps(sorted(names)).encode() + b"\n")
             if part == OWN:
                 held = json.dumps(request.get("held")).encode()
-                write_atomically(self._memory / COPIED, [held])
+                with self._telling:
+                    if word == self._word:  # still
+                        write_atomically(self._memory / COPIED, [held])
             return
         if not _NAME.fullmatch(str(name)):
             raise ValueError(f"no step {name!r}")
         step = self._memory / part / str(name)
         files = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-        names = {path.relative_to(step).as_posix(): size for path, size in files.items()}
-        out.write(json.dumps(names).encode() + b"\n")
+        sizes = {path.relative_to(step).as_posix(): size for path, size in files.items()}
+        out.write(json.dumps(sizes).encode() + b"\n")
         for path, size in files.items():
             with path.open("rb") as file:
                 _copy(file, out, size, self._closed)
@@ -169,21 +182,22 @@ class Partners:
 
     Args:
       memory: the directory.
-      index, count: of this supervisor, of all.
+      index: of this supervisor.
 
     Attributes:
       port: at which this memory is served.
     """
 
-    def __init__(self, memory: Path, index: int, count: int):
-        self._memory, self._index, self._count = memory, index, count
+    def __init__(self, memory: Path, index: int):
+        self._memory, self._index = memory, index
+        self._members: list[int] = []
         self._server = MemoryServer(memory)
+        self._server.forget_copies()
         self.port = self._server.port
         self._source: Source | None = None
         self._closed = threading.Event()
         self._fetching = threading.Lock()
         self._thread = threading.Thread(target=self._follow, name="partner", daemon=True)
-        write_atomically(memory / COPIED, [b"[]"])
 
     def __enter__(self) -> Self:
         self._server.__enter__()
@@ -195,32 +209,43 @@ class Partners:
         self._server.__exit__()
         self._thread.join(_TIMEOUT_SECONDS)
 
-    def begin(self, addresses: list[str], word: str) -> threading.Thread:
+    def begin(self, addresses: Mapping[int, str], word: str) -> threading.Thread:
         """Serve and follow the others of an attempt; fetch lost steps in the thread returned.
 
         Args:
-          addresses: of all memories, by supervisor.
+          addresses: of the memories of all supervisors that take part, in order.
           word: opens them.
         """
+        members = [*addresses]
         self._server.open_to(word)
-        self._source = Source(addresses[self._index - 1], word, OWN, self._closed)
-        partner = Source(addresses[(self._index + 1) % self._count], word, PARTNER, self._closed)
+        if self._members and members != self._members:
+            # What is here of another supervisor may be of one that is no longer followed.
+            _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
+            self._server.forget_copies()
+        self._members = members
+        position = members.index(self._index)
+        before, after = members[position - 1], members[(position + 1) % len(members)]
+        is_alone = len(members) == 1
+        self._source = None if is_alone else Source(addresses[before], word, OWN, self._closed)
+        partner = None if is_alone else Source(addresses[after], word, PARTNER, self._closed)
         thread = threading.Thread(target=self._fetch, args=(partner,), name="fetch", daemon=True)
         thread.start()
         return thread
 
-    def _fetch(self, partner: Source) -> None:
-        """Fetch this supervisor's steps back from its partner, if none are here."""
+    def _fetch(self, partner: Source | None) -> None:
+        """Fetch this supervisor's steps back from its partner, if it has one and none are here."""
         until = time.monotonic() + _REACH_SECONDS
         with self._fetching:  # one that an ended attempt has left comes first
-            if names_in(self._memory / OWN):
+            if partner is None or names_in(self._memory / OWN):
                 return
+            self._server.is_filling = True
             while time.monotonic() < until and not self._closed.is_set():
                 try:
                     copy_new_steps(partner, self._memory / OWN)
-                    return
+                    break
                 except ERRORS:  # it has not got its order yet
                     self._closed.wait(_LOOK_SECONDS)
+            self._server.is_filling = False
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):

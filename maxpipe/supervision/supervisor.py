@@ -25,7 +25,7 @@ from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.devices.cluster import Place, free_port, job_of_process
+from maxpipe.devices.cluster import WHOLE, Place, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervision.council import (
     Council,
@@ -36,6 +36,7 @@ from maxpipe.supervision.council import (
     Message,
     Policy,
     Report,
+    Save,
     Start,
     Stopping,
     describe,
@@ -155,6 +156,7 @@ class Supervisor:
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
         self._downtime = ""
+        self._is_told = True  # whether the council knows what it could of the trainer's sizes
 
     def join(self, line: Line) -> None:
         """Report over this line to the council from now on."""
@@ -166,9 +168,11 @@ class Supervisor:
             case Start():
                 self._attempt = order.attempt
                 self._prepare(order)
-            case End() if order.attempt == self._attempt and self._starting is not None:
+            case End() | Save() if order.attempt == self._attempt and self._starting is not None:
                 self._starting = None
-                self._report(Ended(self._attempt, LOST))
+                self._report(Ended(self._attempt, LOST if isinstance(order, End) else PREEMPTED))
+            case Save() if order.attempt == self._attempt and self._trainer is not None:
+                self._trainer.send(signal.SIGTERM)
             case End() if order.attempt == self._attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
             case Finish():
@@ -199,20 +203,33 @@ class Supervisor:
             if not fetching.is_alive():
                 self._starting = None
                 self._start(order)
+        self._tell_sizes()
         code = self._take_end()
         if code is not None:
             self._report(Ended(self._attempt, code))
 
+    def _tell_sizes(self) -> None:
+        """Report the sizes with which the run can go on, once process 0's trainer has told them."""
+        if self._is_told:
+            return
+        progress = read_progress(self.progress_file)
+        self._is_told = bool(progress.sizes or progress.run)  # they are told before the run
+        if progress.sizes:
+            self._report(progress.sizes)
+
     def _prepare(self, order: Start) -> None:
         """Start the trainer, with other supervisors when its memory has what a lost one had."""
+        if self._place.index not in order.indices:
+            self._log(f"process {self._place.index} waits: the others go on without it for now")
+            return
         if self._memory is not None:
             hold(self._memory)
             (self._memory / OWN).mkdir(exist_ok=True)
         if self._partners is None or not order.memories:
             self._start(order)
         else:
-            fetching = self._partners.begin(order.memories.split(","), order.word)
-            self._starting = order, fetching
+            memories = dict(zip(order.indices, order.memories.split(","), strict=True))
+            self._starting = order, self._partners.begin(memories, order.word)
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
@@ -226,9 +243,12 @@ class Supervisor:
             host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": f"{host}:{order.port}",
-                "JAX_NUM_PROCESSES": str(self._place.count),
-                "JAX_PROCESS_ID": str(self._place.index),
+                "JAX_NUM_PROCESSES": str(len(order.indices)),
+                "JAX_PROCESS_ID": str(order.indices.index(self._place.index)),
             }
+        if order.whole:
+            environment[WHOLE] = order.whole
+        self._is_told = self._place.index > 0
         self.progress_file.unlink(missing_ok=True)
         try:
             self._trainer = TrainerProcess(self._command, environment)
@@ -279,7 +299,7 @@ def supervise(
         address = (place.host, place.port)
         partners = None
         if memory is not None and place.count > 1:
-            partners = stack.enter_context(Partners(memory, place.index, place.count))
+            partners = stack.enter_context(Partners(memory, place.index))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)

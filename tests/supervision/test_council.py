@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.council import (
     Council,
     End,
@@ -11,6 +12,7 @@ from maxpipe.supervision.council import (
     Finish,
     Joined,
     Policy,
+    Save,
     Start,
     Stopping,
     decode,
@@ -83,7 +85,16 @@ def test_verdict_of_several_codes_is_the_cause(codes, decisive):
 
 
 @pytest.mark.parametrize(
-    "message", [Joined(2, "a"), Ended(1, -9), Stopping(15), Start(3, 7, "j"), End(3, 2.0)]
+    "message",
+    [
+        Joined(2, "a"),
+        Ended(1, -9),
+        Stopping(15),
+        Sizes("1,2", 60.0, "{}"),
+        Start(3, 7, "j", "0,2", "a:1,b:2", "word", "{}"),
+        Save(3),
+        End(3, 2.0),
+    ],
 )
 def test_message_decoded_is_what_was_encoded(message):
     assert decode(encode(message)) == message
@@ -294,3 +305,148 @@ def test_council_that_loses_a_supervisor_ends_the_others_and_waits_for_it(run):
 def test_council_ignores_the_end_of_an_earlier_attempt(run):
     run.council.receive(0, Ended(1, 42))
     assert run.orders() == []
+
+
+def elastic(count=4, counts="1,2", **policy):
+    """Return a council whose trainers have told that they can go on with fewer processes."""
+    run = Supervised(count, pause_seconds=1, wait_seconds=600, **policy)
+    run.join()
+    run.council.receive(0, Sizes(counts, 60.0, "whole"))
+    return run
+
+
+def lose(run, *members):
+    """Lose supervisors, and let the trainers of the others of the attempt end after them."""
+    running = [i for i in run.council.status.members if i in run.council._running]
+    for member in members:
+        run.council.lose(member)
+    return run.end(*((i, 134) for i in running if i not in members))
+
+
+@pytest.mark.parametrize(
+    ("lost", "counts", "members"),
+    [
+        ([3], "1,2,3", [0, 1, 2]),
+        ([3], "1,2", [0, 1]),
+        ([1], "1,2", [0, 2]),
+        ([1, 2, 3], "1,2", [0]),
+        ([1, 2], "3", None),
+        ([1, 2], "", None),
+        ([0], "1,2,3", None),
+    ],
+)
+def test_council_of_an_elastic_run_goes_on_with_as_many_as_can(lost, counts, members):
+    run = elastic(counts=counts)
+    lose(run, *lost)
+    assert run.orders(after=60) == []
+    starts = run.orders(after=1.5)
+    if members is None:
+        assert starts == []
+        (finish,) = run.orders(after=600)
+        assert finish.code == 134
+    else:
+        (start,) = starts
+        assert (start.indices, start.whole) == (members, "whole")
+        names = ", ".join(map(str, members))
+        assert f"with {len(members)} of 4 processes ({names})" in run.council.status.state
+        told = run.log[-1]
+        assert told.endswith("has not come back in 60 s (mesh.elastic.wait_seconds)")
+
+
+def test_council_of_an_elastic_run_waits_for_a_host_and_starts_with_all_when_it_is_back():
+    run = elastic()
+    lose(run, 2)
+    assert run.orders(after=59) == []
+    assert "waits for process 2, 60 s at most, then goes on with 2 of 4" in run.log
+    (start,) = run.join(2)
+    assert (start.indices, start.whole) == ([0, 1, 2, 3], "")
+
+
+def test_council_that_does_not_know_sizes_yet_waits_for_all():
+    run = Supervised(2, pause_seconds=1, wait_seconds=600)
+    run.join()
+    lose(run, 1)
+    assert run.orders(after=500) == []
+
+
+@pytest.fixture
+def shrunk():
+    """Return a council of four that goes on with processes 0 and 1, while 2 waits."""
+    run = elastic()
+    lose(run, 3)
+    (start,) = run.orders(after=62)
+    assert start.indices == [0, 1]
+    return run
+
+
+def test_council_that_goes_on_with_fewer_ends_only_these(shrunk):
+    assert shrunk.end((2, 42)) == []
+    shrunk.council.lose(2)
+    assert shrunk.orders() == []
+    assert shrunk.end((1, 0), (0, 0))[-1] == Finish(0, "")
+
+
+def test_council_lets_a_waiting_host_that_is_asked_to_stop_go_alone(shrunk):
+    refusal = shrunk.council.receive(2, Stopping(signal.SIGTERM))
+    assert refusal == Finish(75, "asked to stop")
+    assert shrunk.orders() == []
+    assert 2 not in shrunk.council.status.members
+    shrunk.end((0, -9), (1, 134))
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_puts_a_waiting_host_in_the_place_of_a_lost_one_at_once(shrunk):
+    lose(shrunk, 1)
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 2]
+
+
+def test_council_restarts_fewer_processes_without_another_wait(shrunk):
+    shrunk.end((0, -9), (1, 134))
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_grows_at_a_clean_point_when_a_host_has_come_back_to_stay(shrunk):
+    assert shrunk.join(3) == []
+    assert shrunk.orders(after=4.5) == []
+    assert shrunk.orders(after=1) == [Save(shrunk.council.status.attempt)]
+    assert shrunk.orders(after=1) == [], "it asks once"
+    restarts = shrunk.council.status.restarts
+    orders = shrunk.end((0, 75), (1, 75))
+    assert orders[-1].indices == [0, 1, 2, 3], "without a pause"
+    assert shrunk.council.status.restarts == restarts
+
+
+def test_council_does_not_grow_for_a_host_with_which_no_size_fits():
+    run = elastic(counts="1,2")
+    lose(run, 2, 3)
+    run.orders(after=62)
+    assert run.join(3) == []
+    assert run.orders(after=100) == []
+
+
+def test_council_whose_new_host_is_lost_while_others_save_goes_on_with_them(shrunk):
+    shrunk.join(3)
+    shrunk.orders(after=6)
+    shrunk.council.lose(3)
+    orders = shrunk.end((0, 75), (1, 75))
+    assert orders[-1].indices == [0, 1]
+
+
+def test_council_opens_memories_anew_when_others_take_part(shrunk):
+    run = elastic()
+    for member in range(4):
+        run.council.lose(member)
+        run.council.receive(member, Joined(4, "host", f"host:{member}"))
+    run.end(*((member, 134) for member in range(4)))
+    (first,) = run.orders(after=1.5)
+    assert first.memories == "host:0,host:1,host:2,host:3"
+    run.end(*((member, 134) for member in range(4)))
+    (again,) = run.orders(after=2.5)
+    assert again.word == first.word
+    lose(run, 2)
+    (fewer,) = run.orders(after=66)
+    assert fewer.memories == "host:0,host:1"
+    assert fewer.word != first.word

@@ -120,16 +120,16 @@ def test_source_refuses_files_outside_of_the_step(tmp_path, monkeypatch):
 class Host:
     """Partners of one supervisor among several, with a memory of its own."""
 
-    def __init__(self, memory, index, count):
-        self.memory = memory
+    def __init__(self, memory, index):
+        self.memory, self.index = memory, index
         memory.mkdir()
         (memory / OWN).mkdir()
-        self.partners = Partners(memory, index, count)
+        self.partners = Partners(memory, index)
         self.partners.__enter__()
 
     def begin(self, hosts):
-        addresses = [f"localhost:{host.partners.port}" for host in hosts]
-        self.partners.begin(addresses, "word").join()
+        addresses = {host.index: f"localhost:{host.partners.port}" for host in hosts}
+        self.partners.begin(addresses, f"word {[*addresses]}").join()
 
     def lose(self):
         self.partners.__exit__()
@@ -138,7 +138,7 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path):
-    hosts = [Host(tmp_path / f"host{index}", index, 3) for index in range(3)]
+    hosts = [Host(tmp_path / f"host{index}", index) for index in range(3)]
     for host in hosts:
         host.begin(hosts)
     yield hosts
@@ -161,7 +161,7 @@ def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, los
     write(hosts[lost].memory / OWN, 10, 20)
     until(lambda: steps_in(hosts[(lost + 1) % 3].memory / PARTNER) == [10, 20])
     hosts[lost].lose()
-    hosts[lost] = Host(tmp_path / "new", lost, 3)
+    hosts[lost] = Host(tmp_path / "new", lost)
     for host in reversed(hosts):
         host.begin(hosts)
     assert steps_in(hosts[lost].memory / OWN) == [10, 20]
@@ -175,3 +175,27 @@ def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
     write(hosts[0].memory / OWN, 20)
     hosts[0].begin(hosts)
     assert steps_in(hosts[0].memory / OWN) == [20]
+
+
+def test_partners_of_fewer_hosts_follow_the_one_before_among_them(hosts):
+    for number, host in enumerate(hosts, 1):
+        write(host.memory / OWN, 10 * number)
+    until(lambda: steps_in(hosts[2].memory / PARTNER) == [20])
+    hosts[1].lose()
+    left = [hosts[0], hosts[2]]
+    for host in left:
+        host.begin(left)
+    until(lambda: steps_in(hosts[2].memory / PARTNER) == [10])
+    until(lambda: json.loads((hosts[0].memory / COPIED).read_text()) == [f"{RUN}/10"])
+
+
+def test_partner_left_alone_waits_for_no_copy_and_gives_away_nothing_of_the_lost(hosts):
+    write(hosts[1].memory / OWN, 10)
+    write(hosts[2].memory / OWN, 10)
+    until(lambda: json.loads((hosts[1].memory / COPIED).read_text()) == [f"{RUN}/10"])
+    until(lambda: steps_in(hosts[0].memory / PARTNER) == [10])
+    hosts[0].begin([hosts[0]])
+    assert steps_in(hosts[0].memory / PARTNER) == []
+    hosts[1].begin([hosts[1]])
+    assert json.loads((hosts[1].memory / COPIED).read_text()) == []
+    assert steps_in(hosts[1].memory / OWN) == [10]

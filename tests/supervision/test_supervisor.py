@@ -27,7 +27,8 @@ from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
 # death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;
-# "replica" waits when it has written a replica of step 5 into its memory.
+# "replica" waits when it has written a replica of step 5 into its memory; "elastic" waits when it
+# has told that one process can go on alone.
 TRAINER = """
 import faulthandler, os, pathlib, signal, sys, time
 faulthandler.enable()
@@ -60,8 +61,13 @@ print("memory", memory, "holds", *held, flush=True)
 if act == "replica":
     (memory / "0a" / "5").mkdir(parents=True)
     (memory / "0a" / "5" / "data").write_text(index)
+if act == "elastic":
+    sizes = '{"sizes": {"counts": "1", "wait_seconds": 0.5, "whole": "all"}}'
+    pathlib.Path(os.environ["MAXPIPE_PROGRESS"]).write_text(sizes)
+count, whole = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "MAXPIPE_WHOLE"))
+print("one of", count, "of", whole, flush=True)
 print("ready", flush=True)
-if act in ("wait", "deaf", "replica"):
+if act in ("wait", "deaf", "replica", "elastic"):
     waiting_here()
 time.sleep(0.3)
 if act == "kill":
@@ -383,6 +389,25 @@ def test_supervise_killed_takes_its_trainer_along_and_comes_back(tmp_path, lost)
         assert run.processes[1 - lost].poll() is None
         run.start(lost)
         assert run.codes() == [0, 0]
+
+
+def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back(tmp_path):
+    with Supervised(tmp_path, "elastic elastic 0", "wait 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        run.processes[1].kill()
+        run.processes[1].wait()
+        run.ready(2, 0)
+        run.start(1)
+        assert run.codes() == [0, 0]
+    output = run.output()
+    assert re.findall("one of .*", output) == [
+        "one of 2 of None",
+        "one of 1 of all",
+        "one of 2 of None",
+    ]
+    assert "with 1 of 2 processes (0): process 1 has not come back in 0.5 s" in output
+    assert output.index("saves, to go on with 2 of 2") < output.rindex("got 15")
 
 
 def memory_of(run, index, attempt=0):
