@@ -19,16 +19,8 @@ from typing import Self
 
 from maxpipe.config.terminal import emit
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervision.council import (
-    Council,
-    Ended,
-    Joined,
-    Message,
-    Order,
-    Stopping,
-    decode,
-    encode,
-)
+from maxpipe.supervision.council import Council
+from maxpipe.supervision.messages import Ended, Joined, Message, Order, Stopping, decode, encode
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0

@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -27,22 +26,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import WHOLE, Place, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.supervision.council import (
-    Council,
-    End,
-    Ended,
-    Finish,
-    Joined,
-    Message,
-    Policy,
-    Report,
-    Save,
-    Start,
-    Stopping,
-    describe,
-    encode,
-)
-from maxpipe.supervision.ending import LOST, die_with_parent
+from maxpipe.supervision.council import Council, Policy, describe
+from maxpipe.supervision.ending import LOST
 from maxpipe.supervision.link import (
     Hub,
     Line,
@@ -52,6 +37,18 @@ from maxpipe.supervision.link import (
     exchange,
 )
 from maxpipe.supervision.memory import MEMORY, hold, shared_memory
+from maxpipe.supervision.messages import (
+    End,
+    Ended,
+    Finish,
+    Joined,
+    Message,
+    Report,
+    Save,
+    Start,
+    Stopping,
+    encode,
+)
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
@@ -61,60 +58,13 @@ from maxpipe.supervision.progress import (
     read_progress,
 )
 from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
+from maxpipe.supervision.trainer_process import TrainerProcess
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
 _OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
-_STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-
-
-class TrainerProcess:
-    """A running trainer, in a session of its own.
-
-    Args:
-      command: with its arguments.
-      environment: added to this process's.
-
-    Raises:
-      OSError: the command cannot be started.
-    """
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-        self._abort_at = self._kill_at = float("inf")
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs; end it if due."""
-        code = self._process.poll()
-        if code is not None:
-            self._kill_group()  # worker processes may outlive it
-            return code
-        now = time.monotonic()
-        if now >= self._kill_at:
-            self._kill_group()
-        elif now >= self._abort_at:
-            self._abort_at, self._kill_at = float("inf"), now + _STACKS_SECONDS
-            self.send(signal.SIGABRT)  # Python writes the stacks of all threads
-        return None
-
-    def send(self, number: int) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    def end_within(self, seconds: float) -> None:
-        """Let `poll` end it after some seconds, if it has not ended by itself."""
-        self._abort_at = min(self._abort_at, time.monotonic() + seconds)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Supervisor:

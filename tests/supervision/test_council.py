@@ -5,19 +5,15 @@ import signal
 import pytest
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervision.council import (
-    Council,
+from maxpipe.supervision.council import Council, Policy, verdict
+from maxpipe.supervision.messages import (
     End,
     Ended,
     Finish,
     Joined,
-    Policy,
     Save,
     Start,
     Stopping,
-    decode,
-    encode,
-    verdict,
 )
 
 
@@ -82,39 +78,6 @@ def run():
 )
 def test_verdict_of_several_codes_is_the_cause(codes, decisive):
     assert verdict(codes) == decisive
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Joined(2, "a"),
-        Ended(1, -9),
-        Stopping(15),
-        Sizes("1,2", 60.0, "{}"),
-        Start(3, 7, "j", "0,2", "a:1,b:2", "word", "{}"),
-        Save(3),
-        End(3, 2.0),
-    ],
-)
-def test_message_decoded_is_what_was_encoded(message):
-    assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        "[]",
-        '{"kind": "Fly"}',
-        '{"kind": "End"}',
-        '{"kind": "Ended", "attempt": 1, "code": "x"}',
-        "[" * 9999,
-    ],
-)
-def test_decode_of_a_stranger_s_line_raises_value_error(line):
-    with pytest.raises(ValueError):  # noqa: PT011
-        decode(line)
 
 
 def test_council_starts_when_all_supervisors_are_there():

@@ -21,8 +21,9 @@ from helpers.training_process import inherited
 from maxpipe.config.errors import ConfigError
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place
 from maxpipe.supervision import supervisor
-from maxpipe.supervision.council import Policy, Start
+from maxpipe.supervision.council import Policy
 from maxpipe.supervision.memory import shared_memory
+from maxpipe.supervision.messages import Start
 from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
