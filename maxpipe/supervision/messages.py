@@ -11,11 +11,23 @@ from maxpipe.devices.cluster import Sizes
 
 @dataclass(frozen=True)
 class Joined:
-    """A supervisor is there, and has no trainer running; its memory is served at HOST:PORT."""
+    """A supervisor is there, and has no trainer running.
+
+    Its memory is served at HOST:PORT, and has replicas of the attempt in which it took part last, 0
+    if it took part in none.
+    """
 
     count: int
     host: str
     memory: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trainer has finished its first step of an attempt."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,8 @@ class Start:
 
     `members` are the supervisors that take part, by commas: processes 0, 1, ... of the attempt, in
     this order. `memories` are their HOST:PORT, alike, and `word` opens them; "" without. `whole` is
-    what trainers have to know if these are not all, see `Sizes`.
+    what trainers have to know if these are not all, see `Sizes`. `previous` is the attempt before:
+    replicas of a supervisor that took no part in it are of another history.
     """
 
     attempt: int
@@ -49,6 +62,7 @@ class Start:
     memories: str = ""
     word: str = ""
     whole: str = ""
+    previous: int = 0
 
     @property
     def indices(self) -> list[int]:
@@ -79,11 +93,13 @@ class Finish:
     why: str
 
 
-Report = Joined | Ended | Stopping | Sizes
-Order = Start | Save | End | Finish
+# Supervisors keep the sizes that the council passes on, for one that has to begin anew.
+Report = Joined | Trained | Ended | Stopping | Sizes
+Order = Start | Save | End | Finish | Sizes
 Message = Report | Order
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Joined, Ended, Stopping, Sizes, Start, Save, End, Finish)
+    kind.__name__: kind
+    for kind in (Joined, Trained, Ended, Stopping, Sizes, Start, Save, End, Finish)
 }
 
 

@@ -14,6 +14,7 @@ from maxpipe.supervision.messages import (
     Save,
     Start,
     Stopping,
+    Trained,
 )
 
 
@@ -47,8 +48,15 @@ class Supervised:
         return orders
 
     def orders(self, after=0.0):
+        """Return the orders after some seconds, without what supervisors only have to keep."""
         self.now += after
-        return self.council.take_orders() + self.council.take_orders()
+        orders = self.council.take_orders() + self.council.take_orders()
+        return [order for order in orders if not isinstance(order, Sizes)]
+
+    def trained(self, seconds):
+        """Let the attempt finish its first step some seconds from now."""
+        self.now += seconds
+        self.council.receive(0, Trained(self.council.status.attempt))
 
 
 @pytest.fixture
@@ -301,7 +309,7 @@ def lose(run, *members):
 def test_council_of_an_elastic_run_goes_on_with_as_many_as_can(lost, counts, members):
     run = elastic(counts=counts)
     lose(run, *lost)
-    assert run.orders(after=60) == []
+    assert run.orders(after=59) == []
     starts = run.orders(after=1.5)
     if members is None:
         assert starts == []
@@ -339,6 +347,7 @@ def shrunk():
     lose(run, 3)
     (start,) = run.orders(after=62)
     assert start.indices == [0, 1]
+    run.trained(1)
     return run
 
 
@@ -398,7 +407,7 @@ def test_council_whose_new_host_is_lost_while_others_save_goes_on_with_them(shru
     assert orders[-1].indices == [0, 1]
 
 
-def test_council_opens_memories_anew_when_others_take_part(shrunk):
+def test_council_opens_memories_anew_when_others_take_part():
     run = elastic()
     for member in range(4):
         run.council.lose(member)
@@ -413,3 +422,159 @@ def test_council_opens_memories_anew_when_others_take_part(shrunk):
     (fewer,) = run.orders(after=66)
     assert fewer.memories == "host:0,host:1"
     assert fewer.word != first.word
+
+
+def test_council_does_not_stop_an_attempt_for_others_before_it_was_worth_its_start():
+    run = elastic()
+    lose(run, 3)
+    run.orders(after=62)
+    run.join(3)
+    assert run.orders(after=1000) == [], "without a step it would get nowhere"
+    run.trained(0)
+    assert run.orders(after=1999) == []
+    assert [type(order) for order in run.orders(after=2)] == [Save]
+
+
+def test_council_waits_longer_each_time_before_others_stop_for_a_host(shrunk):
+    waited = []
+    for _ in range(4):
+        shrunk.join(3)
+        began = shrunk.now
+        while not shrunk.orders(after=1):
+            pass
+        waited.append(shrunk.now - began)
+        shrunk.council.lose(3)
+        shrunk.end((0, 75), (1, 75))
+        shrunk.trained(1)
+    assert waited == [5, 10, 20, 40]
+
+
+def test_council_forgets_restarts_after_half_an_hour_that_ends_to_grow(shrunk):
+    shrunk.now += 1800
+    shrunk.join(3)
+    shrunk.orders(after=6)
+    shrunk.end((0, 75), (1, 75))
+    shrunk.end(*((member, 134) for member in range(4)))
+    assert "restart 1 of at most 20" in shrunk.log[-1]
+
+
+def test_council_asked_to_stop_does_not_grow(shrunk):
+    shrunk.join(3)
+    shrunk.council.receive(1, Stopping(signal.SIGTERM))
+    assert shrunk.orders(after=100) == []
+    assert shrunk.end((0, 75), (1, 75))[-1] == Finish(75, "asked to stop")
+
+
+def test_council_waits_no_longer_for_a_host_because_others_come_and_go():
+    run = elastic(counts="1,2")
+    lose(run, 3)
+    for comes, goes in ((3, 2), (2, 3), (3, 2)):
+        run.council.lose(goes)
+        run.join(comes)
+        assert run.orders(after=19) == []
+    (start,) = run.orders(after=3.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_without_sizes_gives_up_on_a_host_that_comes_and_goes():
+    run = Supervised(3, pause_seconds=1, wait_seconds=60)
+    run.join()
+    lose(run, 2)
+    run.council.lose(1)
+    for member in (1, 2, 1, 2, 1):
+        assert run.orders(after=10) == []
+        run.join(member)
+        run.council.lose(member)
+    (finish,) = run.orders(after=11)
+    assert finish.code == 134
+
+
+def test_council_adds_no_pause_to_the_wait_for_a_host():
+    run = Supervised(4, pause_seconds=100, wait_seconds=600)
+    run.join()
+    run.council.receive(0, Sizes("1,2", 60.0, "whole"))
+    lose(run, 3)
+    assert run.orders(after=99) == []
+    assert [type(order) for order in run.orders(after=2)] == [Start]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_council_whose_fewer_processes_cannot_run_waits_for_more(code):
+    run = elastic(counts="1,2,3")
+    lose(run, 2, 3)
+    (start,) = run.orders(after=62)
+    assert start.indices == [0, 1]
+    assert run.end((0, code), (1, code))[-1:] == [End(start.attempt, 60.0)]
+    assert f"exit code {code} before a step" in " ".join(run.log)
+    assert run.orders(after=500) == [], "neither 2 nor 1 of them"
+    (start,) = run.join(3)
+    assert start.indices == [0, 1, 3]
+
+
+def test_council_whose_fewer_processes_have_trained_ends_with_their_error(shrunk):
+    assert shrunk.end((0, 1), (1, 1))[-1] == Finish(1, "")
+
+
+def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others():
+    before = elastic()
+    sizes = before.council._sizes
+    run = Supervised(4, wait_seconds=600)
+    run.join(0)
+    for member in (1, 2):
+        run.council.receive(member, Joined(4, "host", "", 3_000_000_000 + member))
+        run.council.receive(member, sizes)
+    assert run.orders(after=59) == []
+    (start,) = run.orders(after=1.5)
+    assert (start.indices, start.whole) == ([0, 1], "whole")
+    assert start.previous == 3_000_000_002
+    assert start.attempt > start.previous
+
+
+def test_council_passes_sizes_on_and_to_those_that_come_later():
+    run = elastic()
+    assert Sizes("1,2", 60.0, "whole") in run.council.take_orders()
+    run.council.lose(3)
+    run.council.take_orders()
+    run.council.receive(3, Joined(4, "host3"))
+    assert Sizes("1,2", 60.0, "whole") in run.council.take_orders()
+
+
+@pytest.mark.parametrize("counts", ["x", "0", "4", "1,,-1"])
+def test_council_refuses_sizes_that_are_none(counts):
+    run = elastic()
+    with pytest.raises(ValueError):  # noqa: PT011
+        run.council.receive(0, Sizes(counts, 60.0, "whole"))
+    assert run.council._sizes == Sizes("1,2", 60.0, "whole")
+
+
+def test_council_believes_sizes_of_process_0_against_the_others():
+    run = elastic()
+    run.council.receive(1, Sizes("1", 1.0, "other"))
+    assert run.council._sizes == Sizes("1,2", 60.0, "whole")
+    run.council.receive(0, Sizes("2", 60.0, "whole"))
+    assert run.council._sizes.counts == "2"
+
+
+def test_council_tells_in_each_start_which_attempt_was_before(run):
+    first = run.council.status.attempt
+    run.end((0, -9), (1, 134))
+    (start,) = run.orders(after=4)
+    assert start.previous == first
+
+
+def test_council_lets_a_waiting_host_go_alone_also_between_attempts(shrunk):
+    lose(shrunk, 1)
+    assert shrunk.council.receive(2, Stopping(signal.SIGTERM)) == Finish(75, "asked to stop")
+    assert shrunk.orders(after=2.5) == []
+    (start,) = shrunk.join(1)
+    assert start.indices == [0, 1]
+
+
+def test_council_shows_and_says_which_hosts_wait(shrunk):
+    assert shrunk.council.status.waiting == [2]
+    shrunk.join(3)
+    assert shrunk.council.status.waiting == [2, 3]
+    assert shrunk.log[-1] == "process 3 on host3 has joined, and waits: the others have gone on"
+    shrunk.orders(after=6)
+    shrunk.end((0, 75), (1, 75))
+    assert shrunk.council.status.waiting == []

@@ -10,6 +10,7 @@ from maxpipe.supervision.messages import (
     Save,
     Start,
     Stopping,
+    Trained,
     decode,
     encode,
 )
@@ -21,8 +22,9 @@ from maxpipe.supervision.messages import (
         Joined(2, "a"),
         Ended(1, -9),
         Stopping(15),
+        Trained(3),
         Sizes("1,2", 60.0, "{}"),
-        Start(3, 7, "j", "0,2", "a:1,b:2", "word", "{}"),
+        Start(3, 7, "j", "0,2", "a:1,b:2", "word", "{}", 2),
         Save(3),
         End(3, 2.0),
     ],
