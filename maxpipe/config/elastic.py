@@ -1,8 +1,9 @@
 """Fit a configuration to fewer hosts than it is written for: smaller axes, the same batch.
 
 Only sizes of the axes that `mesh.elastic.axes` names and the number of microbatches change. Each
-device keeps about as many rows of a microbatch as before, so that it needs about as much memory,
-and there are more microbatches. Losses depend on neither.
+device keeps about as many rows of a microbatch as before, so that activations take about as much
+memory, and there are more microbatches. Losses depend on neither. A smaller `fsdp` leaves each
+device more of the parameters and of the optimizer's state.
 """
 
 import itertools
@@ -85,7 +86,7 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
     message = (
         f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "
-        f"processes of {whole.devices / whole.processes:g} devices with "
+        f"processes of {_per_process(whole)} with "
         f"data.global_batch_size={config.data.global_batch_size}; name axes that are spread over "
         "processes, or leave the key out"
     )
@@ -95,6 +96,15 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
             "without one of them: leave the key out"
         )
     raise ConfigError(Problem(KEY, message))
+
+
+def _per_process(whole: Hosts) -> str:
+    each, rest = divmod(whole.devices, whole.processes)
+    return (
+        f"unequal numbers of the {whole.devices} devices"
+        if rest
+        else f"{each} device{'s' * (each > 1)}"
+    )
 
 
 def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:

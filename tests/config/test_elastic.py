@@ -106,7 +106,7 @@ def test_counts_to_go_on_of_the_mpmd_engine_keep_stages_in_whole_processes(base)
 @pytest.mark.parametrize(
     ("axis", "hosts", "message"),
     [
-        ("mesh.ici.data=1", Hosts(4, 4), "data=1 cannot shrink by whole processes of 1 devices"),
+        ("mesh.ici.data=1", Hosts(4, 4), "data=1 cannot shrink by whole processes of 1 device"),
         ("mesh.dcn.data=2", Hosts(4, 8, 2), "2 slices of several of the 4 processes"),
     ],
 )
