@@ -100,11 +100,9 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
 
 def _per_process(whole: Hosts) -> str:
     each, rest = divmod(whole.devices, whole.processes)
-    return (
-        f"unequal numbers of the {whole.devices} devices"
-        if rest
-        else f"{each} device{'s' * (each > 1)}"
-    )
+    if rest:
+        return f"unequal numbers of the {whole.devices} devices"
+    return f"{each} device{'s' * (each > 1)}"
 
 
 def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
