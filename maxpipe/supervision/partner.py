@@ -152,7 +152,7 @@ class MemoryServer:
         self._server.server_close()
 
     def open_to(self, word: str | None) -> None:
-        """Serve whoever knows this word, and from now on no other; with None, nobody."""
+        """Serve whoever knows this word, and from now on no other; none with None."""
         self._word = word
 
     def forget_copies(self) -> None:
@@ -225,7 +225,7 @@ class Partners:
         self._thread.join(_TIMEOUT_SECONDS)
 
     def rest(self) -> None:
-        """Serve nobody and follow nobody until the next attempt in which this one takes part."""
+        """Serve and follow no one until the next attempt in which this one takes part."""
         self._ended.set()
         self._server.open_to(None)
         self._source = None
@@ -255,7 +255,7 @@ class Partners:
     ) -> None:
         partner = None
         with self._committing:  # no step of an earlier attempt comes after this
-            # Without room, or a directory, nothing is copied, and nobody waits for it.
+            # Without room, or a directory, nothing is copied or waited for.
             if not ended.is_set():
                 with contextlib.suppress(OSError):
                     self._forget([*addresses], forgets=forgets)
