@@ -74,7 +74,8 @@ def status(run: Path) -> list[str]:
     steps = committed_steps(run / "checkpoints")
     last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
     in_order = sorted(known["members"].items(), key=lambda member: int(member[0]))
-    members = [f"{index} on {host}" for index, host in in_order]
+    waiting = {*map(str, known["waiting"])}
+    members = [f"{index} on {host}" + " (waits)" * (index in waiting) for index, host in in_order]
     return [
         f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
         f"processes   {', '.join(members)}",

@@ -12,6 +12,7 @@ STATUS = {
     "attempt": 3,
     "restarts": 2,
     "last_end": "process 1 ended by SIGKILL",
+    "waiting": [2],
     "members": {str(index): f"host{index}" for index in (10, 2, 0, 1)},
 }
 
@@ -26,7 +27,7 @@ def test_status_shows_members_in_order_and_the_last_step_however_long_its_row(tm
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = supervise.status(tmp_path)
     assert lines[0].endswith(": trains")
-    assert lines[1] == "processes   0 on host0, 1 on host1, 2 on host2, 10 on host10"
+    assert lines[1] == "processes   0 on host0, 1 on host1, 2 on host2 (waits), 10 on host10"
     assert lines[2] == "step        7"
     assert lines[3] == "checkpoint  none"
     assert lines[4] == "restarts    2; the last attempt: process 1 ended by SIGKILL"

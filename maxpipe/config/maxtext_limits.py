@@ -354,8 +354,9 @@ IDLE = (
         "standalone_checkpointer_* checkpoint_storage_* enable_orbax_v1 checkpoint_conversion_fn "
         "source_checkpoint_layout colocated_python_checkpointing enable_autocheckpoint "
         "force_unroll enable_multi_tier_* multi_tier_* mtc_* enable_emergency_* local_checkpoint_* "
-        "enable_checkpoint_cloud_logger elastic_*",
+        "enable_checkpoint_cloud_logger",
     ),
+    Idle("mesh.elastic.axes says which axes shrink when a host is lost", "elastic_*"),
     Idle(
         "every run writes metrics.jsonl, TensorBoard files, MFU and goodput into its directory; "
         "docs/operations.md",

@@ -34,6 +34,7 @@ AUTO = [-1]  # value of a list that is written as the word auto
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
 _SUFFIXES = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_EXAMPLES = {"model.layer_pattern": "[local, global]", "mesh.elastic.axes": "[data, fsdp]"}
 
 
 def convert(option: Option, raw: Raw) -> object:
@@ -133,7 +134,7 @@ def example(option: Option) -> str:
             "{source: text, path: b.txt, weight: 0.3}]"
         )
     if option.type == list[str]:
-        return "[local, global]" if option.key == "model.layer_pattern" else "[data, tokenizer]"
+        return _EXAMPLES.get(option.key, "[data, tokenizer]")
     if option.type == list[float]:
         return "[1.0, 1.5]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"

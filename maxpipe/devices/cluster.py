@@ -8,13 +8,17 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from maxpipe.config.elastic import Hosts
 from maxpipe.config.errors import ConfigError, Problem
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
 # launch.
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
+
+# Hosts of a run that goes on with fewer of them: JSON by `whole_variable`, from a supervisor.
+WHOLE = "MAXPIPE_WHOLE"
 
 _DETECT_SECONDS = 300
 _IMPORT_SECONDS = 60  # for JAX, on top
@@ -37,6 +41,21 @@ class Place:
     index: int
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """With how many processes a run may go on, as its trainers find out.
+
+    Attributes:
+      counts: smaller numbers of processes, by commas; "" if it needs all of them.
+      wait_seconds: for those that are lost to come back.
+      whole: what the trainers of fewer processes have to know, the value of MAXPIPE_WHOLE.
+    """
+
+    counts: str = ""
+    wait_seconds: float = 0.0
+    whole: str = ""
+
+
 def announced_processes() -> int:
     """Return the number of processes in the environment; 1 where only JAX can detect it.
 
@@ -46,6 +65,17 @@ def announced_processes() -> int:
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         return _integer("JAX_NUM_PROCESSES")
     return _num_slurm_tasks()
+
+
+def whole_variable(whole: Hosts) -> str:
+    """Return the value of MAXPIPE_WHOLE."""
+    return json.dumps(asdict(whole))
+
+
+def whole_of_process() -> Hosts | None:
+    """Return all hosts of the run if this process is to go on without some of them, else None."""
+    text = os.environ.get(WHOLE)
+    return Hosts(**json.loads(text)) if text else None
 
 
 def job_of_process() -> tuple[str, int]:

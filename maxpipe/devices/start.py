@@ -10,7 +10,12 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
 from maxpipe.devices import processes
-from maxpipe.devices.cluster import announced_processes, coordinator_variables, is_cluster
+from maxpipe.devices.cluster import (
+    announced_processes,
+    coordinator_variables,
+    is_cluster,
+    whole_of_process,
+)
 from maxpipe.devices.compile_cache import start_compile_cache
 from maxpipe.devices.simulated import check_simulated, has_started, start_threads
 from maxpipe.devices.transfers import start_transfers
@@ -27,7 +32,7 @@ def start_jax(config: Config) -> None:
         devices than those to simulate.
     """
     # Checked first: after `start_processes` the message would come only when all peers are there.
-    check_processes(derive_known(config), announced_processes())
+    check_processes(derive_known(config), _processes_of_whole_run())
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
         if has_started():
@@ -45,14 +50,22 @@ def start_jax(config: Config) -> None:
 def simulated_share(devices: int) -> int:
     """Return how many of the simulated devices belong to this process.
 
+    They are those of all hosts, also while the run goes on without some of them.
+
     Raises:
       ConfigError: the devices do not divide over the processes.
     """
-    count = announced_processes()
+    count = _processes_of_whole_run()
     if devices % count:
         message = f"{devices} do not divide over {count} processes; take a multiple of {count}"
         raise ConfigError(Problem("mesh.simulated_devices", message))
     return devices // count
+
+
+def _processes_of_whole_run() -> int:
+    """Return the number of processes that the configuration is written for."""
+    whole = whole_of_process()
+    return whole.processes if whole else announced_processes()
 
 
 def start_processes(heartbeat_timeout: int) -> None:

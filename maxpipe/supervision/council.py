@@ -4,17 +4,29 @@ The council sits with supervisor 0. The others report to it and follow its order
 reports and orders. Imports no JAX.
 """
 
-import json
 import math
 import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.ending import FAILED, LOST
+from maxpipe.supervision.messages import (
+    End,
+    Ended,
+    Finish,
+    Joined,
+    Order,
+    Report,
+    Save,
+    Start,
+    Stopping,
+    Trained,
+)
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 
@@ -29,87 +41,12 @@ _AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its 
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30.0  # of pauses
 _QUIET_SECONDS = 10.0  # before it is said whom the run waits for
+# That supervisors neither come nor go before the others stop for those that have come; doubled each
+# time, like pauses, until an attempt has lasted.
+_STEADY_SECONDS = 5.0
+_STARTS_BEFORE_GROWTH = 2  # times as long as until its first step an attempt goes on after that
 _NAMES_SHOWN = 8
 _LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A supervisor is there, and has no trainer running; its memory is served at HOST:PORT."""
-
-    count: int
-    host: str
-    memory: str = ""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A trainer has ended; negative codes are signals."""
-
-    attempt: int
-    code: int
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """A supervisor was asked to stop by a signal, and has passed it on to its trainer."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
-
-    `memories` are all supervisors' HOST:PORT, by commas, and `word` opens them; "" without.
-    """
-
-    attempt: int
-    port: int
-    job: str
-    memories: str = ""
-    word: str = ""
-
-
-@dataclass(frozen=True)
-class End:
-    """End the trainer, if it has not ended by itself after some seconds."""
-
-    attempt: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Finish:
-    """End the supervisor, with this exit code."""
-
-    code: int
-    why: str
-
-
-Report = Joined | Ended | Stopping
-Order = Start | End | Finish
-Message = Report | Order
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Joined, Ended, Stopping, Start, End, Finish)
-}
-
-
-def encode(message: Message) -> str:
-    """Return a message as one line of JSON."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)})
-
-
-def decode(line: str) -> Message:
-    """Return the message of a line; raises ValueError if there is none in it."""
-    try:
-        values = json.loads(line)
-        message = _KINDS[values.pop("kind")](**values)
-        if any(type(getattr(message, value.name)) is not value.type for value in fields(message)):
-            raise TypeError("a value of another type")
-        return message
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no message: {line[:100]!r}") from error
 
 
 @dataclass(frozen=True)
@@ -137,6 +74,7 @@ class Status:
       restarts: of all attempts.
       last_end: why the attempt before ended; "" if there was none.
       members: hosts of the supervisors that are there, by index.
+      waiting: those without which the others go on for now.
     """
 
     state: str = ""
@@ -144,6 +82,7 @@ class Status:
     restarts: int = 0
     last_end: str = ""
     members: Mapping[int, str] = field(default_factory=dict)
+    waiting: Sequence[int] = ()
 
 
 def describe(code: int) -> str:
@@ -188,6 +127,11 @@ class Council:
     An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
     lost, ends it for all. The exit code decides whether another attempt follows.
 
+    A run whose trainers have told sizes is elastic: if some supervisors do not come back in time,
+    the next attempt has as many of the others as one of these sizes, the first ones. When enough
+    are there for a larger size, the trainers save and end, and all go on together. A size with
+    which trainers fail before their first step is not tried again, nor a smaller one.
+
     Args:
       count: supervisors of the run, one for each process.
       policy: when to start again.
@@ -220,6 +164,13 @@ class Council:
         self._memories: dict[int, str] = {}
         self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
+        self._sizes = Sizes()
+        self._fewest = 1  # processes that have not failed before their first step
+        self._attempted: Sequence[int] = range(count)  # in the latest attempt; all before the first
+        self._previous = 0  # number of the latest attempt, also of an earlier council
+        self._is_to_grow = False  # the trainers have been asked to save for a larger attempt
+        self._steady_seconds = _STEADY_SECONDS
+        self._trained_at = math.inf  # when the first step of the attempt was finished
         self._running: set[int] = set()
         self._ends: list[int] = []
         self._is_in_attempt = False
@@ -227,7 +178,9 @@ class Council:
         self._stopped_by = 0  # the signal that asked a supervisor to stop
         self._finished: Finish | None = None
         self._restarts_in_row = 0  # that count against the limit
-        self._began = self._since = clock()
+        self._began = self._ended = self._changed = clock()
+        # Since when each supervisor is not there, or there again without a new attempt.
+        self._absent_since = dict.fromkeys(range(count), self._began)
         self._pause_until = 0.0
         self._told_missing = ""
 
@@ -237,22 +190,55 @@ class Council:
             case Joined():
                 return self._join(member, report)
             case Stopping():
-                self._stopped_by = report.number
-                name = signal.Signals(report.number).name
-                self._log(f"{self._name(member)} was asked to stop by {name}")
+                return self._stop(member, report.number)
+            case Sizes():
+                self._learn(member, report)
+            case Trained() if report.attempt == self.status.attempt and self._is_in_attempt:
+                self._trained_at = min(self._trained_at, self._clock())
             case Ended() if report.attempt == self.status.attempt:
                 self._end(member, report.code, describe(report.code))
         return None
+
+    def _stop(self, member: int, number: int) -> Finish | None:
+        by = f"was asked to stop by {signal.Signals(number).name}"
+        if member in self._attempted:
+            self._stopped_by = number
+            self._log(f"{self._name(member)} {by}")
+            return None
+        # The others have gone on without it already.
+        self._log(f"{self._name(member)}, which waits, {by}; the others go on")
+        self._leave(member)
+        return self._asked_to_stop(number)
+
+    def _learn(self, member: int, sizes: Sizes) -> None:
+        """Take the sizes that process 0's trainer has told, or that an earlier council had passed.
+
+        Raises:
+          ValueError: they are none.
+        """
+        numbers = [int(text) for text in sizes.counts.split(",") if text]
+        if not all(0 < number < self._count for number in numbers) or not sizes.wait_seconds >= 0:
+            raise ValueError(f"no sizes of {self._count} processes: {sizes}")
+        if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
+            self._sizes = sizes
+            self._orders.append(sizes)
 
     def lose(self, member: int) -> None:
         """Take note that supervisor `member` is gone, and that its trainer counts as lost."""
         if self._finished:
             return  # it has its last order
         self._log(f"the supervisor of {self._name(member)} is lost")
-        members = {i: host for i, host in self.status.members.items() if i != member}
-        self.status = replace(self.status, members=members)
-        self._since = self._clock()
+        self._leave(member)
         self._end(member, _LOST_CODE, "the loss of its supervisor")
+
+    def _leave(self, member: int) -> None:
+        self._changed = self._clock()
+        self._absent_since.setdefault(member, self._changed)
+        self._show({i: host for i, host in self.status.members.items() if i != member})
+
+    def _show(self, members: Mapping[int, str]) -> None:
+        waiting = [member for member in members if member not in self._attempted]
+        self.status = replace(self.status, members=members, waiting=waiting)
 
     def fail(self, why: str) -> None:
         """End the run because its supervisors cannot go on."""
@@ -265,9 +251,11 @@ class Council:
         elif self._is_in_attempt:
             if not self._running:
                 self._decide()
+            elif not self._ends and not self._stopped_by and not self._is_to_grow:
+                self._grow()
         elif self._stopped_by:
-            is_interrupted = self._stopped_by == signal.SIGINT
-            self._finish(INTERRUPTED if is_interrupted else PREEMPTED, "asked to stop")
+            order = self._asked_to_stop(self._stopped_by)
+            self._finish(order.code, order.why)
         elif self._clock() >= self._pause_until:
             self._gather()
         orders, self._orders = self._orders, []
@@ -287,10 +275,14 @@ class Council:
             why = f"process {member} has a supervisor already, on {host}"
             why += ": give each its own JAX_PROCESS_ID"
         if not why:
-            members = {**self.status.members, member: report.host}
-            self.status = replace(self.status, members=members)
+            self._show({**self.status.members, member: report.host})
             self._memories[member] = report.memory
-            self._since = self._clock()
+            self._previous = max(self._previous, report.attempt)
+            self._changed = self._clock()
+            if self._sizes.counts:
+                self._orders.append(self._sizes)
+            if self._is_in_attempt and not self._ends:
+                self._log(f"{self._name(member)} has joined, and waits: the others have gone on")
             return None
         self._log(f"a supervisor on {report.host} is refused: {why}")
         if not self.status.attempt and host is None:
@@ -299,33 +291,100 @@ class Council:
         return Finish(CONFIG_ERROR, why)
 
     def _gather(self) -> None:
-        """Start an attempt if all supervisors are there."""
+        """Start an attempt if all supervisors are there, or enough to go on with."""
+        usable = self._usable()
         missing = {*range(self._count)} - self.status.members.keys()
-        if not missing:
-            self._start()
-            return
+        # Whoever comes and goes without an attempt keeps the others waiting no longer.
+        absent_since = max((self._absent_since[member] for member in missing), default=0.0)
         names = _listed(missing)
-        waited = self._clock() - max(self._since, self._pause_until)
-        self.status = replace(self.status, state=f"waits for process {names}")
-        if waited > self._policy.wait_seconds:
+        reason = self._reason_to_go_on(usable, names, self._clock() - absent_since)
+        if reason is not None:
+            self._start(usable, reason)
+            return
+        waited = self._clock() - max(absent_since, self._ended)
+        state = f"waits for process {names}"
+        if usable:
+            seconds = self._sizes.wait_seconds
+            state += f", {seconds:g} s at most, then goes on with {len(usable)} of {self._count}"
+        self.status = replace(self.status, state=state)
+        if not usable and waited > self._policy.wait_seconds:
             seconds = self._policy.wait_seconds
             self._finish(LOST, f"no supervisor of process {names} has come in {seconds:g} s")
-        elif waited > _QUIET_SECONDS and names != self._told_missing:
-            self._told_missing = names
-            self._log(self.status.state)
+        elif (usable or waited > _QUIET_SECONDS) and state != self._told_missing:
+            self._told_missing = state
+            self._log(state)
 
-    def _start(self) -> None:
+    def _usable(self) -> Sequence[int]:
+        """Return the supervisors with which an attempt could start now, as many as can be."""
+        smaller = [int(text) for text in self._sizes.counts.split(",") if text]
+        there = sorted(self.status.members)
+        # The council's own host has the coordinator of every attempt.
+        fitting = [
+            number
+            for number in (*smaller, self._count)
+            if self._fewest <= number <= len(there) and there[0] == 0
+        ]
+        return there[: max(fitting, default=0)]
+
+    def _reason_to_go_on(self, usable: Sequence[int], missing: str, absent: float) -> str | None:
+        """Return why to start with these supervisors, "" with all of them; None to wait."""
+        if len(usable) == self._count:
+            return ""
+        if not usable:
+            return None
+        if len(usable) >= len(self._attempted):
+            return "as before"
+        if absent < self._sizes.wait_seconds:
+            return None
+        seconds = f"{self._sizes.wait_seconds:g} s (mesh.elastic.wait_seconds)"
+        return f"process {missing} has not come back in {seconds}"
+
+    def _grow(self) -> None:
+        """Ask the trainers to save when supervisors for a larger attempt have come to stay.
+
+        The attempt has to have been worth its start before, so that a run always gets further.
+        """
+        usable = self._usable()
+        least = self._trained_at + _STARTS_BEFORE_GROWTH * (self._trained_at - self._began)
+        now = self._clock()
+        is_steady = now - self._changed >= self._steady_seconds and now >= least
+        if len(usable) <= len(self._attempted) or not is_steady:
+            return
+        self._is_to_grow = True
+        self._steady_seconds = min(LONGEST_PAUSE, 2 * self._steady_seconds)
+        state = f"saves, to go on with {len(usable)} of {self._count} processes"
+        self.status = replace(self.status, state=state)
+        self._log(state)
+        self._orders.append(Save(self.status.attempt))
+
+    def _start(self, members: Sequence[int], reason: str) -> None:
         # Later attempts have higher numbers also if supervisor 0 itself was started again.
-        attempt = max(self.status.attempt + 1, int(time.time()))
-        self.status = replace(self.status, attempt=attempt, state="trains")
-        self._running, self._ends, self._ended_by = {*range(self._count)}, [], math.inf
-        self._told_missing = ""
-        self._is_in_attempt, self._began = True, self._clock()
+        attempt = max(self.status.attempt + 1, self._previous + 1, int(time.time()))
+        is_changed = [*members] != [*self._attempted]
+        is_whole = len(members) == self._count
+        those = f"{len(members)} of {self._count} processes ({_listed(members)})"
+        state = "trains" if is_whole else f"trains with {those}"
+        self.status = replace(self.status, attempt=attempt, state=state)
+        self._running, self._ends, self._ended_by = {*members}, [], math.inf
+        self._told_missing, self._attempted, self._is_to_grow = "", members, False
+        self._is_in_attempt, self._began, self._trained_at = True, self._clock(), math.inf
+        for member in members:
+            self._absent_since.pop(member, None)
+        self._show(self.status.members)
+        if is_changed:  # what a memory has of another one may be of one that it no longer follows
+            self._word = secrets.token_hex(16)
         several = f" with {self._count} processes" if self._count > 1 else ""
+        several = several if is_whole else f" with {those}: {reason}"
         self._log(f"starts attempt {attempt}{several}")
-        memories = [self._memories[member] for member in range(self._count)]
-        shared = (",".join(memories), self._word) if all(memories) else ()
-        self._orders.append(Start(attempt, self._free_port(), self._job, *shared))
+        memories = [self._memories[member] for member in members]
+        shared = (",".join(memories), self._word) if all(memories) else ("", "")
+        named = ",".join(map(str, members))
+        whole = "" if is_whole else self._sizes.whole
+        port = self._free_port()
+        self._orders.append(
+            Start(attempt, port, self._job, named, *shared, whole, previous=self._previous)
+        )
+        self._previous = attempt
 
     def _end(self, member: int, code: int, how: str) -> None:
         if member not in self._running:
@@ -347,15 +406,26 @@ class Council:
 
     def _decide(self) -> None:
         """Finish after an attempt, or start another one after a pause."""
-        self._is_in_attempt = False
+        self._is_in_attempt, self._ended = False, self._clock()
         code = verdict(self._ends)
         if self._stopped_by and code == -signal.SIGTERM:
             code = PREEMPTED  # the signal came before the trainer could take it
-        if self._stopped_by or not is_restartable(code):
+        if self._stopped_by or (not is_restartable(code) and not self._is_too_small(code)):
             self._finish(shell_code(code), "asked to stop" if self._stopped_by else "")
             return
         if self._clock() - self._began >= RESET_SECONDS:
             self._restarts_in_row = 0
+            self._steady_seconds = _STEADY_SECONDS
+        if self._is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
+            self._pause_until = self._clock()
+            return
+        if self._is_too_small(code):
+            number = len(self._attempted)
+            self._fewest = number + 1
+            which = f"{number} or fewer of {self._count} processes"
+            self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
+            self._pause_until = self._clock()
+            return
         if self._restarts_in_row >= self._policy.max_restarts:
             self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
             return
@@ -366,6 +436,14 @@ class Council:
         self._pause_until = self._clock() + pause
         limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
         self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
+
+    def _is_too_small(self, code: int) -> bool:
+        """Return whether an attempt ended so because it had fewer than all processes."""
+        is_shrunken = len(self._attempted) < self._count
+        return is_shrunken and code in (FAILED, CONFIG_ERROR) and self._trained_at == math.inf
+
+    def _asked_to_stop(self, number: int) -> Finish:
+        return Finish(INTERRUPTED if number == signal.SIGINT else PREEMPTED, "asked to stop")
 
     def _finish(self, code: int, why: str) -> None:
         self._finished = Finish(code, why)

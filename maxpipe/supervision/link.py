@@ -18,16 +18,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from maxpipe.config.terminal import emit
-from maxpipe.supervision.council import (
-    Council,
-    Ended,
-    Joined,
-    Message,
-    Order,
-    Stopping,
-    decode,
-    encode,
-)
+from maxpipe.supervision.council import Council
+from maxpipe.supervision.messages import Joined, Message, Order, Report, decode, encode
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
@@ -213,7 +205,7 @@ class Hub:
             guest.member = int(text)
             return
         report = decode(text)
-        if not isinstance(report, Joined | Ended | Stopping):
+        if not isinstance(report, Report):
             raise ValueError(f"no report: {text!r}")
         if self._seats[guest.member] is not guest and not isinstance(report, Joined):
             raise ValueError("it has not joined")

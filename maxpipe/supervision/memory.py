@@ -17,12 +17,50 @@ _SHARED = Path("/dev/shm")  # in memory on every Linux
 _PREFIX = "maxpipe-memory-"
 
 
+class SharedMemory:
+    """A directory in memory that this process owns: it holds a lock, which ends with it.
+
+    Args:
+      path: of the directory.
+      lock: descriptor of the directory, locked.
+    """
+
+    def __init__(self, path: Path, lock: int):
+        self.path = path
+        self._lock = lock
+
+    def hold(self) -> None:
+        """Make the directory again if it was removed from outside, and own it again.
+
+        Raises:
+          OSError: that is impossible, such as without room.
+        """
+        while not self._is_held():
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.path.chmod(0o700)  # whatever has made it again first
+            with suppress(FileNotFoundError):  # removed by one that took it for an orphan's
+                lock = os.open(self.path, os.O_RDONLY)
+                os.close(self._lock)
+                self._lock = lock
+                fcntl.flock(lock, fcntl.LOCK_EX)  # waits for such a one
+
+    def end(self) -> None:
+        """Remove the directory and give up the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _is_held(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._lock), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
 @contextmanager
-def shared_memory() -> Iterator[Path | None]:
+def shared_memory() -> Iterator[SharedMemory | None]:
     """Yield a new directory in memory, removed at the end; None where there is no such place.
 
-    The owner holds a lock on it, which ends even with a process that is killed. Directories of such
-    owners are removed here.
+    Directories of owners that were killed are removed here.
     """
     if not os.access(_SHARED, os.W_OK):
         yield None
@@ -32,26 +70,11 @@ def shared_memory() -> Iterator[Path | None]:
     unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_SHARED))
     lock = os.open(unlocked, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    directory = unlocked.rename(_SHARED / unlocked.name.removeprefix("."))
+    memory = SharedMemory(unlocked.rename(_SHARED / unlocked.name.removeprefix(".")), lock)
     try:
-        yield directory
+        yield memory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
-
-def hold(directory: Path) -> None:
-    """Make a directory in memory again if it was removed from outside, and own it again.
-
-    The new lock ends with this process.
-    """
-    directory.mkdir(exist_ok=True)
-    directory.chmod(0o700)  # whatever has made it again first
-    lock = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # by this process: the directory was not removed
-        os.close(lock)
+        memory.end()
 
 
 def memory_of_process() -> Path | None:

@@ -1,11 +1,11 @@
 """Copy replicas between the memories of supervisors, so that the loss of a host loses none.
 
 The directory in memory of each supervisor has two parts. `own` is its trainer's: the steps that
-`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it,
-of supervisor 0 the last one's. A supervisor serves both parts to the others, and asks the one
-before it for new steps several times a second; `copied` tells its trainer which of its steps the
-partner has. A supervisor that begins with an empty memory, such as on a host that takes the place
-of a lost one, first fetches its own steps back from its partner.
+`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it
+among those that take part, of the first one the last one's. A supervisor serves both parts to the
+others, and asks the one before it for new steps several times a second; `copied` tells its trainer
+which of its steps the partner has. A supervisor that begins with an empty memory, such as on a host
+that takes the place of a lost one, first fetches its own steps back from its partner.
 
 Where the memories are, and a word without which none is served, comes with the council's order to
 start. A request and the head of its answer are lines of JSON; the bytes of a step's files follow.
@@ -49,13 +49,15 @@ class Source:
       address: HOST:PORT of its `MemoryServer`.
       word: that opens it.
       part: `OWN` or `PARTNER`.
-      closed: set when this supervisor ends, and with it every copy.
+      ended: set when this supervisor or the attempt has ended, and with it every copy.
+      lock: held while a step gets its name, so that none does after the end.
     """
 
     address: str
     word: str
     part: str
-    closed: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def names(self, held: Iterable[str]) -> set[str]:
         """Tell which steps have been copied already, and return those that are there."""
@@ -71,7 +73,14 @@ class Source:
                 path = target / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as copy:
-                    _copy(answer, copy, size, self.closed)
+                    _copy(answer, copy, size, self.ended)
+
+    def commit(self, scratch: Path, name: Path) -> None:
+        """Give a step its name when it is whole; raises ValueError if the source has ended."""
+        with self.lock:
+            if self.ended.is_set():
+                raise ValueError("the attempt has ended")
+            scratch.rename(name)
 
     @contextlib.contextmanager
     def _ask(self, request: Mapping[str, object]) -> Iterator[BufferedIOBase]:
@@ -104,8 +113,11 @@ def copy_new_steps(source: Source, target: Path) -> None:
         _remove(target, names_in(target) - wanted if names_in(target) & wanted else set())
         scratch = target / f"{name}.unfinished"
         shutil.rmtree(scratch, ignore_errors=True)
-        source.fetch(name, scratch)
-        scratch.rename(target / name)
+        try:
+            source.fetch(name, scratch)
+            source.commit(scratch, target / name)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     _remove(target, names_in(target) - wanted if wanted else set())
 
 
@@ -117,12 +129,16 @@ class MemoryServer:
 
     Attributes:
       port: at which it listens.
+      is_filling: whether `own` gets steps back from a partner, who would remove those that are not
+        here yet if it saw the others.
     """
 
     def __init__(self, memory: Path):
         self._memory = memory
         self._word: str | None = None
+        self._telling = threading.Lock()
         self._closed = threading.Event()
+        self.is_filling = False
         self._server = _Server(self._answer)
         self.port = int(self._server.server_address[1])
 
@@ -135,9 +151,14 @@ class MemoryServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def open_to(self, word: str) -> None:
-        """Serve whoever knows this word, and from now on no other."""
+    def open_to(self, word: str | None) -> None:
+        """Serve whoever knows this word, and from now on no other; none with None."""
         self._word = word
+
+    def forget_copies(self) -> None:
+        """Tell the trainer that no partner is known to have copied its steps."""
+        with self._telling:
+            write_atomically(self._memory / COPIED, [b"[]"])
 
     def _answer(self, request: dict[str, object], out: BufferedIOBase) -> None:
         """Answer a request; raises ValueError for one that is refused."""
@@ -148,17 +169,21 @@ class MemoryServer:
             raise ValueError(f"no part {part!r}")
         name = request.get("name")
         if name is None:
-            out.write(json.dumps(sorted(names_in(self._memory / part))).encode() + b"\n")
+            is_unknown = part == OWN and self.is_filling
+            names = set() if is_unknown else names_in(self._memory / part)
+            out.write(json.dumps(sorted(names)).encode() + b"\n")
             if part == OWN:
                 held = json.dumps(request.get("held")).encode()
-                write_atomically(self._memory / COPIED, [held])
+                with self._telling:
+                    if word == self._word:  # still
+                        write_atomically(self._memory / COPIED, [held])
             return
         if not _NAME.fullmatch(str(name)):
             raise ValueError(f"no step {name!r}")
         step = self._memory / part / str(name)
         files = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-        names = {path.relative_to(step).as_posix(): size for path, size in files.items()}
-        out.write(json.dumps(names).encode() + b"\n")
+        sizes = {path.relative_to(step).as_posix(): size for path, size in files.items()}
+        out.write(json.dumps(sizes).encode() + b"\n")
         for path, size in files.items():
             with path.open("rb") as file:
                 _copy(file, out, size, self._closed)
@@ -169,21 +194,24 @@ class Partners:
 
     Args:
       memory: the directory.
-      index, count: of this supervisor, of all.
+      index: of this supervisor.
 
     Attributes:
       port: at which this memory is served.
     """
 
-    def __init__(self, memory: Path, index: int, count: int):
-        self._memory, self._index, self._count = memory, index, count
+    def __init__(self, memory: Path, index: int):
+        self._memory, self._index = memory, index
+        self._members: list[int] = []
         self._server = MemoryServer(memory)
+        self._server.forget_copies()
         self.port = self._server.port
         self._source: Source | None = None
         self._closed = threading.Event()
+        self._ended = threading.Event()  # replaced for each attempt
+        self._committing = threading.Lock()
         self._fetching = threading.Lock()
         self._thread = threading.Thread(target=self._follow, name="partner", daemon=True)
-        write_atomically(memory / COPIED, [b"[]"])
 
     def __enter__(self) -> Self:
         self._server.__enter__()
@@ -192,42 +220,98 @@ class Partners:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
+        self._ended.set()
         self._server.__exit__()
         self._thread.join(_TIMEOUT_SECONDS)
 
-    def begin(self, addresses: list[str], word: str) -> threading.Thread:
-        """Serve and follow the others of an attempt; fetch lost steps in the thread returned.
+    def rest(self) -> None:
+        """Serve and follow no one until the next attempt in which this one takes part."""
+        self._ended.set()
+        self._server.open_to(None)
+        self._source = None
+
+    def begin(
+        self, addresses: Mapping[int, str], word: str, *, forgets: bool = False
+    ) -> threading.Thread:
+        """Serve and follow the others of an attempt, when the thread returned has ended.
+
+        It fetches lost steps, too.
 
         Args:
-          addresses: of all memories, by supervisor.
+          addresses: of the memories of all supervisors that take part, in order; empty if some
+            have none.
           word: opens them.
+          forgets: whether the steps in this memory are of another history than the others'.
         """
-        self._server.open_to(word)
-        self._source = Source(addresses[self._index - 1], word, OWN, self._closed)
-        partner = Source(addresses[(self._index + 1) % self._count], word, PARTNER, self._closed)
-        thread = threading.Thread(target=self._fetch, args=(partner,), name="fetch", daemon=True)
+        self.rest()
+        ended = self._ended = threading.Event()
+        arguments = (addresses, word, forgets, ended)
+        thread = threading.Thread(target=self._begin, args=arguments, name="begin", daemon=True)
         thread.start()
         return thread
 
+    def _begin(
+        self, addresses: Mapping[int, str], word: str, forgets: bool, ended: threading.Event
+    ) -> None:
+        partner = None
+        with self._committing:  # no step of an earlier attempt comes after this
+            # Without room, or a directory, nothing is copied or waited for.
+            if not ended.is_set():
+                with contextlib.suppress(OSError):
+                    self._forget([*addresses], forgets=forgets)
+                    partner = self._open(addresses, word, ended)
+        if partner is not None:
+            self._fetch(partner)
+
+    def _forget(self, members: list[int], *, forgets: bool) -> None:
+        """Remove steps that other supervisors than these, or another history, have left here."""
+        if forgets:
+            _remove(self._memory / OWN, names_in(self._memory / OWN))
+        if forgets or (self._members and members != self._members):
+            _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
+            self._server.forget_copies()
+        elif not (self._memory / COPIED).exists():  # the memory was lost, and made again
+            self._server.forget_copies()
+        self._members = members
+
+    def _open(
+        self, addresses: Mapping[int, str], word: str, ended: threading.Event
+    ) -> Source | None:
+        """Serve and follow the others; return where steps are fetched back from, if anywhere."""
+        members = [*addresses]
+        if len(members) < 2:
+            return None  # alone, or among others without memory
+        position = members.index(self._index)
+        before, after = members[position - 1], members[(position + 1) % len(members)]
+        guards = ended, self._committing
+        self._source = Source(addresses[before], word, OWN, *guards)
+        self._server.open_to(word)
+        return Source(addresses[after], word, PARTNER, *guards)
+
     def _fetch(self, partner: Source) -> None:
-        """Fetch this supervisor's steps back from its partner, if none are here."""
+        """Fetch this supervisor's steps back from its partner if none are here."""
         until = time.monotonic() + _REACH_SECONDS
         with self._fetching:  # one that an ended attempt has left comes first
             if names_in(self._memory / OWN):
                 return
-            while time.monotonic() < until and not self._closed.is_set():
-                try:
-                    copy_new_steps(partner, self._memory / OWN)
-                    return
-                except ERRORS:  # it has not got its order yet
-                    self._closed.wait(_LOOK_SECONDS)
+            self._server.is_filling = True
+            try:
+                while time.monotonic() < until and not partner.ended.is_set():
+                    try:
+                        copy_new_steps(partner, self._memory / OWN)
+                        break
+                    except ERRORS:  # it has not got its order yet
+                        partner.ended.wait(_LOOK_SECONDS)
+            finally:
+                self._server.is_filling = False
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            if self._source is not None:
+            source = self._source
+            if source is not None:
                 # It may have ended, and its place be taken by another one.
                 with contextlib.suppress(*ERRORS):
-                    copy_new_steps(self._source, self._memory / PARTNER)
+                    copy_new_steps(source, self._memory / PARTNER)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -262,12 +346,12 @@ def _line(stream: BufferedIOBase) -> Any:
 
 
 def _copy(
-    source: BufferedIOBase, target: BufferedIOBase, size: int, closed: threading.Event
+    source: BufferedIOBase, target: BufferedIOBase, size: int, ended: threading.Event
 ) -> None:
     """Copy so many bytes; raises ValueError if there are fewer, or if this side has ended."""
     while size > 0:
         piece = source.read(min(size, _PIECE))
-        if not piece or closed.is_set():
+        if not piece or ended.is_set():
             raise ValueError("one side has ended")
         target.write(piece)
         size -= len(piece)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.local_files import write_atomically
 
 PROGRESS = "MAXPIPE_PROGRESS"
@@ -28,11 +29,13 @@ class Progress:
       run: its run's directory; "" while it is not known.
       step: finished steps; 0 before the first one of this process.
       at: time of that step by the machine's clock.
+      sizes: with which the run may go on; None while it is not known.
     """
 
     run: str = ""
     step: int = 0
     at: float = 0.0
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,30 @@ class ProgressFile:
         self._path = path
         self._clock = clock
         self._run = ""
+        self._sizes: Sizes | None = None
         self._written = 0.0
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether there is a supervisor that reads this."""
+        return self._path is not None
+
+    def may_go_on(self, sizes: Sizes) -> None:
+        """Tell with how many processes the run may go on."""
+        self._sizes = sizes
+        self._write(Progress(sizes=sizes))
 
     def run_directory(self, run: Path) -> None:
         """Tell the run's directory, once it exists."""
         self._run = str(run.resolve())
-        self._write(Progress(self._run))
+        self._write(Progress(self._run, sizes=self._sizes))
 
     def finished(self, step: int) -> None:
         """Tell that a step is finished; written once a second at most."""
         now = self._clock()
         if now - self._written >= _WRITE_SECONDS:
             self._written = now
-            self._write(Progress(self._run, step, now))
+            self._write(Progress(self._run, step, now, self._sizes))
 
     def _write(self, progress: Progress) -> None:
         if self._path is not None:
@@ -96,7 +110,9 @@ def progress_file_of_process() -> ProgressFile:
 def read_progress(path: Path) -> Progress:
     """Return what a trainer has written, an empty progress if it has not."""
     with suppress(OSError, ValueError, TypeError):
-        return Progress(**json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        sizes = values.pop("sizes", None)
+        return Progress(**values, sizes=Sizes(**sizes) if sizes else None)
     return Progress()
 
 

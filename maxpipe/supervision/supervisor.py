@@ -4,13 +4,11 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import functools
 import json
 import os
 import platform
 import resource
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -25,23 +23,10 @@ from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.devices.cluster import Place, free_port, job_of_process
+from maxpipe.devices.cluster import WHOLE, Place, Sizes, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.supervision.council import (
-    Council,
-    End,
-    Ended,
-    Finish,
-    Joined,
-    Message,
-    Policy,
-    Report,
-    Start,
-    Stopping,
-    describe,
-    encode,
-)
-from maxpipe.supervision.ending import LOST, die_with_parent
+from maxpipe.supervision.council import Council, Policy, describe
+from maxpipe.supervision.ending import LOST
 from maxpipe.supervision.link import (
     Hub,
     Line,
@@ -50,7 +35,20 @@ from maxpipe.supervision.link import (
     describe_absence,
     exchange,
 )
-from maxpipe.supervision.memory import MEMORY, hold, shared_memory
+from maxpipe.supervision.memory import MEMORY, SharedMemory, shared_memory
+from maxpipe.supervision.messages import (
+    End,
+    Ended,
+    Finish,
+    Joined,
+    Message,
+    Report,
+    Save,
+    Start,
+    Stopping,
+    Trained,
+    encode,
+)
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
@@ -60,60 +58,13 @@ from maxpipe.supervision.progress import (
     read_progress,
 )
 from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
+from maxpipe.supervision.trainer_process import TrainerProcess
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
 _OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
-_STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-
-
-class TrainerProcess:
-    """A running trainer, in a session of its own.
-
-    Args:
-      command: with its arguments.
-      environment: added to this process's.
-
-    Raises:
-      OSError: the command cannot be started.
-    """
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-        self._abort_at = self._kill_at = float("inf")
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while it runs; end it if due."""
-        code = self._process.poll()
-        if code is not None:
-            self._kill_group()  # worker processes may outlive it
-            return code
-        now = time.monotonic()
-        if now >= self._kill_at:
-            self._kill_group()
-        elif now >= self._abort_at:
-            self._abort_at, self._kill_at = float("inf"), now + _STACKS_SECONDS
-            self.send(signal.SIGABRT)  # Python writes the stacks of all threads
-        return None
-
-    def send(self, number: int) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    def end_within(self, seconds: float) -> None:
-        """Let `poll` end it after some seconds, if it has not ended by itself."""
-        self._abort_at = min(self._abort_at, time.monotonic() + seconds)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -124,7 +75,7 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
-      memory: a directory for replicas, the trainer's and a partner's; None if there is none.
+      memory: for replicas, the trainer's and a partner's; None if there is none.
       partners: those with whom replicas are exchanged; None without them or without memory.
 
     Attributes:
@@ -139,7 +90,7 @@ class Supervisor:
         place: Place,
         log: Callable[[str], None],
         directory: Path,
-        memory: Path | None,
+        memory: SharedMemory | None,
         partners: Partners | None = None,
     ):
         self.code: int | None = None
@@ -149,16 +100,30 @@ class Supervisor:
         self._place = place
         self._log = log
         self._memory = memory
+        self._own: Path | None = None  # of the trainer, in memory
         self._partners = partners
         self._starting: tuple[Start, Thread] | None = None
         self._attempt = 0
+        self._took_part = 0  # the latest attempt for which this one had a trainer, or would have
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
         self._downtime = ""
+        self._sizes: Sizes | None = None  # the council's, for one that takes its place
+        self._is_told = True  # whether the council knows what it could of the trainer's sizes
+        self._has_trained = True  # whether the council knows of the attempt's first step
+
+    def greeting(self, host: str) -> Joined:
+        """Return the first report, if this host's address towards supervisor 0 is `host`."""
+        # Supervisor 0 reaches itself by an address that the others cannot use.
+        reached = self._place.host if self._place.index == 0 else host
+        served = f"{reached}:{self._partners.port}" if self._partners is not None else ""
+        return Joined(self._place.count, platform.node(), served, self._took_part)
 
     def join(self, line: Line) -> None:
-        """Report over this line to the council from now on."""
+        """Report over this line, which has the greeting, from now on; raises `LinkLost`."""
         self._line = line
+        if self._sizes is not None:
+            self._report(self._sizes)
 
     def handle(self, order: Message) -> None:
         """Follow an order."""
@@ -166,11 +131,15 @@ class Supervisor:
             case Start():
                 self._attempt = order.attempt
                 self._prepare(order)
-            case End() if order.attempt == self._attempt and self._starting is not None:
+            case End() | Save() if order.attempt == self._attempt and self._starting is not None:
                 self._starting = None
-                self._report(Ended(self._attempt, LOST))
+                self._report(Ended(self._attempt, LOST if isinstance(order, End) else PREEMPTED))
+            case Save() if order.attempt == self._attempt and self._trainer is not None:
+                self._trainer.send(signal.SIGTERM)
             case End() if order.attempt == self._attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
+            case Sizes():
+                self._sizes = order
             case Finish():
                 self.code = order.code
                 if order.why:
@@ -200,35 +169,72 @@ class Supervisor:
                 self._starting = None
                 self._start(order)
         code = self._take_end()
+        self._tell_progress()
         if code is not None:
             self._report(Ended(self._attempt, code))
 
+    def _tell_progress(self) -> None:
+        """Report with how many the run can go on, and its first step, when the trainer tells."""
+        if self._is_told and self._has_trained:
+            return
+        progress = read_progress(self.progress_file)
+        if progress.sizes and not self._is_told:
+            self._report(progress.sizes)
+        self._is_told |= bool(progress.sizes or progress.run)  # they are told before the run
+        if progress.at and not self._has_trained:
+            self._has_trained = True
+            self._report(Trained(self._attempt))
+
     def _prepare(self, order: Start) -> None:
         """Start the trainer, with other supervisors when its memory has what a lost one had."""
-        if self._memory is not None:
-            hold(self._memory)
-            (self._memory / OWN).mkdir(exist_ok=True)
-        if self._partners is None or not order.memories:
+        if self._place.index not in order.indices:
+            self._log(f"process {self._place.index} waits: the others go on without it for now")
+            if self._partners is not None:
+                self._partners.rest()
+            return
+        took_part, self._took_part = self._took_part, order.attempt
+        self._own = self._hold_own()
+        if self._partners is None:
             self._start(order)
         else:
-            fetching = self._partners.begin(order.memories.split(","), order.word)
-            self._starting = order, fetching
+            addresses = order.memories.split(",") if order.memories else []
+            memories = dict(zip(order.indices, addresses, strict=False))
+            # Since it took part last, the others may have gone back, and on from there.
+            is_stale = took_part != order.previous
+            thread = self._partners.begin(memories, order.word, forgets=is_stale)
+            self._starting = order, thread
+
+    def _hold_own(self) -> Path | None:
+        """Return the trainer's directory in memory, made again if it was lost; None without one."""
+        if self._memory is None:
+            return None
+        own = self._memory.path / OWN
+        try:
+            self._memory.hold()
+            own.mkdir(exist_ok=True)
+        except OSError as error:
+            self._log(f"the trainer gets no directory in memory: {error}")
+            return None
+        return own
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
-        if self._memory is not None:
-            environment[MEMORY] = str(self._memory / OWN)
+        if self._own is not None:
+            environment[MEMORY] = str(self._own)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
             host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": f"{host}:{order.port}",
-                "JAX_NUM_PROCESSES": str(self._place.count),
-                "JAX_PROCESS_ID": str(self._place.index),
+                "JAX_NUM_PROCESSES": str(len(order.indices)),
+                "JAX_PROCESS_ID": str(order.indices.index(self._place.index)),
             }
+        if order.whole:
+            environment[WHOLE] = order.whole
+        self._is_told = self._has_trained = self._place.index > 0
         self.progress_file.unlink(missing_ok=True)
         try:
             self._trainer = TrainerProcess(self._command, environment)
@@ -279,7 +285,7 @@ def supervise(
         address = (place.host, place.port)
         partners = None
         if memory is not None and place.count > 1:
-            partners = stack.enter_context(Partners(memory, place.index, place.count))
+            partners = stack.enter_context(Partners(memory.path, place.index))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
@@ -287,23 +293,13 @@ def supervise(
             address = ("localhost", hub.port)
             stack.enter_context(_StatusWriter(council, supervisor.progress_file))
         stack.callback(supervisor.end)
-        greet = functools.partial(_greeting, place, partners)
-        return _follow(supervisor, place, address, greet, policy.wait_seconds, signals, log)
-
-
-def _greeting(place: Place, partners: Partners | None, host: str) -> Joined:
-    """Return the first report of a supervisor whose address towards supervisor 0 is `host`."""
-    # Supervisor 0 reaches itself by an address that the others cannot use.
-    reached = place.host if place.index == 0 else host
-    served = f"{reached}:{partners.port}" if partners is not None else ""
-    return Joined(place.count, platform.node(), served)
+        return _follow(supervisor, place, address, policy.wait_seconds, signals, log)
 
 
 def _follow(
     supervisor: Supervisor,
     place: Place,
     address: tuple[str, int],
-    greet: Callable[[str], Joined],
     wait_seconds: float,
     signals: list[int],
     log: Callable[[str], None],
@@ -314,7 +310,6 @@ def _follow(
       supervisor: has not joined yet.
       place: of its host in the run.
       address: host and port of supervisor 0.
-      greet: see `connect`.
       wait_seconds: for supervisor 0 to come, or to come back.
       signals: that ask to stop, as they come.
       log: takes a line for each event.
@@ -325,7 +320,7 @@ def _follow(
             line = connect(
                 address,
                 place.index,
-                greet,
+                supervisor.greeting,
                 until,
                 lambda: bool(signals or supervisor.stopped_by),
             )
@@ -335,8 +330,8 @@ def _follow(
         if line is None:
             is_interrupted = signal.SIGINT in (*signals, supervisor.stopped_by)
             return INTERRUPTED if is_interrupted else PREEMPTED
-        supervisor.join(line)
         try:
+            supervisor.join(line)
             while supervisor.code is None:
                 if signals:
                     supervisor.stop(signals.pop())

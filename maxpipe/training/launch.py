@@ -65,6 +65,7 @@ from maxpipe.training.continuity import (
     describe_changes,
     version_changes,
 )
+from maxpipe.training.elastic import fit_hosts
 from maxpipe.training.initial_weights import (
     InitialWeights,
     open_weights,
@@ -120,6 +121,7 @@ def launch(
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         with naming_all_inputs(derive_known(loaded.config)):
+            loaded = fit_hosts(loaded, supervision.progress)
             config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)

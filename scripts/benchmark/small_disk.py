@@ -47,7 +47,8 @@ class SmallDisk:
                 break
             except OSError:
                 if time.monotonic() > until:
-                    raise
+                    _command("umount", "-l", str(self.place))  # when it is not busy any more
+                    break
                 time.sleep(0.5)
         self._image.unlink()
         self.place.rmdir()

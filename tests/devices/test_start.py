@@ -4,6 +4,8 @@ import jax
 import pytest
 
 from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config.elastic import Hosts
+from maxpipe.devices.cluster import WHOLE, whole_variable
 from maxpipe.devices.start import simulated_share, start_jax, start_processes
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
@@ -98,3 +100,9 @@ class TestStartOfProcesses:
             ConfigError, match="6 do not divide over 4 processes; take a multiple of 4"
         ):
             simulated_share(6)
+
+    def test_simulated_share_of_a_run_without_some_hosts_stays(self, started, monkeypatch):
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+        monkeypatch.setenv(WHOLE, whole_variable(Hosts(4, 8)))
+        assert simulated_share(8) == 2

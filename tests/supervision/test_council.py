@@ -4,18 +4,17 @@ import signal
 
 import pytest
 
-from maxpipe.supervision.council import (
-    Council,
+from maxpipe.devices.cluster import Sizes
+from maxpipe.supervision.council import Council, Policy, verdict
+from maxpipe.supervision.messages import (
     End,
     Ended,
     Finish,
     Joined,
-    Policy,
+    Save,
     Start,
     Stopping,
-    decode,
-    encode,
-    verdict,
+    Trained,
 )
 
 
@@ -49,8 +48,15 @@ class Supervised:
         return orders
 
     def orders(self, after=0.0):
+        """Return the orders after some seconds, without what supervisors only have to keep."""
         self.now += after
-        return self.council.take_orders() + self.council.take_orders()
+        orders = self.council.take_orders() + self.council.take_orders()
+        return [order for order in orders if not isinstance(order, Sizes)]
+
+    def trained(self, seconds):
+        """Let the attempt finish its first step some seconds from now."""
+        self.now += seconds
+        self.council.receive(0, Trained(self.council.status.attempt))
 
 
 @pytest.fixture
@@ -80,30 +86,6 @@ def run():
 )
 def test_verdict_of_several_codes_is_the_cause(codes, decisive):
     assert verdict(codes) == decisive
-
-
-@pytest.mark.parametrize(
-    "message", [Joined(2, "a"), Ended(1, -9), Stopping(15), Start(3, 7, "j"), End(3, 2.0)]
-)
-def test_message_decoded_is_what_was_encoded(message):
-    assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        "[]",
-        '{"kind": "Fly"}',
-        '{"kind": "End"}',
-        '{"kind": "Ended", "attempt": 1, "code": "x"}',
-        "[" * 9999,
-    ],
-)
-def test_decode_of_a_stranger_s_line_raises_value_error(line):
-    with pytest.raises(ValueError):  # noqa: PT011
-        decode(line)
 
 
 def test_council_starts_when_all_supervisors_are_there():
@@ -294,3 +276,305 @@ def test_council_that_loses_a_supervisor_ends_the_others_and_waits_for_it(run):
 def test_council_ignores_the_end_of_an_earlier_attempt(run):
     run.council.receive(0, Ended(1, 42))
     assert run.orders() == []
+
+
+def elastic(count=4, counts="1,2", **policy):
+    """Return a council whose trainers have told that they can go on with fewer processes."""
+    run = Supervised(count, pause_seconds=1, wait_seconds=600, **policy)
+    run.join()
+    run.council.receive(0, Sizes(counts, 60.0, "whole"))
+    return run
+
+
+def lose(run, *members):
+    """Lose supervisors, and let the trainers of the others of the attempt end after them."""
+    running = [i for i in run.council.status.members if i in run.council._running]
+    for member in members:
+        run.council.lose(member)
+    return run.end(*((i, 134) for i in running if i not in members))
+
+
+@pytest.mark.parametrize(
+    ("lost", "counts", "members"),
+    [
+        ([3], "1,2,3", [0, 1, 2]),
+        ([3], "1,2", [0, 1]),
+        ([1], "1,2", [0, 2]),
+        ([1, 2, 3], "1,2", [0]),
+        ([1, 2], "3", None),
+        ([1, 2], "", None),
+        ([0], "1,2,3", None),
+    ],
+)
+def test_council_of_an_elastic_run_goes_on_with_as_many_as_can(lost, counts, members):
+    run = elastic(counts=counts)
+    lose(run, *lost)
+    assert run.orders(after=59) == []
+    starts = run.orders(after=1.5)
+    if members is None:
+        assert starts == []
+        (finish,) = run.orders(after=600)
+        assert finish.code == 134
+    else:
+        (start,) = starts
+        assert (start.indices, start.whole) == (members, "whole")
+        names = ", ".join(map(str, members))
+        assert f"with {len(members)} of 4 processes ({names})" in run.council.status.state
+        told = run.log[-1]
+        assert told.endswith("has not come back in 60 s (mesh.elastic.wait_seconds)")
+
+
+def test_council_of_an_elastic_run_waits_for_a_host_and_starts_with_all_when_it_is_back():
+    run = elastic()
+    lose(run, 2)
+    assert run.orders(after=59) == []
+    assert "waits for process 2, 60 s at most, then goes on with 2 of 4" in run.log
+    (start,) = run.join(2)
+    assert (start.indices, start.whole) == ([0, 1, 2, 3], "")
+
+
+def test_council_that_does_not_know_sizes_yet_waits_for_all():
+    run = Supervised(2, pause_seconds=1, wait_seconds=600)
+    run.join()
+    lose(run, 1)
+    assert run.orders(after=500) == []
+
+
+@pytest.fixture
+def shrunk():
+    """Return a council of four that goes on with processes 0 and 1, while 2 waits."""
+    run = elastic()
+    lose(run, 3)
+    (start,) = run.orders(after=62)
+    assert start.indices == [0, 1]
+    run.trained(1)
+    return run
+
+
+def test_council_that_goes_on_with_fewer_ends_only_these(shrunk):
+    assert shrunk.end((2, 42)) == []
+    shrunk.council.lose(2)
+    assert shrunk.orders() == []
+    assert shrunk.end((1, 0), (0, 0))[-1] == Finish(0, "")
+
+
+def test_council_lets_a_waiting_host_that_is_asked_to_stop_go_alone(shrunk):
+    refusal = shrunk.council.receive(2, Stopping(signal.SIGTERM))
+    assert refusal == Finish(75, "asked to stop")
+    assert shrunk.orders() == []
+    assert 2 not in shrunk.council.status.members
+    shrunk.end((0, -9), (1, 134))
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_puts_a_waiting_host_in_the_place_of_a_lost_one_at_once(shrunk):
+    lose(shrunk, 1)
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 2]
+
+
+def test_council_restarts_fewer_processes_without_another_wait(shrunk):
+    shrunk.end((0, -9), (1, 134))
+    (start,) = shrunk.orders(after=2.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_grows_at_a_clean_point_when_a_host_has_come_back_to_stay(shrunk):
+    assert shrunk.join(3) == []
+    assert shrunk.orders(after=4.5) == []
+    assert shrunk.orders(after=1) == [Save(shrunk.council.status.attempt)]
+    assert shrunk.orders(after=1) == [], "it asks once"
+    restarts = shrunk.council.status.restarts
+    orders = shrunk.end((0, 75), (1, 75))
+    assert orders[-1].indices == [0, 1, 2, 3], "without a pause"
+    assert shrunk.council.status.restarts == restarts
+
+
+def test_council_does_not_grow_for_a_host_with_which_no_size_fits():
+    run = elastic(counts="1,2")
+    lose(run, 2, 3)
+    run.orders(after=62)
+    assert run.join(3) == []
+    assert run.orders(after=100) == []
+
+
+def test_council_whose_new_host_is_lost_while_others_save_goes_on_with_them(shrunk):
+    shrunk.join(3)
+    shrunk.orders(after=6)
+    shrunk.council.lose(3)
+    orders = shrunk.end((0, 75), (1, 75))
+    assert orders[-1].indices == [0, 1]
+
+
+def test_council_opens_memories_anew_when_others_take_part():
+    run = elastic()
+    for member in range(4):
+        run.council.lose(member)
+        run.council.receive(member, Joined(4, "host", f"host:{member}"))
+    run.end(*((member, 134) for member in range(4)))
+    (first,) = run.orders(after=1.5)
+    assert first.memories == "host:0,host:1,host:2,host:3"
+    run.end(*((member, 134) for member in range(4)))
+    (again,) = run.orders(after=2.5)
+    assert again.word == first.word
+    lose(run, 2)
+    (fewer,) = run.orders(after=66)
+    assert fewer.memories == "host:0,host:1"
+    assert fewer.word != first.word
+
+
+def test_council_does_not_stop_an_attempt_for_others_before_it_was_worth_its_start():
+    run = elastic()
+    lose(run, 3)
+    run.orders(after=62)
+    run.join(3)
+    assert run.orders(after=1000) == [], "without a step it would get nowhere"
+    run.trained(0)
+    assert run.orders(after=1999) == []
+    assert [type(order) for order in run.orders(after=2)] == [Save]
+
+
+def test_council_waits_longer_each_time_before_others_stop_for_a_host(shrunk):
+    waited = []
+    for _ in range(4):
+        shrunk.join(3)
+        began = shrunk.now
+        while not shrunk.orders(after=1):
+            pass
+        waited.append(shrunk.now - began)
+        shrunk.council.lose(3)
+        shrunk.end((0, 75), (1, 75))
+        shrunk.trained(1)
+    assert waited == [5, 10, 20, 40]
+
+
+def test_council_forgets_restarts_after_half_an_hour_that_ends_to_grow(shrunk):
+    shrunk.now += 1800
+    shrunk.join(3)
+    shrunk.orders(after=6)
+    shrunk.end((0, 75), (1, 75))
+    shrunk.end(*((member, 134) for member in range(4)))
+    assert "restart 1 of at most 20" in shrunk.log[-1]
+
+
+def test_council_asked_to_stop_does_not_grow(shrunk):
+    shrunk.join(3)
+    shrunk.council.receive(1, Stopping(signal.SIGTERM))
+    assert shrunk.orders(after=100) == []
+    assert shrunk.end((0, 75), (1, 75))[-1] == Finish(75, "asked to stop")
+
+
+def test_council_waits_no_longer_for_a_host_because_others_come_and_go():
+    run = elastic(counts="1,2")
+    lose(run, 3)
+    for comes, goes in ((3, 2), (2, 3), (3, 2)):
+        run.council.lose(goes)
+        run.join(comes)
+        assert run.orders(after=19) == []
+    (start,) = run.orders(after=3.5)
+    assert start.indices == [0, 1]
+
+
+def test_council_without_sizes_gives_up_on_a_host_that_comes_and_goes():
+    run = Supervised(3, pause_seconds=1, wait_seconds=60)
+    run.join()
+    lose(run, 2)
+    run.council.lose(1)
+    for member in (1, 2, 1, 2, 1):
+        assert run.orders(after=10) == []
+        run.join(member)
+        run.council.lose(member)
+    (finish,) = run.orders(after=11)
+    assert finish.code == 134
+
+
+def test_council_adds_no_pause_to_the_wait_for_a_host():
+    run = Supervised(4, pause_seconds=100, wait_seconds=600)
+    run.join()
+    run.council.receive(0, Sizes("1,2", 60.0, "whole"))
+    lose(run, 3)
+    assert run.orders(after=99) == []
+    assert [type(order) for order in run.orders(after=2)] == [Start]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_council_whose_fewer_processes_cannot_run_waits_for_more(code):
+    run = elastic(counts="1,2,3")
+    lose(run, 2, 3)
+    (start,) = run.orders(after=62)
+    assert start.indices == [0, 1]
+    assert run.end((0, code), (1, code))[-1:] == [End(start.attempt, 60.0)]
+    assert f"exit code {code} before a step" in " ".join(run.log)
+    assert run.orders(after=500) == [], "neither 2 nor 1 of them"
+    (start,) = run.join(3)
+    assert start.indices == [0, 1, 3]
+
+
+def test_council_whose_fewer_processes_have_trained_ends_with_their_error(shrunk):
+    assert shrunk.end((0, 1), (1, 1))[-1] == Finish(1, "")
+
+
+def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others():
+    before = elastic()
+    sizes = before.council._sizes
+    run = Supervised(4, wait_seconds=600)
+    run.join(0)
+    for member in (1, 2):
+        run.council.receive(member, Joined(4, "host", "", 3_000_000_000 + member))
+        run.council.receive(member, sizes)
+    assert run.orders(after=59) == []
+    (start,) = run.orders(after=1.5)
+    assert (start.indices, start.whole) == ([0, 1], "whole")
+    assert start.previous == 3_000_000_002
+    assert start.attempt > start.previous
+
+
+def test_council_passes_sizes_on_and_to_those_that_come_later():
+    run = elastic()
+    assert Sizes("1,2", 60.0, "whole") in run.council.take_orders()
+    run.council.lose(3)
+    run.council.take_orders()
+    run.council.receive(3, Joined(4, "host3"))
+    assert Sizes("1,2", 60.0, "whole") in run.council.take_orders()
+
+
+@pytest.mark.parametrize("counts", ["x", "0", "4", "1,,-1"])
+def test_council_refuses_sizes_that_are_none(counts):
+    run = elastic()
+    with pytest.raises(ValueError):  # noqa: PT011
+        run.council.receive(0, Sizes(counts, 60.0, "whole"))
+    assert run.council._sizes == Sizes("1,2", 60.0, "whole")
+
+
+def test_council_believes_sizes_of_process_0_against_the_others():
+    run = elastic()
+    run.council.receive(1, Sizes("1", 1.0, "other"))
+    assert run.council._sizes == Sizes("1,2", 60.0, "whole")
+    run.council.receive(0, Sizes("2", 60.0, "whole"))
+    assert run.council._sizes.counts == "2"
+
+
+def test_council_tells_in_each_start_which_attempt_was_before(run):
+    first = run.council.status.attempt
+    run.end((0, -9), (1, 134))
+    (start,) = run.orders(after=4)
+    assert start.previous == first
+
+
+def test_council_lets_a_waiting_host_go_alone_also_between_attempts(shrunk):
+    lose(shrunk, 1)
+    assert shrunk.council.receive(2, Stopping(signal.SIGTERM)) == Finish(75, "asked to stop")
+    assert shrunk.orders(after=2.5) == []
+    (start,) = shrunk.join(1)
+    assert start.indices == [0, 1]
+
+
+def test_council_shows_and_says_which_hosts_wait(shrunk):
+    assert shrunk.council.status.waiting == [2]
+    shrunk.join(3)
+    assert shrunk.council.status.waiting == [2, 3]
+    assert shrunk.log[-1] == "process 3 on host3 has joined, and waits: the others have gone on"
+    shrunk.orders(after=6)
+    shrunk.end((0, 75), (1, 75))
+    assert shrunk.council.status.waiting == []

@@ -10,18 +10,9 @@ import time
 import pytest
 
 from maxpipe.supervision import link
-from maxpipe.supervision.council import (
-    Council,
-    End,
-    Ended,
-    Finish,
-    Joined,
-    Policy,
-    Start,
-    decode,
-    encode,
-)
+from maxpipe.supervision.council import Council, Policy
 from maxpipe.supervision.link import Hub
+from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, decode, encode
 
 
 class Member:

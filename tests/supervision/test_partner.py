@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import threading
 import time
 
 import pytest
@@ -120,27 +121,32 @@ def test_source_refuses_files_outside_of_the_step(tmp_path, monkeypatch):
 class Host:
     """Partners of one supervisor among several, with a memory of its own."""
 
-    def __init__(self, memory, index, count):
-        self.memory = memory
+    def __init__(self, memory, index):
+        self.memory, self.index = memory, index
         memory.mkdir()
         (memory / OWN).mkdir()
-        self.partners = Partners(memory, index, count)
+        self.partners = Partners(memory, index)
         self.partners.__enter__()
 
-    def begin(self, hosts):
-        addresses = [f"localhost:{host.partners.port}" for host in hosts]
-        self.partners.begin(addresses, "word").join()
+    def begin(self, hosts, **more):
+        addresses = {host.index: f"localhost:{host.partners.port}" for host in hosts}
+        return self.partners.begin(addresses, f"word {[*addresses]}", **more)
 
     def lose(self):
         self.partners.__exit__()
         self.memory.rename(self.memory.with_name("lost"))
 
 
+def begin_together(hosts):
+    """Begin an attempt of these hosts; one that began alone would wait for the others."""
+    for thread in [host.begin(hosts) for host in hosts]:
+        thread.join()
+
+
 @pytest.fixture
 def hosts(tmp_path):
-    hosts = [Host(tmp_path / f"host{index}", index, 3) for index in range(3)]
-    for host in hosts:
-        host.begin(hosts)
+    hosts = [Host(tmp_path / f"host{index}", index) for index in range(3)]
+    begin_together(hosts)
     yield hosts
     for host in hosts:
         host.partners.__exit__()
@@ -161,9 +167,8 @@ def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, los
     write(hosts[lost].memory / OWN, 10, 20)
     until(lambda: steps_in(hosts[(lost + 1) % 3].memory / PARTNER) == [10, 20])
     hosts[lost].lose()
-    hosts[lost] = Host(tmp_path / "new", lost, 3)
-    for host in reversed(hosts):
-        host.begin(hosts)
+    hosts[lost] = Host(tmp_path / "new", lost)
+    begin_together(hosts)
     assert steps_in(hosts[lost].memory / OWN) == [10, 20]
     assert is_whole(hosts[lost].memory / OWN, 20)
 
@@ -173,5 +178,115 @@ def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
     until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
     shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
     write(hosts[0].memory / OWN, 20)
-    hosts[0].begin(hosts)
+    hosts[0].begin(hosts).join()
     assert steps_in(hosts[0].memory / OWN) == [20]
+
+
+def test_partners_of_fewer_hosts_follow_the_one_before_among_them(hosts):
+    for number, host in enumerate(hosts, 1):
+        write(host.memory / OWN, 10 * number)
+    until(lambda: steps_in(hosts[2].memory / PARTNER) == [20])
+    hosts[1].lose()
+    begin_together([hosts[0], hosts[2]])
+    until(lambda: steps_in(hosts[2].memory / PARTNER) == [10])
+    until(lambda: json.loads((hosts[0].memory / COPIED).read_text()) == [f"{RUN}/10"])
+
+
+def test_partner_left_alone_waits_for_no_copy_and_gives_away_nothing_of_the_lost(hosts):
+    write(hosts[1].memory / OWN, 10)
+    write(hosts[2].memory / OWN, 10)
+    until(lambda: json.loads((hosts[1].memory / COPIED).read_text()) == [f"{RUN}/10"])
+    until(lambda: steps_in(hosts[0].memory / PARTNER) == [10])
+    hosts[0].begin([hosts[0]]).join()
+    assert steps_in(hosts[0].memory / PARTNER) == []
+    hosts[1].begin([hosts[1]]).join()
+    assert json.loads((hosts[1].memory / COPIED).read_text()) == []
+    assert steps_in(hosts[1].memory / OWN) == [10]
+
+
+def test_partners_of_another_history_forget_their_steps_and_copies(hosts):
+    for host in hosts:
+        write(host.memory / OWN, 10)
+    until(lambda: steps_in(hosts[2].memory / PARTNER) == [10])
+    until(lambda: (hosts[2].memory / COPIED).read_text() == f'["{RUN}/10"]')
+    for host in hosts:
+        host.partners.rest()
+    hosts[2].begin([hosts[2]], forgets=True).join()
+    assert steps_in(hosts[2].memory / OWN) == steps_in(hosts[2].memory / PARTNER) == []
+    assert (hosts[2].memory / COPIED).read_text() == "[]"
+
+
+def test_partners_fetch_steps_of_the_common_history_in_place_of_their_own(hosts):
+    write(hosts[0].memory / OWN, 10)
+    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
+    hosts[0].partners.rest()
+    shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
+    write(hosts[0].memory / OWN, 20)
+    hosts[0].begin(hosts, forgets=True).join()
+    assert steps_in(hosts[0].memory / OWN) == [10]
+
+
+def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_name(
+    hosts, monkeypatch
+):
+    copied, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    fetch = Source.fetch
+
+    def late(source, name, target):
+        fetch(source, name, target)
+        if target.is_relative_to(hosts[1].memory):
+            copied.set()
+            goes_on.wait(30)
+            monkeypatch.setattr(Source, "fetch", fetch)
+
+    copy = partner.copy_new_steps
+
+    def told(source, target):
+        try:
+            copy(source, target)
+        finally:
+            if copied.is_set() and target == hosts[1].memory / PARTNER:
+                ended.set()
+
+    monkeypatch.setattr(Source, "fetch", late)
+    monkeypatch.setattr(partner, "copy_new_steps", told)
+    write(hosts[0].memory / OWN, 10)
+    assert copied.wait(30)
+    hosts[1].begin([hosts[1]]).join()
+    goes_on.set()
+    assert ended.wait(30)
+    assert [*(hosts[1].memory / PARTNER).glob("*/*")] == []
+
+
+def test_partners_serve_nobody_until_what_is_not_the_attempt_s_has_been_removed(hosts, monkeypatch):
+    write(hosts[0].memory / OWN, 10)
+    until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
+    seen = []
+    remove = partner._remove
+
+    def look_and_remove(part, names):
+        seen.append(hosts[1].partners._server._word)
+        remove(part, names)
+
+    monkeypatch.setattr(partner, "_remove", look_and_remove)
+    hosts[1].begin([hosts[1]]).join()
+    assert seen == [None]
+
+
+def test_partners_whose_memory_was_made_again_say_that_no_step_is_copied(hosts):
+    shutil.rmtree(hosts[0].memory)
+    hosts[0].memory.mkdir()
+    hosts[0].partners.rest()
+    hosts[0].begin([hosts[0]]).join()
+    assert (hosts[0].memory / COPIED).read_text() == "[]"
+
+
+def test_partners_that_fail_to_fetch_say_again_which_steps_there_are(hosts, monkeypatch):
+    def fail(source, target):
+        if target == hosts[0].memory / OWN:
+            raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(partner, "copy_new_steps", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    hosts[0].begin(hosts).join()
+    assert not hosts[0].partners._server.is_filling

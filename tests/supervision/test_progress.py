@@ -2,6 +2,7 @@
 
 import os
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision.progress import Progress, ProgressFile, read_progress
 
 
@@ -22,3 +23,16 @@ def test_progress_is_written_without_waiting_for_the_disk(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", flush)
     ProgressFile(tmp_path / "progress.json").finished(3)
     assert read_progress(tmp_path / "progress.json").step == 3
+
+
+def test_sizes_to_go_on_with_stay_in_what_is_told_of_the_run(tmp_path):
+    sizes = Sizes("1,2", 30.0, "{}")
+    file = ProgressFile(tmp_path / "progress.json")
+    assert file.is_read
+    assert not ProgressFile().is_read
+    file.may_go_on(sizes)
+    assert read_progress(tmp_path / "progress.json") == Progress(sizes=sizes)
+    file.run_directory(tmp_path)
+    file.finished(3)
+    told = read_progress(tmp_path / "progress.json")
+    assert (told.run, told.step, told.sizes) == (str(tmp_path), 3, sizes)

@@ -1,6 +1,7 @@
 """Supervisors and their trainers as processes; the trainers are a few lines of Python."""
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -19,15 +20,17 @@ from helpers.members import free_port
 from helpers.training_process import inherited
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place
+from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes
 from maxpipe.supervision import supervisor
-from maxpipe.supervision.council import Policy, Start
+from maxpipe.supervision.council import Policy
 from maxpipe.supervision.memory import shared_memory
+from maxpipe.supervision.messages import Start, Trained, decode
 from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
 # death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;
-# "replica" waits when it has written a replica of step 5 into its memory.
+# "replica" waits when it has written a replica of step 5 into its memory; "elastic" waits when it
+# has told that one process can go on alone, and of a step.
 TRAINER = """
 import faulthandler, os, pathlib, signal, sys, time
 faulthandler.enable()
@@ -60,8 +63,13 @@ print("memory", memory, "holds", *held, flush=True)
 if act == "replica":
     (memory / "0a" / "5").mkdir(parents=True)
     (memory / "0a" / "5" / "data").write_text(index)
+if act == "elastic":
+    sizes = '{"sizes": {"counts": "1", "wait_seconds": 0.5, "whole": "all"}, "step": 1, "at": 1.0}'
+    pathlib.Path(os.environ["MAXPIPE_PROGRESS"]).write_text(sizes)
+count, whole = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "MAXPIPE_WHOLE"))
+print("one of", count, "of", whole, flush=True)
 print("ready", flush=True)
-if act in ("wait", "deaf", "replica"):
+if act in ("wait", "deaf", "replica", "elastic"):
     waiting_here()
 time.sleep(0.3)
 if act == "kill":
@@ -304,6 +312,93 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
     assert downtime_after({"run": "r", "step": 4, "at": before}) != trained
 
 
+class Heard:
+    """A line to a council, and what has been reported over it."""
+
+    def __init__(self):
+        self.reports = []
+
+    def send(self, text):
+        self.reports.append(decode(text))
+
+
+def test_supervisor_tells_the_council_of_the_first_step_of_each_attempt_once(tmp_path):
+    place = Place("localhost", 0, 1, 0)
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    here, line = Supervisor(command, place, lambda text: None, tmp_path, None), Heard()
+    here.join(line)
+    for attempt in (1, 2):
+        here.handle(Start(attempt, 7, ""))
+        here.look()
+        here.progress_file.write_text(json.dumps({"run": "r", "step": 0, "at": 0.0}))
+        here.look()
+        assert Trained(attempt) not in line.reports
+        here.progress_file.write_text(json.dumps({"run": "r", "step": 3, "at": 9.0}))
+        here.look()
+        here.look()
+        here.end()
+    assert line.reports == [Trained(1), Trained(2)]
+
+
+def test_supervisor_says_what_an_earlier_council_had_told(tmp_path):
+    here = Supervisor([], Place("localhost", 0, 3, 2), lambda text: None, tmp_path, None)
+    here.join(Heard())
+    sizes = Sizes("1,2", 60.0, "all")
+    here.handle(sizes)
+    here.handle(Start(5, 7, "", "0,1"))
+    assert here.greeting("host").attempt == 0, "it has only waited"
+    line = Heard()
+    here.join(line)
+    assert line.reports == [sizes]
+
+
+class Remembered:
+    """Partners that note what they begin with."""
+
+    port = 1
+
+    def __init__(self):
+        self.forgot = []
+
+    def begin(self, addresses, word, *, forgets):
+        self.forgot.append(forgets)
+        return threading.Thread()
+
+    def rest(self):
+        self.forgot.append("rest")
+
+
+def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas(tmp_path):
+    partners = Remembered()
+    place = Place("localhost", 0, 3, 2)
+    here = Supervisor([], place, lambda text: None, tmp_path, None, partners)
+    for attempt, members, previous in ((1, "0,1,2", 0), (2, "0,1,2", 1), (3, "0,1", 2)):
+        here.handle(Start(attempt, 7, "", members, previous=previous))
+        here.end()
+    assert partners.forgot == [False, False, "rest"]
+    assert here.greeting("host").attempt == 2
+    here.handle(Start(4, 7, "", "0,1,2", previous=3))
+    here.end()
+    here.handle(Start(6, 7, "", "0,1,2", previous=5))  # 5 began while its line was lost
+    assert partners.forgot[3:] == [True, True]
+
+
+def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_path, monkeypatch):
+    log = []
+    with shared_memory() as memory:
+        place = Place("localhost", 0, 1, 0)
+        here = Supervisor([sys.executable, "-c", ""], place, log.append, tmp_path, memory)
+
+        def fail():
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(memory, "hold", fail)
+        here.handle(Start(1, 7, ""))
+        assert here._trainer is not None
+        here.end()
+    assert "the trainer gets no directory in memory: [Errno 28] No space left on device" in log
+
+
 @pytest.mark.parametrize(("hard", "allowed"), [(4096, 1064), (512, None)])
 def test_supervise_needs_a_line_to_each_supervisor(monkeypatch, hard, allowed):
     limits = []
@@ -383,6 +478,25 @@ def test_supervise_killed_takes_its_trainer_along_and_comes_back(tmp_path, lost)
         assert run.processes[1 - lost].poll() is None
         run.start(lost)
         assert run.codes() == [0, 0]
+
+
+def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back(tmp_path):
+    with Supervised(tmp_path, "elastic elastic 0", "wait 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        run.processes[1].kill()
+        run.processes[1].wait()
+        run.ready(2, 0)
+        run.start(1)
+        assert run.codes() == [0, 0]
+    output = run.output()
+    assert re.findall("one of .*", output) == [
+        "one of 2 of None",
+        "one of 1 of all",
+        "one of 2 of None",
+    ]
+    assert "with 1 of 2 processes (0): process 1 has not come back in 0.5 s" in output
+    assert output.index("saves, to go on with 2 of 2") < output.rindex("got 15")
 
 
 def memory_of(run, index, attempt=0):

@@ -33,6 +33,7 @@ LONGEST_PATH = 3500  # bytes of a path, of 4096, which leaves room for the names
 LEAST_SPIKE_WINDOW = 16
 LEAST_SHARE = 0.001  # of a source in a mixture
 _MIXTURE_FIELDS = ("source", "path", "weight")
+_SHRINKABLE = ("data", "fsdp")  # axes that split rows, and no dimension that the model needs split
 
 
 @rule("run_name")
@@ -340,6 +341,31 @@ def check_keep_best(c: Config) -> None:
         raise ConfigError(Problem("checkpoint.keep_best", message))
 
 
+@rule("mesh.elastic", "checkpoint.every", "checkpoint.every_minutes", "compile.load")
+def check_elastic(c: Config) -> None:
+    """Check that elastic axes split the batch, and that a run can go on with fewer hosts."""
+    axes, key = c.mesh.elastic.axes, "mesh.elastic.axes"
+    problems = [
+        f"{axis!r} is not one of {', '.join(_SHRINKABLE)}{nearest(axis, [*_SHRINKABLE])}: a model "
+        "has no place on fewer devices of another axis"
+        for axis in axes
+        if axis not in _SHRINKABLE
+    ]
+    if len({*axes}) < len(axes):
+        problems.append(f"names an axis twice: {', '.join(axes)}")
+    if axes and not (c.checkpoint.every or c.checkpoint.every_minutes):
+        problems.append(
+            "without checkpoints the run cannot go on with fewer hosts: give checkpoint.every"
+        )
+    if axes and c.compile.load:
+        problems.append(
+            "compile.load names a step for all hosts, with which fewer cannot go on: leave out one "
+            "of the two keys"
+        )
+    if problems:
+        raise ConfigError(*(Problem(key, problem) for problem in problems))
+
+
 @rule("optimizer.spike_window")
 def check_spike_window(c: Config) -> None:
     """Check that a standard deviation of the window means something."""
@@ -435,6 +461,7 @@ RUN_RULES = (
     check_mirror,
     check_keep_every,
     check_keep_best,
+    check_elastic,
     check_spike_window,
     derive_learning_rate_steps,
     check_profile_steps,

@@ -59,11 +59,26 @@ class AxesConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """`mesh.elastic.*`: going on without hosts that do not come back, under a supervisor."""
+
+    axes: list[str] = option(  # noqa: RUF009
+        [],
+        "mesh axes, of data and fsdp, that shrink when a host is lost, the first one first; empty "
+        "= wait for the host, as long as `maxpipe supervise --wait` says",
+    )
+    wait_seconds: float = option(
+        120.0, "seconds that a lost host has to come back before the others go on", minimum=0
+    )
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """`mesh.*`: axes within a slice (ici) and over slices (dcn)."""
 
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     simulated_devices: int = option(
         0,
         "number of devices that the CPU backend pretends to have, over all processes; "

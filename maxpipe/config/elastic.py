@@ -1,0 +1,184 @@
+"""Fit a configuration to fewer hosts than it is written for: smaller axes, the same batch.
+
+Only sizes of the axes that `mesh.elastic.axes` names and the number of microbatches change. Each
+device keeps about as many rows of a microbatch as before, so that activations take about as much
+memory, and there are more microbatches. Losses depend on neither. A smaller `fsdp` leaves each
+device more of the parameters and of the optimizer's state.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import Loaded, resolve
+from maxpipe.config.options import get, update
+from maxpipe.config.rules.batches import data_shards
+from maxpipe.config.rules.engines import check_processes
+from maxpipe.config.rules.mesh import LEVELS
+from maxpipe.config.rules.rule import Updates, divisors
+from maxpipe.config.sections import MESH_AXES, Config
+
+KEY = "mesh.elastic.axes"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What takes part in an attempt of a run: processes, and their devices over all slices."""
+
+    processes: int
+    devices: int
+    slices: int = 1
+
+    def fewer(self, processes: int) -> "Hosts | None":
+        """Return what some of the processes have together; None if they cannot be told apart.
+
+        Processes have equal numbers of devices, and are slices of their own or all in one.
+        """
+        if self.devices % self.processes or self.slices not in (1, self.processes):
+            return None
+        devices = self.devices // self.processes * processes
+        return Hosts(processes, devices, processes if self.slices > 1 else 1)
+
+
+def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
+    """Return the configuration for fewer hosts, with a remark that says what has changed.
+
+    Args:
+      loaded: for all hosts.
+      whole: all hosts.
+      now: those that there are.
+
+    Raises:
+      ConfigError: it does not fit `whole`, or nothing of it fits `now`; the message has the numbers
+        of processes that do.
+    """
+    config = resolve(loaded, whole.devices, whole.slices)
+    smaller = _fewer(loaded, config, whole, now)
+    if smaller is not None:
+        return smaller
+    axes = ", ".join(config.mesh.elastic.axes)
+    fitting = ", ".join(map(str, _counts(loaded, config, whole))) or "none"
+    message = (
+        f"{now.processes} of {whole.processes} processes with {now.devices} devices cannot go on: "
+        f"no smaller {axes} divides data.global_batch_size={config.data.global_batch_size} and "
+        f"fits the other axes; numbers of processes that do: {fitting}"
+    )
+    raise ConfigError(Problem(KEY, message))
+
+
+def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
+    """Return the smaller numbers of processes that `fit_fewer` takes, ascending.
+
+    Args:
+      loaded: for all hosts.
+      whole: all hosts.
+
+    Raises:
+      ConfigError: it does not fit `whole`, or there are none.
+    """
+    config = resolve(loaded, whole.devices, whole.slices)
+    counts = _counts(loaded, config, whole)
+    if counts:
+        return counts
+    sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
+    message = (
+        f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "
+        f"processes of {_per_process(whole)} with "
+        f"data.global_batch_size={config.data.global_batch_size}; name axes that are spread over "
+        "processes, or leave the key out"
+    )
+    if whole.slices not in (1, whole.processes):
+        message = (
+            f"{whole.slices} slices of several of the {whole.processes} processes cannot go on "
+            "without one of them: leave the key out"
+        )
+    raise ConfigError(Problem(KEY, message))
+
+
+def _per_process(whole: Hosts) -> str:
+    each, rest = divmod(whole.devices, whole.processes)
+    if rest:
+        return f"unequal numbers of the {whole.devices} devices"
+    return f"{each} device{'s' * (each > 1)}"
+
+
+def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
+    return [
+        count
+        for count in range(1, whole.processes)
+        if (hosts := whole.fewer(count)) and _fewer(loaded, config, whole, hosts)
+    ]
+
+
+def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded | None:
+    """Return the configuration for fewer hosts; None if nothing fits.
+
+    Args:
+      loaded: as written.
+      config: resolved for `whole`.
+      whole: all hosts.
+      now: those that there are.
+    """
+    devices = {"ici": now.devices // now.slices, "dcn": now.slices}
+    for sizes in itertools.product(*(_shrunk(config, level, devices[level]) for level in LEVELS)):
+        mesh: Updates = {
+            f"mesh.{level}.{axis}": size
+            for level, axes in zip(LEVELS, sizes, strict=True)
+            for axis, size in axes.items()
+        }
+        smaller = update(config, mesh)
+        for count in _microbatches(config, smaller):
+            updates = {**mesh, "pipeline.num_microbatches": count}
+            fitted = replace(loaded, config=update(loaded.config, updates))
+            try:
+                check_processes(resolve(fitted, now.devices, now.slices), now.processes)
+            except ConfigError:
+                continue
+            remark = _remark(config, update(config, updates), whole, now)
+            return replace(fitted, remarks=(*loaded.remarks, remark))
+    return None
+
+
+def _shrunk(config: Config, level: str, count: int) -> Iterator[dict[str, int]]:
+    """Yield sizes of all axes of a level with `count` as their product, last axes kept longest."""
+    sizes = {axis: get(config, f"mesh.{level}.{axis}") for axis in MESH_AXES}
+    axes = config.mesh.elastic.axes
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in axes)
+    if count % fixed:
+        return
+    usable = [[size for size in divisors(count // fixed) if size <= sizes[axis]] for axis in axes]
+    choices = [
+        dict(zip(axes, chosen, strict=True))
+        for chosen in itertools.product(*usable)
+        if math.prod(chosen) * fixed == count
+    ]
+    choices.sort(key=lambda chosen: [-chosen[axis] for axis in reversed(axes)])
+    for choice in choices:
+        yield sizes | choice
+
+
+def _microbatches(config: Config, smaller: Config) -> list[int]:
+    """Return numbers of microbatches with at most as many rows on a device as before, ascending.
+
+    A schedule from a file has the number that it is written for.
+    """
+    count = config.pipeline.num_microbatches
+    if config.pipeline.schedule.endswith(".csv") and ENGINES[config.pipeline.engine].has_stages:
+        return [count]
+    rows, rest = divmod(config.data.global_batch_size, data_shards(smaller))
+    least = count * data_shards(config) / data_shards(smaller)
+    return [] if rest else [number for number in divisors(rows) if number >= least]
+
+
+def _remark(config: Config, smaller: Config, whole: Hosts, now: Hosts) -> str:
+    """Return what has changed as `key=value, ...: reason`."""
+    keys = [f"mesh.{level}.{axis}" for level in LEVELS for axis in MESH_AXES]
+    keys += ["pipeline.num_microbatches"]
+    changed = [
+        f"{key}={get(smaller, key)}" for key in keys if get(config, key) != get(smaller, key)
+    ]
+    reason = f"{now.processes} of {whole.processes} processes go on ({KEY})"
+    return f"{','.join(changed)}: {reason}; the batch stays {config.data.global_batch_size} rows"

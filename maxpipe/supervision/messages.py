@@ -1,0 +1,120 @@
+"""Say what supervisors report to the council of their run, and what it orders, as lines of JSON.
+
+Imports no JAX.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+from maxpipe.devices.cluster import Sizes
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A supervisor is there, and has no trainer running.
+
+    Its memory is served at HOST:PORT, and has replicas of the attempt in which it took part last, 0
+    if it took part in none.
+    """
+
+    count: int
+    host: str
+    memory: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trainer has finished its first step of an attempt."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trainer has ended; negative codes are signals."""
+
+    attempt: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """A supervisor was asked to stop by a signal, and has passed it on to its trainer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
+
+    `members` are the supervisors that take part, by commas: processes 0, 1, ... of the attempt, in
+    this order. `memories` are their HOST:PORT, alike, and `word` opens them; "" without. `whole` is
+    what trainers have to know if these are not all, see `Sizes`. `previous` is the attempt before:
+    replicas of a supervisor that took no part in it are of another history.
+    """
+
+    attempt: int
+    port: int
+    job: str
+    members: str = "0"
+    memories: str = ""
+    word: str = ""
+    whole: str = ""
+    previous: int = 0
+
+    @property
+    def indices(self) -> list[int]:
+        """Return the supervisors that take part."""
+        return [int(text) for text in self.members.split(",")]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Ask the trainer to save and end, as by SIGTERM, because others have come to go on with."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class End:
+    """End the trainer, if it has not ended by itself after some seconds."""
+
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the supervisor, with this exit code."""
+
+    code: int
+    why: str
+
+
+# Supervisors keep the sizes that the council passes on, for one that has to begin anew.
+Report = Joined | Trained | Ended | Stopping | Sizes
+Order = Start | Save | End | Finish | Sizes
+Message = Report | Order
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (Joined, Trained, Ended, Stopping, Sizes, Start, Save, End, Finish)
+}
+
+
+def encode(message: Message) -> str:
+    """Return a message as one line of JSON."""
+    return json.dumps({"kind": type(message).__name__, **asdict(message)})
+
+
+def decode(line: str) -> Message:
+    """Return the message of a line; raises ValueError if there is none in it."""
+    try:
+        values = json.loads(line)
+        message = _KINDS[values.pop("kind")](**values)
+        if any(type(getattr(message, value.name)) is not value.type for value in fields(message)):
+            raise TypeError("a value of another type")
+        return message
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no message: {line[:100]!r}") from error

@@ -1,0 +1,43 @@
+"""Fit a configuration to the hosts that there are, and tell a supervisor which others would do."""
+
+from dataclasses import replace
+
+import jax
+
+from maxpipe.config.elastic import KEY, Hosts, counts_to_go_on, fit_fewer
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import Loaded
+from maxpipe.devices.cluster import Sizes, whole_of_process, whole_variable
+from maxpipe.devices.mesh import num_slices
+from maxpipe.supervision.progress import ProgressFile
+
+
+def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
+    """Return the configuration for the hosts that there are; it stays if these are all.
+
+    The supervisor learns with how many of them the run may go on. Without one, or with one host,
+    a remark says that there is nothing to go on with.
+
+    Args:
+      loaded: for all hosts.
+      progress: read by the supervisor of this process.
+
+    Raises:
+      ConfigError: the run cannot go on with fewer hosts, or not with these.
+    """
+    elastic = loaded.config.mesh.elastic
+    if not elastic.axes:
+        return loaded
+    devices = jax.devices()
+    now = Hosts(jax.process_count(), len(devices), num_slices(devices))
+    whole = whole_of_process() or now
+    if not progress.is_read or whole.processes == 1:
+        missing = "a supervisor (maxpipe supervise)" if not progress.is_read else "other hosts"
+        remark = f"{KEY} has no effect without {missing}: the run needs all its devices"
+        return replace(loaded, remarks=(*loaded.remarks, remark))
+    if devices[0].platform == "tpu":
+        message = "a slice of TPUs does not start without one of its hosts: leave the key out"
+        raise ConfigError(Problem(KEY, message))
+    counts = ",".join(map(str, counts_to_go_on(loaded, whole)))
+    progress.may_go_on(Sizes(counts, elastic.wait_seconds, whole_variable(whole)))
+    return loaded if now == whole else fit_fewer(loaded, whole, now)

@@ -1,0 +1,135 @@
+"""Configurations for fewer hosts: smaller axes, the same batch, and what is refused."""
+
+import pytest
+
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.elastic import Hosts, counts_to_go_on, fit_fewer
+
+SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.fsdp=1")
+
+
+@pytest.fixture
+def fewer(base):
+    """fewer("key=value", ..., hosts=Hosts) -> {processes: resolved config} that can go on."""
+
+    def _fewer(*words, hosts):
+        loaded = load(base, words)
+        configs = {}
+        for count in counts_to_go_on(loaded, hosts):
+            now = hosts.fewer(count)
+            configs[count] = resolve(fit_fewer(loaded, hosts, now), now.devices, now.slices)
+        return configs
+
+    return _fewer
+
+
+def shape(config):
+    """Return data, fsdp, stage, over all slices, and the number of microbatches."""
+    sizes = [config.mesh.size(axis) for axis in ("data", "fsdp", "stage")]
+    return (*sizes, config.pipeline.num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "shapes"),
+    [
+        (
+            (*SEQUENTIAL, "mesh.ici.data=4", "mesh.elastic.axes=[data]"),
+            Hosts(4, 4),
+            {1: (1, 1, 1, 4), 2: (2, 1, 1, 2)},
+        ),
+        (
+            (*SEQUENTIAL, "mesh.ici.data=-1", "mesh.elastic.axes=[data]"),
+            Hosts(2, 8),
+            {1: (4, 1, 1, 2)},
+        ),
+        (
+            (
+                *SEQUENTIAL,
+                "mesh.ici.data=4",
+                "mesh.elastic.axes=[data]",
+                "data.global_batch_size=24",
+            ),
+            Hosts(4, 4),
+            {1: (1, 1, 1, 4), 2: (2, 1, 1, 2), 3: (3, 1, 1, 2)},
+        ),
+        # Stages stay, and the pipeline gets more microbatches, in whole rounds.
+        (
+            ("mesh.elastic.axes=[fsdp]", "pipeline.schedule=circular"),
+            Hosts(4, 4),
+            {2: (1, 1, 2, 4)},
+        ),
+        # The first axis shrinks first.
+        (
+            ("mesh.ici.data=2", "mesh.elastic.axes=[data,fsdp]"),
+            Hosts(8, 8),
+            {2: (1, 1, 2, 8), 4: (1, 2, 2, 4)},
+        ),
+        (
+            ("mesh.ici.data=2", "mesh.elastic.axes=[fsdp,data]"),
+            Hosts(8, 8),
+            {2: (1, 1, 2, 8), 4: (2, 1, 2, 4)},
+        ),
+        (
+            ("mesh.dcn.data=4", "mesh.elastic.axes=[data]"),
+            Hosts(4, 16, 4),
+            {1: (1, 2, 2, 8), 2: (2, 2, 2, 4)},
+        ),
+    ],
+)
+def test_fit_fewer_shrinks_elastic_axes_and_accumulates_more(fewer, words, hosts, shapes):
+    configs = fewer(*words, hosts=hosts)
+    assert {count: shape(config) for count, config in configs.items()} == shapes
+    assert len({config.data.global_batch_size for config in configs.values()}) == 1
+
+
+def test_fit_fewer_says_what_has_changed_and_why(base):
+    loaded = load(base, [*SEQUENTIAL, "mesh.ici.data=4", "mesh.elastic.axes=[data]"])
+    assert fit_fewer(loaded, Hosts(4, 4), Hosts(2, 2)).remarks == (
+        "mesh.ici.data=2,pipeline.num_microbatches=2: 2 of 4 processes go on (mesh.elastic.axes); "
+        "the batch stays 16 rows",
+    )
+
+
+def test_fit_fewer_of_processes_that_do_not_fit_names_those_that_do(base):
+    loaded = load(base, [*SEQUENTIAL, "mesh.ici.data=4", "mesh.elastic.axes=[data]"])
+    with pytest.raises(ConfigError, match=r"3 of 4 processes .* processes that do: 1, 2$") as error:
+        fit_fewer(loaded, Hosts(4, 4), Hosts(3, 3))
+    assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
+
+
+def test_counts_to_go_on_of_the_mpmd_engine_keep_stages_in_whole_processes(base):
+    words = ("pipeline.engine=mpmd", "pipeline.schedule=1f1b", "mesh.elastic.axes=[fsdp]")
+    words += ("mesh.ici.fsdp=4", "pipeline.num_repeats=1", "pipeline.num_microbatches=4")
+    assert counts_to_go_on(load(base, words), Hosts(8, 8)) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("axis", "hosts", "message"),
+    [
+        ("mesh.ici.data=1", Hosts(4, 4), "data=1 cannot shrink by whole processes of 1 device"),
+        ("mesh.dcn.data=2", Hosts(4, 8, 2), "2 slices of several of the 4 processes"),
+    ],
+)
+def test_counts_to_go_on_refuses_axes_that_no_lost_host_can_shrink(base, axis, hosts, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        counts_to_go_on(load(base, [axis, "mesh.elastic.axes=[data]"]), hosts)
+    assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("mesh.elastic.axes=[stage]",), "'stage' is not one of data, fsdp"),
+        (("mesh.elastic.axes=[dta]",), "did you mean data"),
+        (("mesh.elastic.axes=[data,data]",), "names an axis twice"),
+        (("mesh.elastic.axes=[data]", "checkpoint.every=0"), "give checkpoint.every"),
+        (("mesh.elastic.axes=[data]", "compile.load=step.bin"), "leave out one of the two keys"),
+    ],
+)
+def test_elastic_axes_that_make_no_sense_are_refused(problems, words, message):
+    assert message in problems(*words)["mesh.elastic.axes"]
+
+
+def test_elastic_axes_with_checkpoints_by_time_are_taken(problems):
+    words = ("mesh.elastic.axes=[fsdp]", "checkpoint.every=0", "checkpoint.every_minutes=5")
+    assert problems(*words) == {}

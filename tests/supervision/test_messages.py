@@ -1,0 +1,50 @@
+"""Messages between supervisors and their council, as lines."""
+
+import pytest
+
+from maxpipe.devices.cluster import Sizes
+from maxpipe.supervision.messages import (
+    End,
+    Ended,
+    Joined,
+    Save,
+    Start,
+    Stopping,
+    Trained,
+    decode,
+    encode,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Joined(2, "a"),
+        Ended(1, -9),
+        Stopping(15),
+        Trained(3),
+        Sizes("1,2", 60.0, "{}"),
+        Start(3, 7, "j", "0,2", "a:1,b:2", "word", "{}", 2),
+        Save(3),
+        End(3, 2.0),
+    ],
+)
+def test_message_decoded_is_what_was_encoded(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        '{"kind": "Fly"}',
+        '{"kind": "End"}',
+        '{"kind": "Ended", "attempt": 1, "code": "x"}',
+        "[" * 9999,
+    ],
+)
+def test_decode_of_a_stranger_s_line_raises_value_error(line):
+    with pytest.raises(ValueError):  # noqa: PT011
+        decode(line)
