@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from maxpipe.config.catalog import ROUTERS
 from maxpipe.config.imports import implementation
@@ -106,7 +105,7 @@ def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, ja
     values = {}
     if config.balance_loss:
         chosen = jax.nn.one_hot(choice.experts, num_experts, dtype=jnp.float32)  # [B, T, k, E]
-        counts = sum_over_sequence(lax.stop_gradient(jnp.sum(chosen, axis=(1, 2))))  # [B, E]
+        counts = sum_over_sequence(jax.lax.stop_gradient(jnp.sum(chosen, axis=(1, 2))))  # [B, E]
         totals = sum_over_sequence(jnp.sum(choice.probabilities, axis=1))  # [B, E]
         tokens = length * parts
         load = counts * (num_experts / (config.per_token * tokens))
@@ -129,13 +128,13 @@ def _selection(
     if config.groups == 1:
         return scores
     grouped = scores.reshape(*scores.shape[:-1], config.groups, -1)  # [..., G, E / G]
-    best_scores, _ = lax.top_k(grouped, min(best, grouped.shape[-1]))
-    _, groups = lax.top_k(jnp.sum(best_scores, axis=-1), config.groups_per_token)
+    best_scores, _ = jax.lax.top_k(grouped, min(best, grouped.shape[-1]))
+    _, groups = jax.lax.top_k(jnp.sum(best_scores, axis=-1), config.groups_per_token)
     is_chosen = jnp.any(jax.nn.one_hot(groups, config.groups, dtype=bool), axis=-2)  # [..., G]
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _chosen(scores: jax.Array, count: int, selection: jax.Array) -> Choice:
     """Choose experts with the highest `selection`; weights are their scores, both [..., E]."""
-    _, experts = lax.top_k(lax.stop_gradient(selection), count)
+    _, experts = jax.lax.top_k(jax.lax.stop_gradient(selection), count)
     return Choice(experts, jnp.take_along_axis(scores, experts, axis=-1), scores)
