@@ -7,7 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from maxpipe import ctrl_c
+from maxpipe import __version__, ctrl_c
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if end.code is None or isinstance(end.code, int):
                 return end.code or 0
             raise
+        return 0
+    if words == ["--version"]:
+        print(f"maxpipe {__version__}")
         return 0
     asks_for_help = not words or words[0] in ("-h", "--help")
     stream = sys.stdout if asks_for_help else sys.stderr

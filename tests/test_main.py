@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import maxpipe
 from maxpipe.__main__ import COMMANDS, main
 
 
@@ -32,6 +33,11 @@ def test_main_without_words_lists_the_commands(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
+
+
+def test_main_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"maxpipe {maxpipe.__version__}\n"
 
 
 def test_main_unknown_command_ends_with_2_and_lists_the_commands(capsys):

@@ -36,6 +36,7 @@ class Run:
     Raises:
       ConfigError: a ValueError: the configuration does not fit the devices, or JAX has started
         with other ones than those to simulate.
+      TypeError: `config` is no configuration, such as a file's name.
 
     Attributes:
       config: the configuration with every value that is derived.
@@ -43,6 +44,8 @@ class Run:
     """
 
     def __init__(self, config: Config):
+        if not isinstance(config, Config):
+            raise TypeError(f"maxpipe.Run takes a configuration: Run(load_config({config!r}))")
         check_trains(config)
         # Sources of values are for the messages of a command line.
         self._loaded = Loaded(config, dict.fromkeys(OPTIONS, ""))

@@ -148,7 +148,7 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
     if (directory / _SAVED_SPLITS).is_file():
         splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
         choices = ", ".join(str(directory / split) for split in splits)
-        message = f"{part} has several splits; give one of {choices}"
+        message = f"{part} is a data set of splits; give one of {choices}"
         raise ConfigError(Problem(_PATH, message))
     return _from_files(part, cache_dir, library)
 

@@ -38,7 +38,7 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
             files = local_files(part, suffixes)
             local.update(files)
         if not files:
-            endings = " or ".join(f"*{suffix}" for suffix in suffixes)
+            endings = " or ".join(f"*{suffix}" for suffix in suffixes if suffix) or "files"
             message = (
                 f"no file at {part!r}; give a file, a glob, or a directory that holds {endings}"
             )

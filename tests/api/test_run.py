@@ -139,3 +139,8 @@ def test_run_interrupted_in_a_program_saves_and_raises(tmp_path, capfd):
         run.train(interrupt)
     assert "step 2 is saved" in capfd.readouterr().out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_run_of_a_name_says_how_to_load_it():
+    with pytest.raises(TypeError, match=r"Run\(load_config\('base'\)\)"):
+        maxpipe.Run("base")

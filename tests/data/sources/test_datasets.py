@@ -135,7 +135,9 @@ def test_datasets_without_the_column_lists_those_there(
 def test_datasets_with_several_splits_names_them(tmp_path: Path) -> None:
     rows = library.Dataset.from_dict({"text": ["a"]})
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
-    with pytest.raises(ConfigError, match=r"several splits; give one of \S+all/train, \S+all/test"):
+    with pytest.raises(
+        ConfigError, match=r"is a data set of splits; give one of \S+all/train, \S+all/test"
+    ):
         _open(tmp_path / "all")
     assert _all(_open(tmp_path / "all" / "test")) == ["a"]
 
