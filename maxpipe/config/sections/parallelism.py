@@ -65,7 +65,7 @@ class ElasticConfig:
     axes: list[str] = option(  # noqa: RUF009
         [],
         "mesh axes, of data and fsdp, that shrink when a host is lost, the first one first; empty "
-        "= wait for the host, as long as `maxpipe supervise --wait` says",
+        "= wait for the host, as long as --wait of maxpipe supervise says",
     )
     wait_seconds: float = option(
         120.0, "seconds that a lost host has to come back before the others go on", minimum=0
