@@ -7,7 +7,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from maxpipe import __version__, ctrl_c
+import maxpipe
+from maxpipe import ctrl_c
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 0
     if words == ["--version"]:
-        print(f"maxpipe {__version__}")
+        print(f"maxpipe {maxpipe.__version__}")
         return 0
     asks_for_help = not words or words[0] in ("-h", "--help")
     stream = sys.stdout if asks_for_help else sys.stderr

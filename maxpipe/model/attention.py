@@ -15,9 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
-from maxpipe.model.layers import DropFn, RMSNorm, adapted, add_adapters
+from maxpipe.model.layers import DropFn, RMSNorm, adapted, add_adapters, projection
 from maxpipe.model.parameters import declare
-from maxpipe.model.quantisation import projection
 from maxpipe.model.rope import score_factor
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
 

@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import LayerFacts, look_up, query_factor, rotate
 from maxpipe.model.layer_facts import layer_table
-from maxpipe.model.layers import DropFn, RMSNorm
+from maxpipe.model.layers import DropFn, RMSNorm, projection
 from maxpipe.model.parameters import declare
-from maxpipe.model.quantisation import projection
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions, OverLatents
 
 NORM_EPS = 1e-6  # of latents' norms in DeepSeek's models, whatever that of others is

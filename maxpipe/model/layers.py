@@ -1,4 +1,4 @@
-"""Define what a decoder block is made of: adapted projection, norm, gated MLP and dropout.
+"""Define what a decoder block is made of: projection, its adapters, norm, gated MLP and dropout.
 
 Shapes: B batch, T sequence, D embed, F hidden width of the MLP.
 """
@@ -16,8 +16,6 @@ from jax.typing import DTypeLike
 
 from maxpipe.config.sections import LoRAConfig, ModelConfig
 from maxpipe.model.parameters import ParamSpec, declare
-from maxpipe.model.projection import project
-from maxpipe.model.quantisation import ProjectFn, projection
 
 # Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
 # function of one sequence, with its weight in the total loss. Next to them lie `COUNTS`.
@@ -45,6 +43,98 @@ class SideInputs(NamedTuple):
     segment_ids: jax.Array
     sequence_index: jax.Array
     layer_index: jax.Array | None = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Projection, with the two products of its gradient written out
+# ------------------------------------------------------------------------------------------------
+
+# (activations [..., *C], weight [*C, *K], number of dimensions C) -> [..., *K]
+ProjectFn: TypeAlias = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def project(
+    x: jax.Array, weight: jax.Array, contracted: int = 1, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Multiply activations with a weight, summing over the last dimensions of `x`.
+
+    The gradient of the weight is the product of `x` with the cotangent, in that order. JAX's own
+    rule takes the cotangent first and transposes the product. For that XLA's CPU backend copies the
+    cotangent transposed; after an activation function it computes the derivative again for the
+    copy, across the order of memory. There are no forward-mode derivatives.
+
+    Args:
+      x: [..., *C], where C are the `contracted` dimensions.
+      weight: [*C, *K], in the dtype of `x`.
+      contracted: number of dimensions that are summed over.
+      dtype: of the result, and of gradients until they are summed; that of `x` if None. Cotangents
+        are first rounded to the dtype of `x`.
+
+    Returns:
+      [..., *K].
+    """
+    num_batch = x.ndim - contracted
+    return dot(x, weight, range(num_batch, x.ndim), range(contracted), dtype)
+
+
+def _project_forward(
+    x: jax.Array, weight: jax.Array, contracted: int, dtype: DTypeLike | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return project(x, weight, contracted, dtype), (x, weight)
+
+
+def _project_backward(
+    contracted: int,
+    dtype: DTypeLike | None,
+    operands: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = operands
+    cotangent = cotangent.astype(x.dtype)
+    dx = input_gradient(cotangent, weight, contracted, dtype)
+    return dx, weight_gradient(x, cotangent, contracted, dtype)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+def input_gradient(
+    cotangent: jax.Array, weight: jax.Array, contracted: int, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Return the gradient [..., *C] of the activations, in the dtype of the cotangent [..., *K].
+
+    `weight`, `contracted` and `dtype` are those of `project`.
+    """
+    outputs = range(cotangent.ndim - (weight.ndim - contracted), cotangent.ndim)
+    dx = dot(cotangent, weight, outputs, range(contracted, weight.ndim), dtype)
+    return dx.astype(cotangent.dtype)
+
+
+def weight_gradient(
+    x: jax.Array, cotangent: jax.Array, contracted: int, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Return the gradient [*C, *K] of the weight, in the dtype of `x`; the rest as of `project`."""
+    batch = range(x.ndim - contracted)
+    return dot(x, cotangent, batch, batch, dtype).astype(x.dtype)
+
+
+def dot(
+    a: jax.Array, b: jax.Array, dims_a: range, dims_b: range, dtype: DTypeLike | None
+) -> jax.Array:
+    """Return the product of `a` and `b`, summed over these dimensions of each, in `dtype`."""
+    contracted = (tuple(dims_a), tuple(dims_b))
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=dtype)
+
+
+def projection(config: ModelConfig) -> ProjectFn:
+    """Return the function with which projections of a model multiply with their weights."""
+    if config.quantisation == "none":
+        return project
+    from maxpipe.model.quantisation import FORMATS, project_quantised
+
+    is_full = config.quantised_passes == "full"
+    return partial(project_quantised, FORMATS[config.quantisation], is_full)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.projection import project
+from maxpipe.model.layers import project
 
 Losses: TypeAlias = tuple[jax.Array, jax.Array]  # (loss, cross-entropy), float32 scalars
 

@@ -10,19 +10,14 @@ The gradient of a weight is a sum over tokens. Its scales would span the tokens 
 one device, and change with the layout, so this product stays in the compute dtype.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxpipe.config.sections import ModelConfig
-from maxpipe.model.projection import dot, input_gradient, project, weight_gradient
-
-# (activations [..., *C], weight [*C, *K], number of dimensions C) -> [..., *K]
-ProjectFn: TypeAlias = Callable[[jax.Array, jax.Array, int], jax.Array]
+from maxpipe.model.layers import dot, input_gradient, weight_gradient
 
 # Of the largest value of a row or channel, so that no scale is subnormal. Where all are smaller,
 # those that come to half a step of the format are kept, and the others become 0.
@@ -49,14 +44,6 @@ FORMATS = {
     "int8": Format(jnp.int8, 127, jnp.int32),
     "fp8": Format(jnp.float8_e4m3fn, 448, jnp.float32),
 }
-
-
-def projection(config: ModelConfig) -> ProjectFn:
-    """Return the function with which projections of a model multiply with their weights."""
-    if config.quantisation == "none":
-        return project
-    is_full = config.quantised_passes == "full"
-    return partial(project_quantised, FORMATS[config.quantisation], is_full)
 
 
 def quantise(x: jax.Array, dims: range, form: Format) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.projection import project
+from maxpipe.model.layers import project
 
 
 def operands(contracted, dtype=jnp.float32):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from helpers.engines import LATENT, tiny
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import SideInputs, input_gradient, project, weight_gradient
 from maxpipe.model.parameters import init_params
 from maxpipe.model.program import ModelProgram
-from maxpipe.model.projection import input_gradient, project, weight_gradient
 from maxpipe.model.quantisation import FORMATS, project_quantised, quantise
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
