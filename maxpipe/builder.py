@@ -18,7 +18,7 @@ from maxpipe.devices.host_memory import has_host_memory
 from maxpipe.devices.mesh import has_whole_processes
 from maxpipe.devices.transfers import describe_transfers, processes_of
 from maxpipe.model.experts.split import build_experts
-from maxpipe.model.kernels.choose import build_attention, choose_rotation
+from maxpipe.model.kernels.choose import build_attention, choose_gating, choose_rotation
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
@@ -57,10 +57,14 @@ def build_engine_inputs(
         note(table.note)
     platform = mesh.devices.flat[0].platform
     attention = build_attention(config, rules, platform, note)
-    rotation = choose_rotation(config, platform, note)
+    model = replace(
+        config.model,
+        rotation=choose_rotation(config, platform, note),
+        gating=choose_gating(config, platform, note),
+    )
     experts = build_experts(config.model, rules, platform, note)
     return EngineInputs(
-        program=ModelProgram(replace(config.model, rotation=rotation), attention, experts),
+        program=ModelProgram(model, attention, experts),
         rules=rules,
         config=config.pipeline,
         layout=build_layout(config),

@@ -134,6 +134,6 @@ def test_documented_training_begins(command, place, tmp_path, request):
         assert sorted(losses(root)) == [1, 2]
         if "eval.every=" not in command:
             assert any("eval_loss" in row for row in rows(root)), rows(root)
-        assert checkpoints(root) == [2]
+        assert checkpoints(root) == ([] if "checkpoint.every=0" in words else [2])
     if "--sweep" not in words:
         assert re.match(r"done: 2 steps|stopped after step 2 of \d+ ", printed.splitlines()[-1])

@@ -29,6 +29,7 @@ _NOT_SHAPE = (
     "quantisation",
     "quantised_passes",
     "rotation",
+    "gating",
     "rope_scaling.length",
     "lora.rank",
     "lora.alpha",

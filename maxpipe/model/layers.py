@@ -279,8 +279,7 @@ def gating(config: ModelConfig) -> GatingFn:
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return activation(gate) * (up + offset if offset else up)
 
-    # `rotation` is decided by the platform: "product" on TPUs. CPUs are faster without.
-    return computed_once(apply) if config.rotation == "product" else apply
+    return computed_once(apply) if config.gating == "separate" else apply
 
 
 def computed_once(apply: GatingFn) -> GatingFn:

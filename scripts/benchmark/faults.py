@@ -161,16 +161,21 @@ def _run_with_faults(
 ) -> list[str]:
     """Train with faults; add what followed from each, and return what is wrong in the end."""
     place.mkdir()
+    earlier = len(outcomes)
     problems: list[str] = []
     with _scene(place, faults, options) as scene:
         processes = scene.processes
         try:
             _injure(scene, faults, outcomes)
             codes = processes.wait_until_ended()
-            problems += [f"exit codes {codes}"] if any(codes) else []
+            if any(codes):
+                problems.append(f"exit codes {codes}")
+            else:
+                problems += differences(whole / NAME, scene.run, _steps(options))
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
-        problems = problems or differences(whole / NAME, scene.run, _steps(options))
+        if missed := len(faults) - (len(outcomes) - earlier):
+            problems.append(f"the run ended before {missed} of {len(faults)} faults; raise --steps")
         if problems:
             for index, process in enumerate(processes.codes):
                 if process is None:
@@ -216,7 +221,6 @@ def _injure(
     startup = time.monotonic() - began
     for number, fault in enumerate(faults):
         if not any(scene.processes.codes) and scene.processes.has_ended:
-            print(f"  the run has ended before {len(faults) - number} more faults")
             return
         moment = _wait_for_moment(scene, fault, startup)
         attempts = scene.attempts

@@ -28,7 +28,7 @@ def inject(directory, *words):
 @pytest.mark.slow
 def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
     kinds = "SIGKILL,damaged checkpoint,lost memory"
-    words = ["--faults=3", "--processes=2", "--steps=250", "--deadline=60", "--seed=1"]
+    words = ["--faults=3", "--processes=2", "--steps=400", "--deadline=60", "--seed=1"]
     printed = inject(tmp_path / "runs", *words, f"--kinds={kinds}")
     assert all(f"  {kind}, process " in printed for kind in kinds.split(","))
     assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 1"

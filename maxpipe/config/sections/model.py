@@ -252,6 +252,12 @@ class ModelConfig:
         "spares transposes, on TPUs in bfloat16",
         choices=("auto", "slices", "product"),
     )
+    gating: str = option(
+        "auto",
+        "what a gated MLP projects down, and its gradients: fused into the products that read "
+        "them, or arrays of their own; auto: separate, which is faster, on TPUs in bfloat16",
+        choices=("auto", "fused", "separate"),
+    )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

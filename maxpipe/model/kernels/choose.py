@@ -98,10 +98,24 @@ def choose_rotation(config: Config, platform: str, note: Callable[[str], None]) 
     """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
     if config.model.rotation != "auto":
         return config.model.rotation
-    if platform != "tpu" or config.model.dtype != "bfloat16":
+    if not _is_tpu_in_bfloat16(config, platform):
         return "slices"
     note("model.rotation=product: spares the TPU transposes of queries and keys")
     return "product"
+
+
+def choose_gating(config: Config, platform: str, note: Callable[[str], None]) -> str:
+    """Return how a gated MLP is computed, "fused" or "separate"; arguments as above."""
+    if config.model.gating != "auto":
+        return config.model.gating
+    if not _is_tpu_in_bfloat16(config, platform):
+        return "fused"
+    note("model.gating=separate: the TPU does not compute it again in every product of an MLP")
+    return "separate"
+
+
+def _is_tpu_in_bfloat16(config: Config, platform: str) -> bool:
+    return platform == "tpu" and config.model.dtype == "bfloat16"
 
 
 def build_attention(

@@ -7,7 +7,7 @@ from helpers.engines import make_mesh, tiny
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
-from maxpipe.model.kernels.choose import choose_kernel, choose_rotation
+from maxpipe.model.kernels.choose import choose_gating, choose_kernel, choose_rotation
 
 
 @pytest.fixture
@@ -72,9 +72,29 @@ def test_choose_rotation_takes_products_on_tpus_in_bfloat16_unless_told(
     assert bool(lines) == is_said
 
 
-def test_engine_inputs_have_the_rotation_that_is_configured():
-    config = tiny(**{"model.rotation": "product"})
-    assert build_engine_inputs(config, make_mesh(config)).program.config.rotation == "product"
+@pytest.mark.parametrize(
+    ("platform", "dtype", "configured", "chosen", "is_said"),
+    [
+        ("tpu", "bfloat16", "auto", "separate", True),
+        ("tpu", "float32", "auto", "fused", False),
+        ("cpu", "bfloat16", "auto", "fused", False),
+        ("tpu", "bfloat16", "fused", "fused", False),
+        ("cpu", "float32", "separate", "separate", False),
+    ],
+)
+def test_choose_gating_takes_separate_arrays_on_tpus_in_bfloat16_unless_told(
+    platform, dtype, configured, chosen, is_said
+):
+    lines = []
+    config = tiny(**{"model.dtype": dtype, "model.gating": configured})
+    assert choose_gating(config, platform, lines.append) == chosen
+    assert bool(lines) == is_said
+
+
+def test_engine_inputs_have_the_rotation_and_the_gating_that_are_configured():
+    config = tiny(**{"model.rotation": "product", "model.gating": "separate"})
+    model = build_engine_inputs(config, make_mesh(config)).program.config
+    assert (model.rotation, model.gating) == ("product", "separate")
 
 
 def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():

@@ -55,12 +55,14 @@ ENGINES = {
         "pipeline.num_repeats": 2,
         "pipeline.layers_per_stage": [1, 2, 2, 2],
         "model.rotation": "product",
+        "model.gating": "separate",
     },
     "mpmd": {
         **STAGES,
         "pipeline.schedule": "1f1b",
         "pipeline.layers_per_stage": [4, 3],
         "model.rotation": "product",
+        "model.gating": "separate",
     },
 }
 
