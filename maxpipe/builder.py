@@ -62,7 +62,7 @@ def build_engine_inputs(
         rotation=choose_rotation(config, platform, note),
         gating=choose_gating(config, platform, note),
     )
-    experts = build_experts(config.model, rules, platform, note)
+    experts = build_experts(model, rules, platform, note)
     return EngineInputs(
         program=ModelProgram(model, attention, experts),
         rules=rules,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +46,10 @@ LONGEST = (
 )
 
 
+# Of the 65530 parts of memory that Linux maps for a process by default. Every compiled function
+# takes several, and XLA ends a process that cannot get more.
+MOST_MAPS = 20_000
+
 # A busy machine is no failure.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
@@ -74,6 +79,15 @@ def pytest_collection_modifyitems(config, items):
     first = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in first)
     items.sort(key=lambda item: first.get(item.path, len(first)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_maps():
+    """Drop what a module has compiled if this process holds a lot."""
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")

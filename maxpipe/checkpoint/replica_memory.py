@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
     if (memory.parent / COPIED).is_file():
         parts.append(memory.parent / PARTNER)
         files += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
-    held = sum(path.stat().st_size for part in parts for path in part.rglob("*") if path.is_file())
+    held = sum(map(_bytes_below, parts))
     free = shutil.disk_usage(memory).free, free_memory()
     share = Share(platform.node(), *free, held, files, BUFFERS * own)
     return describe(_of_all_processes(share), every)
@@ -102,6 +104,16 @@ def describe(shares: Sequence[Share], every: int) -> str:
     most = max(of_hosts.values(), key=lambda share: share.files + share.buffers)
     reason = f"replicas take {most.files + most.buffers:,} bytes of the memory of each host"
     return f"{KEY}={every}: {reason}, of which {most.memory_free + most.held:,} are free"
+
+
+def _bytes_below(directory: Path) -> int:
+    """Return the size of a directory's files; the supervisor may remove some meanwhile."""
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def _together(share: Share, other: Share) -> Share:

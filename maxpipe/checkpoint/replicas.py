@@ -137,9 +137,10 @@ class Replicas:
 
     def _is_copied(self) -> bool:
         """Return whether the partner has the newest step; also if it has none, or there is none."""
-        if not self._copied.is_file():
+        try:
+            names = json.loads(self._copied.read_text())
+        except (OSError, ValueError):  # there is no partner, or the memory was lost
             return True
-        names = json.loads(self._copied.read_text())
         newest = [f"{self._name}/{step}" for step in self._directory.steps()[-1:]]
         return not names or {*newest} <= {*names}
 

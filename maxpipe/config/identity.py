@@ -31,8 +31,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 # A checkpoint has a data position for each sequence of a batch.
 FIXED = ("data.global_batch_size",)
-# How layers are spread over devices, which the state does not depend on.
-_OF_A_LAYOUT = ("model.moe.dispatch",)
+# How layers are computed and spread, which the state does not depend on.
+_OF_A_COMPUTATION = (
+    "model.attention",
+    "model.attention_block_size",
+    "model.rotation",
+    "model.gating",
+    "model.logit_tiles",
+    "model.moe.kernel",
+    "model.moe.dispatch",
+)
 # May also change with checkpoint.convert_dtype.
 DTYPES = ("model.dtype", "model.param_dtype")
 # What these name is compared by content where the checkpoint has a fingerprint of it.
@@ -113,7 +121,7 @@ def is_allowed(config: Config, key: str) -> bool:
 
 def group_of(key: str) -> str:
     """Return the group of `GROUPS` that a key belongs to, "" if there is none."""
-    if key in _OF_A_LAYOUT:
+    if key in _OF_A_COMPUTATION:
         return ""
     groups = (
         name for name, keys in GROUPS.items() if any(f"{key}.".startswith(f"{k}.") for k in keys)

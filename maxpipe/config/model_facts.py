@@ -149,7 +149,7 @@ class Block(Variant):
     """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
 
     Attributes:
-      quantises: whether its projections are those of `maxpipe.model.quantisation.projection`.
+      quantises: whether its projections are those of `maxpipe.model.layers.projection`.
     """
 
     quantises: bool = False

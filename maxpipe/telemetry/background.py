@@ -13,9 +13,8 @@ from maxpipe.telemetry.writers import Row
 
 CLOSE_SECONDS = 15.0  # for what trackers have not sent at the end of a run
 _WAITING = 10_000  # rows of points that may wait; a tracker that is so far behind loses some
-_MOST_TRIES = (
-    20  # of a row, about a quarter of an hour, so that one that is refused blocks no others
-)
+# Of a row, about a quarter of an hour, so that one that is refused blocks no others.
+_MOST_TRIES = 20
 _LONGEST_PAUSE = 60.0  # seconds between two of them
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 

@@ -129,9 +129,8 @@ def _wandb_mode() -> tuple[str | None, str]:
         if wandb.login(prompt=False):
             return None, ""
         return "offline", "offline without an API key (`wandb login`)"
-    except (
-        Exception
-    ) as error:  # a wrong key, or no network; of a kind that differs between versions
+    # A wrong key, or no network; the kind differs between versions.
+    except Exception as error:
         return "offline", " ".join(f"offline, since logging in has failed: {error}".split())
 
 

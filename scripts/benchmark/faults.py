@@ -174,7 +174,8 @@ def _run_with_faults(
                 problems += differences(whole / NAME, scene.run, _steps(options))
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
-        if missed := len(faults) - (len(outcomes) - earlier):
+        missed = len(faults) - (len(outcomes) - earlier)
+        if missed and not problems:
             problems.append(f"the run ended before {missed} of {len(faults)} faults; raise --steps")
         if problems:
             for index, process in enumerate(processes.codes):

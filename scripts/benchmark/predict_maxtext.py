@@ -71,10 +71,13 @@ MAXPIPE_PIPELINE = ("mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_microba
 
 
 class Case(NamedTuple):
-    """Words for MaxText, and for each of maxpipe's configurations by its label."""
+    """Arguments of each configuration by its label; all are compared with MaxText's first."""
 
-    maxtext: tuple[str, ...]
+    maxtext: dict[str, tuple[str, ...]]
     maxpipe: dict[str, tuple[str, ...]]
+
+
+THEIRS = {"MaxText": (), "MaxText, ag_once": ("pipeline_fsdp_ag_once=true",)}
 
 
 def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
@@ -83,11 +86,14 @@ def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
     theirs = (f"num_layers_per_pipeline_stage={layers}", f"num_pipeline_repeats={repeats}")
     ours = (*MAXPIPE_PIPELINE, f"pipeline.num_repeats={repeats}")
     return Case(
-        (*MAXTEXT_PIPELINE, *theirs), {name: (*ours, *words) for name, words in labels.items()}
+        {name: (*MAXTEXT_PIPELINE, *theirs, *words) for name, words in THEIRS.items()},
+        {name: (*ours, *words) for name, words in labels.items()},
     )
 
 
 LOCKSTEP, CIRCULAR = ("pipeline.schedule=lockstep_1f1b",), ("pipeline.schedule=circular",)
+MAXTEXT_FSDP = ("ici_fsdp_parallelism=8",)
+MAXPIPE_FSDP = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
 EACH = "pipeline.fsdp_gather=per_iteration"
 OURS = {
     "lockstep_1f1b": LOCKSTEP,
@@ -99,8 +105,22 @@ CASES = {
     "interleaved": pipelined(2, OURS),
     "four_repeats": pipelined(4, OURS),
     "fsdp": Case(
-        ("ici_fsdp_parallelism=8",),
-        {"sequential": ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")},
+        {
+            "MaxText": MAXTEXT_FSDP,
+            "MaxText, minimal, unrolled": (
+                *MAXTEXT_FSDP,
+                "remat_policy=minimal",
+                "scan_layers=false",
+            ),
+        },
+        {
+            "sequential": MAXPIPE_FSDP,
+            "sequential, minimal, unrolled": (
+                *MAXPIPE_FSDP,
+                "pipeline.remat_policy=minimal",
+                "pipeline.scan_layers=false",
+            ),
+        },
     ),
 }
 
@@ -135,11 +155,14 @@ def compare(peer: Peer, name: str) -> str:
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "report.json"
-        theirs = maxtext_command(peer, "train_compile", directory, (*MAXTEXT_MODEL, *case.maxtext))
-        # The same command, run inside a program that walks what it compiles.
-        inside = [peer.python, __file__, "--inside", str(file), *theirs[2:]]
-        reference = report("maxtext", inside, file)
-        print_row(name, "MaxText", reference, reference)
+        reference: dict[str, Any] = {}
+        for label, words in case.maxtext.items():
+            theirs = maxtext_command(peer, "train_compile", directory, (*MAXTEXT_MODEL, *words))
+            # The same command, run inside a program that walks what it compiles.
+            inside = [peer.python, __file__, "--inside", str(file), *theirs[2:]]
+            content = report("maxtext", inside, file)
+            reference = reference or content
+            print_row(name, label, content, reference)
         for label, words in case.maxpipe.items():
             ours = maxpipe_command(peer, "compile", directory, (*MAXPIPE_MODEL, *words))
             print_row(name, label, report("maxpipe", [*ours, "--json", str(file)], file), reference)

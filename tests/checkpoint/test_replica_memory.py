@@ -1,5 +1,7 @@
 """The memory that replicas take, and what the host has of it."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,21 @@ def test_reserve_with_a_partner_counts_its_replicas_too(tmp_path, free):
     line = reserve(STATE, tmp_path / "own", 5)
     assert f"take {(alone + 2) * shard_bytes(STATE, 0):,} bytes" in line
     assert "of which 1,001,000 are free" in line
+
+
+def test_reserve_passes_over_files_that_are_removed_meanwhile(tmp_path, free, monkeypatch):
+    free(10**6)
+    for name in ("kept", "removed"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    stat = os.stat
+
+    def vanishing(path, **options):
+        if str(path).endswith("removed"):
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", vanishing)
+    assert "of which 1,001,000 are free" in reserve(STATE, tmp_path, 5)
 
 
 def test_reserve_makes_a_memory_again_that_was_removed(tmp_path):

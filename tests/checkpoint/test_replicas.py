@@ -172,6 +172,19 @@ def test_replicas_wait_for_a_partner_that_has_not_copied_the_newest(
     ]
 
 
+def test_replicas_whose_partner_is_lost_while_its_list_is_read_go_on(
+    start, replicate, memory, messages
+):
+    checkpointer = start()
+    replicate(checkpointer, 5)
+    (memory.parent / "copied").write_text('["1')
+    replicate(checkpointer, 10)
+    (memory.parent / "copied").unlink()
+    replicate(checkpointer, 15)
+    assert steps_in(memory) == ["10", "15"]
+    assert messages == []
+
+
 def test_replica_that_cannot_be_written_is_reported_and_the_one_before_stays(
     start, samples, replicate, memory, messages, monkeypatch
 ):

@@ -40,7 +40,7 @@ def test_follow_lists_the_files_of_the_architecture_page(follow, way):
 def test_follow_counts_no_more_executed_files_than_the_architecture_page_says(follow):
     summary = re.search(r"passes (\d+) files; functions run in (\d+)\s*$", follow("repeats").stderr)
     passed, executed = map(int, summary.groups())
-    most = int(re.search(r"the way has up to (\d+) files", PAGE)[1])
+    most = int(re.search(r"the path has up to (\d+) files", PAGE)[1])
     assert passed == len(follow("repeats").stdout.split())
     # The page's number is a bound, and close enough to tell the truth.
     assert most - 8 <= executed <= most

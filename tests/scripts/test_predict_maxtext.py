@@ -44,6 +44,7 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
     def report(trainer, command, file):
         commands.append((trainer, command))
         seconds = 0.4 if trainer == "maxtext" else 0.3
+        seconds -= 0.1 if "remat_policy=minimal" in " ".join(command) else 0.0
         parts = dict.fromkeys(script.PARTS, 0.1)
         constants = {"chip": "v5p", "clock": 1.75e9, "attention_efficiency": 0.5}
         predicted = {"parts": parts, "libtpu": "0.0.46", "constants": constants}
@@ -56,9 +57,11 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
     assert script.compare(peer, "fsdp").startswith("libtpu 0.0.46: v5p at 1.75 GHz")
     assert [line.split("|")[2:4] + line.split("|")[-3:-1] for line in lines(capsys)] == [
         [" MaxText ", " 0.4 ", " 5 ", " 1.000 "],
+        [" MaxText, minimal, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
         [" sequential ", " 0.3 ", " 5 ", " 0.750 "],
+        [" sequential, minimal, unrolled ", " 0.2 ", " 5 ", " 0.500 "],
     ]
-    (_, theirs), (_, ours) = commands
+    (_, theirs), _, (_, ours), _ = commands
     assert theirs[1:3] == [str(SCRIPT), "--inside"]
     assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
     assert "ici_fsdp_parallelism=8" in theirs

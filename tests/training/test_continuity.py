@@ -85,6 +85,21 @@ def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(
     assert [(change.key, change.now) for change in accepted] == [(key, value)]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.attention", "dot_product"),
+        ("model.attention_block_size", 256),
+        ("model.gating", "separate"),
+        ("model.logit_tiles", 2),
+        ("model.rotation", "product"),
+    ],
+)
+def test_continuity_lets_a_layer_be_computed_in_another_way(config, check, key, value):
+    (change,) = check(replace(config, **{key: value}))
+    assert change.key == key
+
+
 @pytest.mark.parametrize("recorded", ["all", "an earlier version", -1])
 def test_continuity_refuses_fewer_token_ids_than_the_checkpoint_has(config, recorded):
     """Ids that became padding would never be predicted again; earlier versions had no padding."""

@@ -254,8 +254,9 @@ class ModelConfig:
     )
     gating: str = option(
         "auto",
-        "what a gated MLP projects down, and its gradients: fused into the products that read "
-        "them, or arrays of their own; auto: separate, which is faster, on TPUs in bfloat16",
+        "how the product of gate and up, and its gradients, are computed: fused, within every "
+        "matrix product that reads them, or separate, once, as arrays in memory; equal bits; auto: "
+        "separate on TPUs in bfloat16, where the compiler's estimate is shorter",
         choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)

@@ -110,7 +110,7 @@ def choose_gating(config: Config, platform: str, note: Callable[[str], None]) ->
         return config.model.gating
     if not _is_tpu_in_bfloat16(config, platform):
         return "fused"
-    note("model.gating=separate: the TPU does not compute it again in every product of an MLP")
+    note("model.gating=separate: gate times up is computed once, not in each product that reads it")
     return "separate"
 
 
