@@ -14,7 +14,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
+from maxpipe.checkpoint.run_argument import (
+    add_average_argument,
+    add_run_arguments,
+    find_checkpoint,
+)
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, optional
@@ -32,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(Problem("--include", f"there is no directory {flags.include}"))
     import_variants(flags.imports)
     try:
+        checkpoint = find_checkpoint(flags)
         with optional("lm_eval", "eval", "--tasks"):
             import lm_eval  # noqa: F401
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.generation.evaluation import launch
 
-        return launch(flags)
+        return launch(flags, *checkpoint)
     except KeyboardInterrupt:
         print(flush=True)
         return INTERRUPTED

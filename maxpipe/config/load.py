@@ -75,16 +75,22 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     broken = misread | set(unknown_axes(config))
     problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
     if problems:
-        problems += _sourced(_simulated_mesh_problems(config, misread), sources)
+        problems += _sourced(_misfits(config, misread), sources)
         raise ConfigError(*problems)
     return Loaded(config, sources, remarks)
 
 
-def _simulated_mesh_problems(config: Config, misread: Set[str]) -> Sequence[Problem]:
+def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
     """Return how the mesh misfits the simulated devices, whose number needs no JAX.
 
     `resolve` says so as well, but only once nothing else is wrong. Compiling for a topology uses
     other devices.
+    """
+    return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
+
+
+def _misfits(config: Config, misread: Set[str]) -> Sequence[Problem]:
+    """Return the problems of `simulated_mesh_problems`.
 
     Args:
       config: the values so far.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.policies import step_to_resume
+from maxpipe.checkpoint.policies import NEWEST, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
@@ -79,8 +79,6 @@ from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
 
-NEWEST = ("auto", "must")  # values of `checkpoint.resume` that take the newest step
-
 
 class BuildTrainer(Protocol):
     """`maxpipe.builder.build_trainer`, which is passed in: the builder imports this package."""
@@ -115,7 +113,7 @@ def launch(
     """
     start_jax(loaded.config)
     supervision.interruption.share_with_jax()
-    with failing_fast(ends_process=supervision.owns_process):
+    with failing_fast(ends_process=supervision.owns_process), supervision.time:
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
