@@ -116,6 +116,8 @@ def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step
             f"checkpoint {step} has no fingerprint, because an earlier version wrote it: "
             "whether data and tokenizer are still the same is not checked"
         )
+    if any(change.key == "optimizer.name" for change in changed):
+        lines.append("the state of the optimizer begins at zero, where it has another form")
     if rate := rate_change(config.optimizer, meta, step):
         lines.append(rate)
     return lines

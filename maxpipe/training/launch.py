@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import NEWEST, step_to_resume
@@ -23,7 +23,7 @@ from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import Change
+from maxpipe.config.identity import Change, shape_refusals
 from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
@@ -290,22 +290,27 @@ def start_run(
     fingerprint = fingerprint_data(config)
     versions = package_versions()
     resume_step = _step_to_resume(config, checkpointer)
+    changed: list[Change] = []
     if resume_step is not None:
         # A refusal should not cost the time of a restore; damage is the restore's to judge.
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
-            check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+            changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
     weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
-    changed: list[Change] = []
     if resume_step is None:
         state, step = _initial_state(config, trainer, weights), 0
     else:
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
-            restored = _restore(config, trainer, checkpointer, resume_step, supervision)
+            restored = _restore(config, trainer, checkpointer, resume_step, supervision, changed)
+        except CheckpointMismatch:
+            if problems := shape_refusals(changed, checkpointer.place):
+                advice = directory.advice(checkpointer.place)
+                raise ConfigError(*problems, advice) from None
+            raise
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             _close(loader, eval_loader)
@@ -361,12 +366,16 @@ def _restore(
     checkpointer: Checkpointer,
     step: int,
     supervision: Supervision,
+    changed: Sequence[Change],
 ) -> Restored[TrainState]:
     """Return the newest sound step, or `step` if the configuration asks for that one."""
+    # The spike filter may be switched on or off, or have another window, in the next start.
+    optional = ["history"]
+    if any(change.key == "optimizer.name" for change in changed):
+        optional.append("opt_state")
     exact_step = None if config.checkpoint.resume in NEWEST else step
     with supervision.time.phase("restore"):
-        # The spike filter may be switched on or off, or have another window, in the next start.
-        return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional=("history",))
+        return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional=optional)
 
 
 def _initial_state(
