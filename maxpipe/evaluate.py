@@ -21,7 +21,7 @@ from maxpipe.checkpoint.run_argument import (
 )
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import import_variants, optional
+from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.paths import unwritable
 from maxpipe.supervision.signals import INTERRUPTED
 
@@ -36,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(Problem("--include", f"there is no directory {flags.include}"))
     import_variants(flags.imports)
     try:
-        checkpoint = find_checkpoint(flags)
         with optional("lm_eval", "eval", "--tasks"):
-            import lm_eval  # noqa: F401
+            if not is_installed("lm_eval"):
+                raise ModuleNotFoundError(name="lm_eval")
+            checkpoint = find_checkpoint(flags)
+            import lm_eval  # noqa: F401  # takes seconds
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.generation.evaluation import launch
 

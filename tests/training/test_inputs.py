@@ -139,7 +139,7 @@ def test_commands_name_what_is_missing_without_jax(tmp_path):
         ("train", f"output_dir={words[0]}"): "output_dir: cannot write to ",
         ("generate", "/none", "--prompt=a"): "RUN_DIR: there is no directory /none",
         ("generate", empty, "--prompt=a"): "holds no checkpoint",
-        ("evaluate", "/none", "--tasks=a"): "RUN_DIR: there is no directory /none",
+        ("evaluate", "/none", "--tasks=a"): "--tasks: needs lm_eval",
         ("export", "/none", "--hf", "new"): "RUN_DIR: there is no directory /none",
         ("runs", "show", "/none"): "/none",
     }
