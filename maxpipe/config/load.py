@@ -73,10 +73,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
     misread = {problem.key for problem in problems}
     broken = misread | set(unknown_axes(config))
-    problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
-    if problems:
-        problems += _sourced(_misfits(config, misread), sources)
-        raise ConfigError(*problems)
+    rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+    if problems or rule_problems:
+        misfits = _misfits(config, misread)
+        if misfits:  # with a mesh that fits, rules that read it may find nothing wrong
+            broken |= {problem.key for problem in misfits}
+            rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+        raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
     return Loaded(config, sources, remarks)
 
 
