@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, ReplicasDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import NEWEST, step_to_resume
@@ -23,7 +23,7 @@ from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import Change, shape_refusals
+from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
@@ -63,6 +63,8 @@ from maxpipe.training.continuity import (
     VERSIONS,
     check_continuity,
     describe_changes,
+    naming_shapes,
+    optional_parts,
     version_changes,
 )
 from maxpipe.training.elastic import fit_hosts
@@ -287,8 +289,7 @@ def start_run(
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
     _log_notes(config, loader, eval_loader)
-    fingerprint = fingerprint_data(config)
-    versions = package_versions()
+    fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = _step_to_resume(config, checkpointer)
     changed: list[Change] = []
     if resume_step is not None:
@@ -305,12 +306,8 @@ def start_run(
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
-            restored = _restore(config, trainer, checkpointer, resume_step, supervision, changed)
-        except CheckpointMismatch:
-            if problems := shape_refusals(changed, checkpointer.place):
-                advice = directory.advice(checkpointer.place)
-                raise ConfigError(*problems, advice) from None
-            raise
+            with supervision.time.phase("restore"), naming_shapes(changed, directory):
+                restored = _restore(config, trainer, checkpointer, resume_step, changed)
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             _close(loader, eval_loader)
@@ -365,17 +362,11 @@ def _restore(
     trainer: Trainer,
     checkpointer: Checkpointer,
     step: int,
-    supervision: Supervision,
     changed: Sequence[Change],
 ) -> Restored[TrainState]:
     """Return the newest sound step, or `step` if the configuration asks for that one."""
-    # The spike filter may be switched on or off, or have another window, in the next start.
-    optional = ["history"]
-    if any(change.key == "optimizer.name" for change in changed):
-        optional.append("opt_state")
     exact_step = None if config.checkpoint.resume in NEWEST else step
-    with supervision.time.phase("restore"):
-        return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional=optional)
+    return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional_parts(changed))
 
 
 def _initial_state(
