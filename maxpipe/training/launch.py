@@ -483,5 +483,5 @@ def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"
-    curves = f"`tensorboard --logdir {root}` shows its curves"
+    curves = f"`python -m maxpipe.runs plot {root}` draws its curves"
     return f"done: {last_step} steps in {root}, {seconds:.0f} s for this start; {curves}"
