@@ -14,10 +14,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
+from maxpipe.checkpoint.run_argument import (
+    add_average_argument,
+    add_run_arguments,
+    find_checkpoint,
+)
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import import_variants, optional
+from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.paths import unwritable
 from maxpipe.supervision.signals import INTERRUPTED
 
@@ -33,11 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_variants(flags.imports)
     try:
         with optional("lm_eval", "eval", "--tasks"):
-            import lm_eval  # noqa: F401
+            if not is_installed("lm_eval"):
+                raise ModuleNotFoundError(name="lm_eval")
+            checkpoint = find_checkpoint(flags)
+            import lm_eval  # noqa: F401  # takes seconds
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.generation.evaluation import launch
 
-        return launch(flags)
+        return launch(flags, *checkpoint)
     except KeyboardInterrupt:
         print(flush=True)
         return INTERRUPTED

@@ -16,7 +16,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
+from maxpipe.checkpoint.run_argument import (
+    add_average_argument,
+    add_run_arguments,
+    find_checkpoint,
+)
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections.model import DTYPES
@@ -38,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_variants(flags.imports)
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
     try:
+        checkpoint = find_checkpoint(flags)
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.training.export import launch
 
-        return launch(flags)
+        return launch(flags, *checkpoint)
     except KeyboardInterrupt:
         print(flush=True)
         return INTERRUPTED

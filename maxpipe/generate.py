@@ -16,7 +16,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
+from maxpipe.checkpoint.run_argument import (
+    add_average_argument,
+    add_run_arguments,
+    find_checkpoint,
+)
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.supervision.signals import INTERRUPTED
@@ -33,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--system is for --chat")
     import_variants(flags.imports)
     try:
+        checkpoint = find_checkpoint(flags)
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.generation.launch import launch
 
-        return launch(flags)
+        return launch(flags, *checkpoint)
     except KeyboardInterrupt:
         print(flush=True)
         return INTERRUPTED

@@ -18,6 +18,7 @@ from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.rules.run import check_trains
 from maxpipe.supervision import supervise
 from maxpipe.supervision.ending import run_command
+from maxpipe.training.inputs import check_inputs
 
 
 @exit_on_config_error()
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.flags.sweep:
         return sweep(arguments.loaded, arguments.flags)
     with supervise(config.telemetry) as supervision:
+        check_inputs(arguments.loaded)
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer
         from maxpipe.training.launch import launch

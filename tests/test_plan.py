@@ -77,6 +77,13 @@ def test_summary_counts_those_that_fit_and_those_that_fell(written, report):
     assert f" s, {fitting:,} fit\n" in summary
 
 
+def test_table_of_simulated_devices_has_multiples_and_no_seconds(written):
+    printed = (written / "printed.txt").read_text()
+    (header,) = (line for line in printed.splitlines() if line.startswith("mesh "))
+    assert "GiB  x fastest  by" in header
+    assert "seconds" not in header
+
+
 def test_values_that_are_fixed_or_tried_are_the_only_ones(report):
     keys = [row["keys"] for row in report["rows"]]
     assert {key["pipeline.remat_policy"] for key in keys} == {"full"}

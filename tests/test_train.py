@@ -1,13 +1,14 @@
 """Test the train command from end to end, and its answers to bad input."""
 
 import math
+import re
 import shutil
 
 import pytest
 import yaml
 from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
 
-from maxpipe import generate
+from maxpipe import generate, runs
 from maxpipe.devices import chips
 from maxpipe.train import main
 
@@ -78,6 +79,9 @@ class TestFinishedRun:
     def test_console_shows_the_last_step_and_the_end(self, finished):
         assert "step 6/6  loss" in finished[1]
         assert "done: 6 steps" in finished[1]
+        (command,) = re.findall("`python -m maxpipe.runs (plot .*)` draws", finished[1])
+        html = finished[0].parent / "runs.html"
+        assert runs.main([*command.split(), f"--html={html}"]) == 0
 
     def test_train_when_finished_says_so_with_what_has_changed_and_changes_no_file(
         self, words, finished

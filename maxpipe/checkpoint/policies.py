@@ -9,13 +9,13 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
-from maxpipe.devices import processes
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the state that it holds, or null
 RESUME = "checkpoint.resume"
+NEWEST = ("auto", "must")  # values of it that take the newest step
 
 
 class SaveTimer:
@@ -66,11 +66,14 @@ class SaveTimer:
         )
 
     def _is_interval_over(self) -> bool:
-        # Processes have different clocks and ask at different times, so process 0 decides.
         if not self._interval:
             return False
+        # Imports JAX, for which the choice of the step to resume should not wait.
+        from maxpipe.devices.processes import of_first_process
+
+        # Processes have different clocks and ask at different times, so process 0 decides.
         is_over = self._clock() - self._last_save >= self._interval
-        return bool(processes.of_first_process(int(is_over)))
+        return bool(of_first_process(int(is_over)))
 
 
 class Retention:

@@ -1,18 +1,21 @@
-"""Parse what commands that read a run take: RUN_DIR and --step. Imports no JAX."""
+"""Parse what commands that read a run take, RUN_DIR and --step, and find it. Imports no JAX."""
 
 import argparse
 
+from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.imports import add_import_flag
+
+RUN_DIR = "RUN_DIR"  # the argument, for messages
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN_DIR, --step and --import: `run_dir`, `step` and `imports` of the parsed flags."""
     parser.add_argument(
         "run_dir",
-        metavar="RUN_DIR",
+        metavar=RUN_DIR,
         help="run directory, or its checkpoints; also s3:// and gs://",
     )
     parser.add_argument(
@@ -33,6 +36,19 @@ def add_average_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:
+    """Return the run that a command line names and the steps to read of it, in ascending order.
+
+    Args:
+      flags: parsed, with both kinds of arguments above.
+
+    Raises:
+      ConfigError: there is no such run, or it has no such steps.
+    """
+    store = open_steps(flags.run_dir, RUN_DIR)
+    return store, find_steps(store, flags.step, flags.average)
+
+
 def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
     """Return the last `average` committed steps up to `step`, in ascending order.
 
@@ -51,8 +67,13 @@ def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
     return steps[-average:]
 
 
-def find_step(store: StepStore, step: int | None) -> int:
+def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
+
+    Args:
+      store: of the run.
+      step: the one to find.
+      key: the argument that names the run, for messages.
 
     Raises:
       ConfigError: there is none.
@@ -60,7 +81,7 @@ def find_step(store: StepStore, step: int | None) -> int:
     steps = store.steps()
     if not steps:
         message = f"{store} holds no checkpoint; train with checkpoint.every above 0"
-        raise ConfigError(Problem("RUN_DIR", message))
+        raise ConfigError(Problem(key, message))
     if step is not None and step not in steps:
         raise ConfigError(Problem("--step", f"{step} is not saved in {store}; there are {steps}"))
     return steps[-1] if step is None else step

@@ -43,6 +43,38 @@ _OF_A_COMPUTATION = (
 )
 # May also change with checkpoint.convert_dtype.
 DTYPES = ("model.dtype", "model.param_dtype")
+# With another value the model has other arrays, unless the key has no part in it.
+SHAPED = (
+    "model.block",
+    "model.num_layers",
+    "model.first_dense_layers",
+    "model.embed_dim",
+    "model.num_query_heads",
+    "model.num_kv_heads",
+    "model.head_dim",
+    "model.mlp_dim",
+    "model.vocab_size",
+    "model.tie_embeddings",
+    "model.mlp_bias",
+    "model.attention_kind",
+    "model.qk_norm",
+    "model.qk_norm_scope",
+    "model.attention_bias",
+    "model.attention_output_bias",
+    "model.attention_sinks",
+    "model.norm_placement",
+    "model.mla.q_lora_rank",
+    "model.mla.kv_lora_rank",
+    "model.mla.qk_nope_head_dim",
+    "model.mla.qk_rope_head_dim",
+    "model.mla.v_head_dim",
+    "model.moe.experts",
+    "model.moe.mlp_dim",
+    "model.moe.shared_experts",
+    "model.moe.logit_bias",
+    "model.lora.rank",
+    "model.lora.targets",
+)
 # What these name is compared by content where the checkpoint has a fingerprint of it.
 FINGERPRINTED = (
     "data.source",
@@ -66,6 +98,7 @@ _OF_A_START = {
 # Rows of padding are never predicted, so token ids must not become padding.
 _TOKEN_IDS = "model.unpadded_vocab_size"
 _ROWS = "model.vocab_size"
+_OTHER_SHAPES = ", whose arrays have other shapes, so no run continues from them"
 
 
 class Change(NamedTuple):
@@ -137,20 +170,30 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
       changed: from `changes`.
       place: where the checkpoints are, for messages.
     """
+    refused = [change for change in changed if not is_allowed(config, change.key)]
     return [
-        Problem(
-            change.key,
-            f"is {change.now!r}, but the checkpoints in {place} were made with "
-            f"{change.before!r}{_remedy(change.key)}",
-        )
-        for change in changed
-        if not is_allowed(config, change.key)
+        Problem(change.key, _differs(change, place) + _remedy(change.key)) for change in refused
     ]
+
+
+def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
+    """Return a problem for each change, accepted or not, with which a model has other arrays.
+
+    Arguments are those of `refusals`.
+    """
+    shaped = [change for change in changed if change.key in SHAPED]
+    return [Problem(change.key, _differs(change, place) + _OTHER_SHAPES) for change in shaped]
+
+
+def _differs(change: Change, place: str) -> str:
+    return f"is {change.now!r}, but the checkpoints in {place} were made with {change.before!r}"
 
 
 def _remedy(key: str) -> str:
     if key in FIXED:
         return ""
+    if key in SHAPED:
+        return _OTHER_SHAPES
     accept = "checkpoint.convert_dtype=true" if key in DTYPES else f"{ACCEPT}=[{group_of(key)}]"
     return f"; {accept} continues with the change"
 

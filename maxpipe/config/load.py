@@ -73,18 +73,27 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
     misread = {problem.key for problem in problems}
     broken = misread | set(unknown_axes(config))
-    problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
-    if problems:
-        problems += _sourced(_simulated_mesh_problems(config, misread), sources)
-        raise ConfigError(*problems)
+    rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+    if problems or rule_problems:
+        misfits = _misfits(config, misread)
+        if misfits:  # with a mesh that fits, rules that read it may find nothing wrong
+            broken |= {problem.key for problem in misfits}
+            rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+        raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
     return Loaded(config, sources, remarks)
 
 
-def _simulated_mesh_problems(config: Config, misread: Set[str]) -> Sequence[Problem]:
+def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
     """Return how the mesh misfits the simulated devices, whose number needs no JAX.
 
     `resolve` says so as well, but only once nothing else is wrong. Compiling for a topology uses
     other devices.
+    """
+    return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
+
+
+def _misfits(config: Config, misread: Set[str]) -> Sequence[Problem]:
+    """Return the problems of `simulated_mesh_problems`.
 
     Args:
       config: the values so far.

@@ -153,6 +153,35 @@ def notes_of(documents: Documents) -> tuple[str, ...]:
     return notes
 
 
+def is_mixed(config: DataConfig, split: Split) -> bool:
+    """Return whether a split has the documents of `data.mixture`, each source split by itself."""
+    return bool(config.mixture) and not (split == "eval" and config.eval_path)
+
+
+def open_sources(config: DataConfig, split: Split) -> list[Documents]:
+    """Return the documents of one split of each source: one, unless `is_mixed`.
+
+    Raises:
+      ConfigError: as `open_documents`; with a mixture the message names the entry.
+    """
+    if not is_mixed(config, split):
+        return [open_documents(config, split)]
+    sources = []
+    problems = []
+    for number, entry in enumerate(config.mixture, 1):
+        try:
+            source = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
+            sources.append(open_documents(source, split))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.append(
+                    Problem("data.mixture", f"entry {number}: {problem.key}: {problem.message}")
+                )
+    if problems:
+        raise ConfigError(*problems)
+    return sources
+
+
 def open_documents(config: DataConfig, split: Split) -> Documents:
     """Return the documents of one split of `data.source`.
 

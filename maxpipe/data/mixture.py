@@ -7,16 +7,14 @@ the same as without a mixture.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Document, Documents, Split, notes_of, open_documents
+from maxpipe.data.documents import Document, Documents, Split, is_mixed, notes_of, open_sources
 from maxpipe.data.rows import DocumentOrder, Order
 
 ROUND = round(1 / LEAST_SHARE)  # draws
@@ -29,24 +27,12 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     and for `data.eval_path`.
 
     Raises:
-      ConfigError: as `open_documents`; with a mixture the message names the entry.
+      ConfigError: as `open_sources`.
     """
-    if not config.mixture or (split == "eval" and config.eval_path):
-        documents = open_documents(config, split)
+    sources = open_sources(config, split)
+    if not is_mixed(config, split):
+        (documents,) = sources
         return documents, DocumentOrder(len(documents), seed, config.shuffle)
-    sources = []
-    problems = []
-    for number, entry in enumerate(config.mixture, 1):
-        try:
-            source = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
-            sources.append(open_documents(source, split))
-        except ConfigError as error:
-            for problem in error.problems:
-                problems.append(
-                    Problem("data.mixture", f"entry {number}: {problem.key}: {problem.message}")
-                )
-    if problems:
-        raise ConfigError(*problems)
     weights = [entry["weight"] for entry in config.mixture]
     order = MixedOrder([len(source) for source in sources], weights, seed, config.shuffle)
     return Concatenation(sources), order

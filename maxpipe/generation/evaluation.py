@@ -12,8 +12,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import find_steps
+from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.paths import write_file
 from maxpipe.generation.lm_eval_model import ModelOfRun
@@ -22,16 +21,18 @@ from maxpipe.generation.model import Model
 DONE, NOT_LOADED = 0, 1  # exit codes
 
 
-def launch(flags: argparse.Namespace) -> int:
+def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
     """Print lm-eval's table of a run, and return the exit code.
 
+    Args:
+      flags: of `maxpipe.evaluate`.
+      store, steps: from `find_checkpoint`.
+
     Raises:
-      ConfigError: run, step, tokenizer or a task are not usable.
+      ConfigError: tokenizer or a task are not usable.
     """
     manager = TaskManager(include_path=flags.include)
     check_tasks(flags.tasks, manager.all_tasks)
-    store = open_steps(flags.run_dir, "RUN_DIR")
-    steps = find_steps(store, flags.step, flags.average)
     try:
         model = Model(store, steps, flags.tokenizer)
         model.find_tokenizer()

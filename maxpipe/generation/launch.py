@@ -7,8 +7,7 @@ from functools import partial
 
 from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import find_steps
+from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
@@ -22,15 +21,17 @@ DONE, NOT_LOADED = 0, 1  # exit codes
 Draw = Callable[[Sequence[int]], Iterator[str]]  # token ids of a prompt -> what follows
 
 
-def launch(flags: argparse.Namespace) -> int:
+def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
     """Print the prompt and what the model writes after it, or its answers; return the exit code.
 
+    Args:
+      flags: of `maxpipe.generate`.
+      store, steps: from `find_checkpoint`.
+
     Raises:
-      ConfigError: run, step, tokenizer, prompt or stop tokens are not usable, or there is no chat
+      ConfigError: tokenizer, prompt or stop tokens are not usable, or there is no chat
         template.
     """
-    store = open_steps(flags.run_dir, "RUN_DIR")
-    steps = find_steps(store, flags.step, flags.average)
     system = [_said("system", flags.system)] if flags.system else []
     try:
         model = Model(store, steps, flags.tokenizer)

@@ -28,6 +28,7 @@ from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
+from maxpipe.telemetry.byte_progress import format_bytes
 
 KEY = "init_from"
 
@@ -79,7 +80,7 @@ class HfWeights:
 
     def describe(self) -> list[str]:
         """Return lines about what is read and what is left out."""
-        size = f"{self.num_bytes / 1e9:.2f} GB in {len(self._tensors)} tensors"
+        size = f"{format_bytes(self.num_bytes)} in {len(self._tensors)} tensors"
         lines = [f"init_from   {self._directory}: {size}, the optimizer starts at zero"]
         if self.ignored:
             kinds = sorted({re.sub(r"\d+", "*", name) for name in self.ignored})

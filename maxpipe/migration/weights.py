@@ -22,6 +22,7 @@ from maxpipe.migration.parameter_names import (
     rotates_neighbours,
 )
 from maxpipe.migration.stored_model import StoredModel
+from maxpipe.telemetry.byte_progress import format_bytes
 
 KEY = "init_from"
 
@@ -54,7 +55,7 @@ class MaxTextWeights:
             raise ConfigError(*(Problem(KEY, line) for line in lines))
         self.num_elements = self._stored.num_elements
         self.num_bytes = self._stored.num_bytes
-        size = f"{self.num_bytes / 1e9:.2f} GB in {len(arrays)} arrays"
+        size = f"{format_bytes(self.num_bytes)} in {len(arrays)} arrays"
         self._lines = [f"{item}: {size}, the optimizer starts at zero", *_changes(model)]
 
     def describe(self) -> list[str]:

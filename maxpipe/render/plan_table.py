@@ -22,7 +22,10 @@ def table_lines(plan: Plan) -> list[str]:
     rows = [*plan.rows[:SHOWN], *plan.misfits, *own]
     if not rows:
         return []
-    cells = [list(HEADER), *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
+    header = list(HEADER)
+    if not plan.request.machine.is_timed:
+        header[HEADER.index("seconds")] = "x fastest"
+    cells = [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
     lines = [
         "  ".join(

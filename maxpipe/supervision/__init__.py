@@ -50,12 +50,11 @@ class Supervision:
 def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
-    account = TimeAccount()
-    with Interruption(watchdog.hurry) as interruption, watchdog, account:
+    with Interruption(watchdog.hurry) as interruption, watchdog:
         yield Supervision(
             interruption,
             watchdog,
-            account,
+            TimeAccount(),
             progress=progress_file_of_process(),
             downtime=downtime_of_process(),
             memory=memory_of_process(),
@@ -69,6 +68,5 @@ def supervise_in_program() -> Iterator[Supervision]:
     There are no deadlines: the program may keep a run waiting, and only the end of the process
     would end what hangs. In a thread other than the main one signals are the program's own.
     """
-    account = TimeAccount()
-    with Interruption(ends_process=False) as interruption, account:
-        yield Supervision(interruption, time=account, owns_process=False)
+    with Interruption(ends_process=False) as interruption:
+        yield Supervision(interruption, time=TimeAccount(), owns_process=False)

@@ -62,4 +62,17 @@ class ByteProgress:
             self._bar.update(done - self._bar.n)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            self._print_line(f"{self._label}{done / 1e9:.2f} of {self.total / 1e9:.2f} GB are read")
+            factor, unit = _unit_of(self.total)
+            amounts = f"{done / factor:.2f} of {self.total / factor:.2f} {unit}"
+            self._print_line(f"{self._label}{amounts} are read")
+
+
+def format_bytes(count: int) -> str:
+    """Return a number of bytes in GB, or in MB or kB below a tenth of the larger unit."""
+    factor, unit = _unit_of(count)
+    return f"{count / factor:.2f} {unit}"
+
+
+def _unit_of(count: int) -> tuple[float, str]:
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((unit for unit in units if count >= unit[0] / 10), units[-1])

@@ -45,7 +45,7 @@ class Console:
 
     Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so one
     stall does not distort them. The first step of a process, which compiles, never enters the
-    median. Before the second step the time left is unknown.
+    median; its line has its own seconds, and no speed.
 
     Args:
       total_steps: steps of the run, including those of earlier processes.
@@ -120,8 +120,6 @@ class Console:
         self._unprinted = None
 
     def _line(self, progress: Progress) -> str:
-        seconds = median(self._recent) if self._recent else progress.step_seconds
-        left = format_seconds(seconds * (self._total - progress.step)) if self._recent else "?"
         parts = [
             f"step {progress.step:>{len(str(self._total))}}/{self._total}",
             f"loss {progress.loss:.4f}",
@@ -129,11 +127,18 @@ class Console:
             *_worst_load(progress.expert_loads),
             *_most_dropped(progress.dropped),
             f"lr {progress.learning_rate:.2e}",
+        ]
+        if not self._recent:
+            first = format_step_time(progress.step_seconds)
+            return "  ".join([*parts, f"{first} for the first step, compiling included", "left ?"])
+        seconds = median(self._recent)
+        parts += [
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",
         ]
         if self._peak_seconds is not None:
             parts.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
+        left = format_seconds(seconds * (self._total - progress.step))
         return "  ".join([*parts, f"left {left}"])
 
 

@@ -1,12 +1,14 @@
 """Compare a run that resumes with its checkpoint: what they share, what was changed since."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
 
+from maxpipe.checkpoint.errors import CheckpointMismatch
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed
+from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config, OptimizerConfig
 from maxpipe.data.fingerprint import APPENDED, CHANGED, DataChange, DataFingerprint
@@ -15,6 +17,7 @@ from maxpipe.training.run_directory import Meta, RunDirectory
 
 FINGERPRINT = "fingerprint"  # in a checkpoint's meta
 VERSIONS = "versions"
+OPTIMIZER = "optimizer.name"
 DOCUMENTS = "documents"  # in the fingerprint: number of training documents
 _SAME_RATE = 1e-6  # relative; float32 rounds more finely than this
 
@@ -54,6 +57,27 @@ def check_continuity(
         raise ConfigError(*problems, directory.advice(place))
     changed += [Change(change.key, None, f"{change.kind}: {change.text}") for change in data]
     return changed
+
+
+def optional_parts(changed: Sequence[Change]) -> list[str]:
+    """Return the parts of a state that begin at zero where the checkpoint has them in another form.
+
+    The spike filter may be switched on or off, or have another window, in any start.
+    """
+    is_other_optimizer = any(change.key == OPTIMIZER for change in changed)
+    return ["history", "opt_state"] if is_other_optimizer else ["history"]
+
+
+@contextmanager
+def naming_shapes(changed: Sequence[Change], directory: RunDirectory) -> Iterator[None]:
+    """Name the changed keys where a checkpoint of a run has other arrays because of them."""
+    try:
+        yield
+    except CheckpointMismatch as error:
+        place = str(directory.checkpoints)
+        if problems := shape_refusals(changed, place):
+            raise ConfigError(*problems, directory.advice(place)) from error
+        raise
 
 
 def version_changes(now: Mapping[str, str], saved: object) -> list[Change]:
@@ -116,6 +140,8 @@ def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step
             f"checkpoint {step} has no fingerprint, because an earlier version wrote it: "
             "whether data and tokenizer are still the same is not checked"
         )
+    if any(change.key == OPTIMIZER for change in changed):
+        lines.append("the state of the optimizer begins at zero, where it has another form")
     if rate := rate_change(config.optimizer, meta, step):
         lines.append(rate)
     return lines

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from maxpipe.checkpoint.average import naming_step, not_read, open_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.record import Record
-from maxpipe.checkpoint.run_argument import check_block, find_steps
+from maxpipe.checkpoint.run_argument import check_block
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
@@ -25,18 +24,16 @@ from maxpipe.training.continuity import version_of
 DONE, NOT_READ = 0, 1  # exit codes
 
 
-def launch(flags: argparse.Namespace) -> int:
+def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
     """Write the checkpoint that a command line names, and return the exit code.
 
     Args:
       flags: of `maxpipe.export`.
+      store, steps: from `find_checkpoint`.
 
     Raises:
-      ConfigError: there is no such checkpoint, no type of model fits, or the target cannot be
-        written.
+      ConfigError: no type of model fits, or the target cannot be written.
     """
-    store = open_steps(flags.run_dir, "RUN_DIR")
-    steps = find_steps(store, flags.step, flags.average)
     step = steps[-1]
     what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
     try:

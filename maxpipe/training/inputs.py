@@ -2,20 +2,55 @@
 
 They are opened one after the other, each where it is needed. Where one of them, or the directory of
 the run, is refused, the others are opened as well, so that a user learns of all problems at once.
+A run of one process looks for all that needs no JAX before it imports JAX, which takes seconds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
-from maxpipe.checkpoint.policies import step_to_resume
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.policies import NEWEST, step_to_resume
+from maxpipe.checkpoint.run_argument import find_step
 from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import read_shape
+from maxpipe.config.load import Loaded, derive_known, simulated_mesh_problems
+from maxpipe.config.model_places import MAXTEXT, RUN, maxtext_directory, run_of, split_scheme
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Split
+from maxpipe.data.documents import Split, open_sources
 from maxpipe.data.loader import open_tokenizer
-from maxpipe.training.initial_weights import open_weights
+from maxpipe.devices.cluster import announced_processes, is_cluster
+from maxpipe.migration.orbax_arrays import find_item
+from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.run_directory import RunDirectory
+
+Part = Callable[[], object]
+
+
+def check_inputs(loaded: Loaded) -> None:
+    """Refuse what a run reads and cannot use, as far as that is known without JAX.
+
+    A run of several processes is left alone, because the others wait for this one and do not expect
+    it to end; so is one that is finished, which reads nothing.
+
+    Raises:
+      ConfigError: something is missing or unusable, with all problems.
+    """
+    config = derive_known(loaded.config)
+    if announced_processes() > 1 or is_cluster() or _is_finished(config):
+        return
+    parts: list[Part] = [
+        *_readers(config),
+        partial(_check_executable, config.compile.load),
+        RunDirectory(config).check_place,
+        partial(require_trackers, config.telemetry),
+    ]
+    if not config.checkpoint.mirror and not config.checkpoint.replica_every:
+        parts.append(partial(_open_beginning, config, _find_weights))
+    if problems := _problems_of(parts):
+        raise ConfigError(*problems, *simulated_mesh_problems(loaded))
 
 
 @contextmanager
@@ -40,27 +75,64 @@ def input_problems(config: Config) -> list[Problem]:
 
     The latter two are left out if there is a mirror, which may have checkpoints.
     """
-    # grain takes longer to import than reporting an error of the configuration should.
-    from maxpipe.data.mixture import open_mixture
+    # Imports JAX, for which `check_inputs` should not wait.
+    from maxpipe.training.initial_weights import open_weights
 
-    splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
-    parts: list[Callable[[], object]] = [
-        partial(open_tokenizer, config),
-        *(partial(open_mixture, config.data, split, config.seed) for split in splits),
-    ]
+    parts = _readers(config)
     if not config.checkpoint.mirror:
-        parts.append(partial(_open_beginning, config))
+        parts.append(partial(_open_beginning, config, open_weights))
+    return _problems_of(parts)
+
+
+def _problems_of(parts: Sequence[Part]) -> list[Problem]:
+    """Return the problems that parts raise, each once."""
     problems: list[Problem] = []
     for part in parts:
         try:
             part()
         except ConfigError as error:
             problems += error.problems
-    return problems
+    return [*dict.fromkeys(problems)]
 
 
-def _open_beginning(config: Config) -> None:
+def _readers(config: Config) -> list[Part]:
+    """Return what opens tokenizer and documents."""
+    splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
+    documents = [partial(open_sources, config.data, split) for split in splits]
+    return [partial(open_tokenizer, config), *documents]
+
+
+def _is_finished(config: Config) -> bool:
+    """Return whether a step that ends the run is in its directory."""
+    newest = max(committed_steps(RunDirectory(config).checkpoints), default=0)
+    return config.checkpoint.resume in NEWEST and newest >= config.steps
+
+
+def _open_beginning(config: Config, open_weights: Callable[[Config], object]) -> None:
     """Open the initial weights of a run that has no checkpoint to continue from."""
     directory = RunDirectory(config).checkpoints.absolute()  # as a checkpointer names it
     if step_to_resume(config.checkpoint.resume, committed_steps(directory), str(directory)) is None:
         open_weights(config)
+
+
+def _find_weights(config: Config) -> None:
+    """Find what `init_from` names, without comparing it with the model."""
+    scheme = split_scheme(config.init_from)[0]
+    if scheme == RUN:
+        find_step(open_steps(run_of(config.init_from), "init_from"), None, "init_from")
+    elif scheme == MAXTEXT:
+        directory = maxtext_directory(config.init_from)
+        try:
+            find_item(Path(directory))
+        except ValueError as error:
+            message = f"cannot read {directory}: {error}"
+            raise ConfigError(Problem("init_from", message)) from None
+    elif config.init_from:
+        read_shape(config.init_from, "init_from")
+
+
+def _check_executable(file: str) -> None:
+    """Refuse a `compile.load` that is not there."""
+    if file and not Path(file).exists():
+        message = f"cannot read {file}: No such file or directory"
+        raise ConfigError(Problem("compile.load", message))

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.policies import step_to_resume
+from maxpipe.checkpoint.policies import NEWEST, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
@@ -63,6 +63,8 @@ from maxpipe.training.continuity import (
     VERSIONS,
     check_continuity,
     describe_changes,
+    naming_shapes,
+    optional_parts,
     version_changes,
 )
 from maxpipe.training.elastic import fit_hosts
@@ -78,8 +80,6 @@ from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
-
-NEWEST = ("auto", "must")  # values of `checkpoint.resume` that take the newest step
 
 
 class BuildTrainer(Protocol):
@@ -115,7 +115,7 @@ def launch(
     """
     start_jax(loaded.config)
     supervision.interruption.share_with_jax()
-    with failing_fast(ends_process=supervision.owns_process):
+    with failing_fast(ends_process=supervision.owns_process), supervision.time:
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
@@ -289,25 +289,25 @@ def start_run(
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
     _log_notes(config, loader, eval_loader)
-    fingerprint = fingerprint_data(config)
-    versions = package_versions()
+    fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = _step_to_resume(config, checkpointer)
+    changed: list[Change] = []
     if resume_step is not None:
         # A refusal should not cost the time of a restore; damage is the restore's to judge.
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
-            check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+            changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
     weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
-    changed: list[Change] = []
     if resume_step is None:
         state, step = _initial_state(config, trainer, weights), 0
     else:
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
-            restored = _restore(config, trainer, checkpointer, resume_step, supervision)
+            with supervision.time.phase("restore"), naming_shapes(changed, directory):
+                restored = _restore(config, trainer, checkpointer, resume_step, changed)
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             _close(loader, eval_loader)
@@ -362,13 +362,11 @@ def _restore(
     trainer: Trainer,
     checkpointer: Checkpointer,
     step: int,
-    supervision: Supervision,
+    changed: Sequence[Change],
 ) -> Restored[TrainState]:
     """Return the newest sound step, or `step` if the configuration asks for that one."""
     exact_step = None if config.checkpoint.resume in NEWEST else step
-    with supervision.time.phase("restore"):
-        # The spike filter may be switched on or off, or have another window, in the next start.
-        return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional=("history",))
+    return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional_parts(changed))
 
 
 def _initial_state(
@@ -485,5 +483,5 @@ def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"
-    curves = f"`tensorboard --logdir {root}` shows its curves"
+    curves = f"`python -m maxpipe.runs plot {root}` draws its curves"
     return f"done: {last_step} steps in {root}, {seconds:.0f} s for this start; {curves}"

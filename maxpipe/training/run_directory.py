@@ -1,5 +1,7 @@
 """Lay out the directory of a run, and tell which configuration owns it. Imports no JAX."""
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +51,14 @@ class RunDirectory:
         self.tokenizer = self.root / TOKENIZER
         self.origin = self.root / ORIGIN
         self.config_history = self.root / "config_history"
+
+    def check_place(self) -> None:
+        """Raise ConfigError where the directory can neither be made nor written to."""
+        nearest = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
+            message = f"cannot write to {self.root}: {reason}"
+            raise ConfigError(Problem("output_dir", message))
 
     def claim(self, config: Config, *, write: bool = True) -> None:
         """Make the directory and write `config.yml`, unless it belongs to another configuration.

@@ -19,6 +19,7 @@ from maxpipe.devices.agreement import agree_on
 from maxpipe.model.parameters import ParamSpec, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.local_files import sampled_digest
+from maxpipe.telemetry.byte_progress import format_bytes
 
 KEY = "init_from"
 
@@ -66,7 +67,7 @@ class RunWeights:
 
     def describe(self) -> list[str]:
         """Return a line about what is read."""
-        size = f"{self.num_bytes / 1e9:.2f} GB in {len(self._leaves)} arrays"
+        size = f"{format_bytes(self.num_bytes)} in {len(self._leaves)} arrays"
         return [f"{KEY}   {self._directory}: {size}, the optimizer starts at zero"]
 
     def read(

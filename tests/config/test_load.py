@@ -140,15 +140,17 @@ def keys_refused(base, *words):
     return {problem.key for problem in caught.value.problems}
 
 
-def test_load_counts_the_simulated_devices_with_the_other_problems(base):
+def test_load_names_a_mesh_that_misfits_without_what_only_follows_from_it(base):
     words = ("mesh.ici.stage=3", "mesh.simulated_devices=4")
-    assert keys_refused(base, *words) == {
-        "model.num_layers",
-        "data.global_batch_size",
+    following = {"model.num_layers", "data.global_batch_size"}
+    assert keys_refused(base, *words) == {"mesh.ici"}
+    assert keys_refused(base, *words, "checkpoint.keep_every=7", "steps=0") == {
         "mesh.ici",
+        "checkpoint.keep_every",
+        "steps",
     }
-    assert "mesh.ici" not in keys_refused(base, "mesh.ici.stage=3")
-    assert "mesh.ici" not in keys_refused(base, *words, "compile.topology=v5p:2x2x3")
+    assert keys_refused(base, "mesh.ici.stage=3") == following
+    assert keys_refused(base, *words, "compile.topology=v5p:2x2x3") == following
 
 
 @pytest.mark.parametrize(

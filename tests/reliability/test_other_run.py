@@ -77,6 +77,30 @@ def test_train_other_seed_is_trained_on_if_accepted_and_said(runs, ours, capsys)
     assert sorted(losses(ours)) == [1, 2, 3, 4]
 
 
+def test_train_other_optimizer_begins_with_a_state_of_zeros_if_accepted(ours, capsys):
+    words = ["optimizer.name=lion", "optimizer.learning_rate=1e-5"]
+    assert main(ours.parent, *words) == 2
+    assert "checkpoint.accept_changes=[optimizer] continues" in capsys.readouterr().err
+    assert main(ours.parent, *words, "checkpoint.accept_changes=[optimizer]") == 0
+    printed = capsys.readouterr().out
+    assert "changed since step 2: optimizer.name adamw -> lion\n" in printed
+    assert "the state of the optimizer begins at zero" in printed
+    found = losses(ours)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert found[3][0] < found[1][0]  # with the weights of step 2
+
+
+@pytest.mark.parametrize("accepted", [[], ["checkpoint.accept_changes=[model]"]])
+def test_train_other_shapes_name_their_keys_and_no_way_to_accept_them(ours, capsys, accepted):
+    words = ["model.mlp_dim=96", "model.norm_eps=1e-4", *accepted]
+    assert main(ours.parent, *words) == 2
+    error = capsys.readouterr().err
+    (line,) = (line for line in error.splitlines() if "model.mlp_dim: is 96" in line)
+    assert line.endswith(", whose arrays have other shapes, so no run continues from them")
+    assert "choose another run_name or restore its values" in error
+    assert ("model.norm_eps: " in error) == (not accepted)
+
+
 def test_train_checkpoints_moved_away_leave_a_run_that_starts_again(ours, tmp_path, capsys):
     (ours / "checkpoints").rename(tmp_path / "away")
     assert main(ours.parent, "stop_after=1") == 0

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from maxpipe.telemetry.byte_progress import ByteProgress
+from maxpipe.telemetry.byte_progress import ByteProgress, format_bytes
 
 
 class Terminal(io.StringIO):
@@ -39,3 +39,20 @@ def test_terminal_gets_a_bar_in_bytes_and_no_lines():
     assert "| 0.00B of 16.0GB" in first
     assert "| 16.0GB of 16.0GB, " in last
     assert last.endswith("B/s\n")
+
+
+def test_lines_of_a_small_model_are_in_smaller_units(monkeypatch):
+    clock = iter([0, 6, 6])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    lines = []
+    with ByteProgress("init_from", 3_700_000, lines.append) as progress:
+        progress.show(40_000)
+    assert lines == ["init_from   0.04 of 3.70 MB are read"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0.00 kB"), (99_999, "100.00 kB"), (100_000, "0.10 MB"), (2.5e8, "0.25 GB")],
+)
+def test_format_bytes_takes_the_unit_of_the_amount(count, text):
+    assert format_bytes(count) == text

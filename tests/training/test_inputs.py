@@ -1,13 +1,21 @@
 """All that is wrong with what a run reads and writes is said at once."""
 
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from helpers.runs import write_config
 
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config import Config, ConfigError, Problem, replace
-from maxpipe.config.load import derive_known
+from maxpipe.config.load import Loaded, derive_known
+from maxpipe.config.options import OPTIONS
 from maxpipe.training import inputs
-from maxpipe.training.inputs import input_problems, naming_all_inputs
+from maxpipe.training.inputs import check_inputs, input_problems, naming_all_inputs
 from maxpipe.training.run_directory import RunDirectory
 
 
@@ -86,3 +94,87 @@ def test_nothing_to_resume_in_a_relative_directory_is_one_problem(config, tmp_pa
         step_to_resume("must", checkpointer.steps(), checkpointer.place)
     checkpointer.close()
     assert len(caught.value.problems) == 1
+
+
+# Runs commands, from JSON on the command line, where neither JAX nor extras can be imported.
+WITHOUT_JAX = """
+import contextlib, importlib, io, json, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "grain", "lm_eval", "wandb", "datasets"):
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+sys.meta_path.insert(0, Hidden())
+said = []
+for command, *words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.suppress(SystemExit):
+        importlib.import_module(f"maxpipe.{command}").main(words)
+    said.append(error.getvalue())
+print(json.dumps(said))
+"""
+
+
+def test_commands_name_what_is_missing_without_jax(tmp_path):
+    words = write_config(tmp_path, steps=4)
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    empty = str(tmp_path / "runs" / "empty")
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"other": ["text"]}), table)
+    words.append(f"data.cache_dir={tmp_path / 'cache'}")
+    expected = {
+        ("train", "data.source=text", "data.path=/none/*.txt"): "data.path: no file at",
+        ("train", "data.source=parquet", f"data.path={table}"): "has the columns",
+        ("train", "data.mixture=[{source: text, path: /none, weight: 1}]"): "entry 1: data.path",
+        ("train", "data.source=datasets", "data.path=hf:a/b"): "needs datasets",
+        ("train", "data.tokenizer=/none/tokenizer.json"): "data.tokenizer: ",
+        ("train", "model.vocab_size=200"): "model.vocab_size: ",
+        ("train", "telemetry.wandb=p"): "telemetry.wandb: needs wandb",
+        ("train", "init_from=hf:/none"): "init_from: there is no /none/config.json",
+        ("train", "init_from=run:/none"): "init_from: there is no directory /none",
+        ("train", f"init_from=run:{empty}"): "holds no checkpoint",
+        ("train", "init_from=maxtext:/none"): "init_from: cannot read /none: ",
+        ("train", "checkpoint.resume=must"): "checkpoint.resume: ",
+        ("train", "compile.load=none.bin"): "compile.load: cannot read none.bin: No such file",
+        ("train", f"output_dir={words[0]}"): "output_dir: cannot write to ",
+        ("generate", "/none", "--prompt=a"): "RUN_DIR: there is no directory /none",
+        ("generate", empty, "--prompt=a"): "holds no checkpoint",
+        ("evaluate", "/none", "--tasks=a"): "--tasks: needs lm_eval",
+        ("export", "/none", "--hf", "new"): "RUN_DIR: there is no directory /none",
+        ("runs", "show", "/none"): "/none",
+    }
+    lines = [
+        [command, *(words if command == "train" else []), *rest] for command, *rest in expected
+    ]
+    program = [sys.executable, "-c", WITHOUT_JAX, json.dumps(lines)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line, text, said in zip(lines, expected.values(), json.loads(done.stdout), strict=True):
+        assert "config error: " in said, line
+        assert text in said
+        assert said.endswith("1 problem found\n")
+
+
+class TestCheckInputs:
+    @pytest.fixture
+    def loaded(self, config):
+        return Loaded(replace(config, **{"data.path": "none"}), dict.fromkeys(OPTIONS, ""))
+
+    def test_check_inputs_names_the_mesh_that_does_not_fit_as_well(self, loaded):
+        config = replace(loaded.config, **{"mesh.simulated_devices": 8, "mesh.ici.fsdp": 3})
+        with pytest.raises(ConfigError) as caught:
+            check_inputs(Loaded(config, loaded.sources))
+        assert keys_of(caught.value.problems) == ["data.path", "mesh.ici"]
+
+    def test_check_inputs_of_a_finished_run_opens_none(self, loaded, tmp_path):
+        steps = tmp_path / "runs" / loaded.config.run_name / "checkpoints"
+        (steps / "3").mkdir(parents=True)
+        with pytest.raises(ConfigError):
+            check_inputs(loaded)
+        (steps / str(loaded.config.steps)).mkdir()
+        check_inputs(loaded)
+
+    def test_check_inputs_of_one_of_several_processes_opens_none(self, loaded, monkeypatch):
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+        check_inputs(loaded)
