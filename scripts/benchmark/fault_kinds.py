@@ -22,6 +22,8 @@ FREEZE_SECONDS = (2.0, 25.0)
 SOUND_CHECKPOINTS = 2  # of which one may be damaged
 NEED_DISK = ("full disk", "slow disk")
 SLOW = "slow disk"  # the only kind after which an attempt may go on
+DAMAGED = "damaged checkpoint"
+NOTICED = "is damaged"  # said of a checkpoint, unless the fault has missed what is read
 FULL_DISK_CODES = {1, 2}  # a save failed, or an attempt could not write at its start
 
 
@@ -49,6 +51,22 @@ class Scene(NamedTuple):
     def is_starting(self) -> bool:
         """Whether the latest attempt has not finished a step yet."""
         return "\nstep " not in self.processes.output().rpartition("starts attempt")[2]
+
+    def missed(self, kind: str, since: int) -> bool:
+        """Return whether a fault was none, once the next restore is over.
+
+        Args:
+          kind: of the fault.
+          since: characters of the output before it.
+        """
+        if kind != DAMAGED:
+            return False
+
+        def is_noticed() -> bool:
+            return NOTICED in self.processes.output()[since:]
+
+        wait_until(lambda: is_noticed() or not self.is_starting, self.processes)
+        return not is_noticed()
 
     @property
     def is_saving(self) -> bool:
@@ -142,7 +160,7 @@ KINDS: dict[str, Callable[[Scene, int], None]] = {
     "SIGTERM": _send(signal.SIGTERM),
     "full disk": _fill_disk,
     "slow disk": _freeze_disk,
-    "damaged checkpoint": _damage_checkpoint,
+    DAMAGED: _damage_checkpoint,
     "lost memory": _lose_memory,
     "supervisor killed": _kill_supervisor,
     "first host killed": _kill_first_host,

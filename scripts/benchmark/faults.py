@@ -40,6 +40,7 @@ SUPERVISOR = ("--pause", "0", "--max-restarts", "1000")
 SOAK_MOMENTS = ("step", "save")
 FASTEST_FAULT_SECONDS = 2.0
 ENDLESS = 10**6
+MOST_MISSES = 5
 STEPS_AHEAD = 40  # from which the step of a fault is drawn
 
 
@@ -226,9 +227,17 @@ def _injure(
         attempts = scene.attempts
         began = time.monotonic()
         print(f"  {fault.kind}, process {fault.victim}, {moment}: ", end="", flush=True)
-        KINDS[fault.kind](scene, fault.victim)
-        if fault.kind != SLOW:
-            wait_until(lambda n=attempts: scene.attempts > n, scene.processes)
+        for _ in range(MOST_MISSES):
+            output = len(scene.processes.output())
+            KINDS[fault.kind](scene, fault.victim)
+            if fault.kind != SLOW:
+                wait_until(lambda n=attempts: scene.attempts > n, scene.processes)
+            if not scene.missed(fault.kind, output):
+                break
+            print("has missed; again: ", end="", flush=True)
+            attempts = scene.attempts
+        else:
+            raise RuntimeError(f"{fault.kind} has missed {MOST_MISSES} times")
         before = _last_step(scene)
         seconds = None
         has_next = number + 1 < len(faults)

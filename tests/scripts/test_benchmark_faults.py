@@ -1,7 +1,6 @@
 """Random faults leave no trace in supervised runs, and the script that injects them can tell."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -125,9 +124,52 @@ def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(soak, last, 
     assert soak.grows(*soak.ends(usages)) == expected
 
 
-def test_usage_of_counts_what_this_process_opens(soak, tmp_path):
-    before = soak.usage_of(os.getpid())
-    with (tmp_path / "file").open("w"):
-        assert soak.usage_of(os.getpid()).descriptors == before.descriptors + 1
+OPENS_A_FILE = """
+import sys
+print("started", flush=True)
+sys.stdin.readline()
+file = open(sys.argv[1], "w")
+print("opened", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_usage_of_counts_what_a_process_opens(soak, tmp_path):
+    command = [sys.executable, "-c", OPENS_A_FILE, tmp_path / "file"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "started\n"
+        before = soak.usage_of(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "opened\n"
+        after = soak.usage_of(process.pid)
+        process.communicate("\n")
+    assert after.descriptors == before.descriptors + 1
     assert before.megabytes > 1
-    assert before.threads >= 1
+    assert before.threads == 1
+
+
+class Output:
+    """A run with this output."""
+
+    def __init__(self, text):
+        self.text = text
+        self.has_ended = False
+
+    def output(self):
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "printed", "missed"),
+    [
+        ("damaged checkpoint", "checkpoint 30 in /runs is damaged: digest of x", False),
+        ("damaged checkpoint", "\nstep 31/100", True),
+        ("SIGKILL", "\nstep 31/100", False),
+    ],
+)
+def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed(faults, kind, printed, missed):
+    before = "checkpoint 10 is damaged\nstarts attempt 2"
+    scene = faults.Scene(Output(before + printed), Path("run"), None, None)
+    assert scene.missed(kind, len(before)) == missed
