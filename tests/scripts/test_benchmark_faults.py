@@ -40,6 +40,14 @@ def test_faults_ten_of_all_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
     assert re.search(r"^sound: 10 faults in 1 runs", printed, re.MULTILINE), printed
 
 
+@pytest.mark.grid
+def test_faults_lost_hosts_leave_the_losses_of_an_undisturbed_run(tmp_path):
+    words = ["--elastic", "--faults=3", "--processes=2", "--deadline=60", "--seed=3"]
+    printed = inject(tmp_path / "runs", *words, "--per-run=3", "--kinds=lost host,SIGKILL")
+    assert re.search(r"^lost host +2 ", printed, re.MULTILINE), printed
+    assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 3"
+
+
 @pytest.fixture
 def faults(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -92,6 +100,37 @@ def test_loss_differences_tells_lost_repeated_and_other_steps(report, tmp_path, 
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
     found = report.loss_differences(tmp_path / "whole", tmp_path / "other", 2)
     assert found == problems
+
+
+@pytest.mark.parametrize(
+    ("resized", "other", "problems"),
+    [
+        (1, 2.25 * (1 + 5e-6), []),
+        (1, 2.25 * (1 + 5e-5), ["losses differ from step 2 on"]),
+        (2, 2.25 * (1 + 5e-6), ["losses differ from step 2 on"]),
+    ],
+)
+def test_loss_differences_allows_rounding_once_the_mesh_has_changed(
+    report, tmp_path, resized, other, problems
+):
+    for name, second in (("whole", 2.25), ("other", other)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, second))]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    assert report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized) == problems
+
+
+def test_resized_after_is_the_first_step_at_which_the_mesh_changed(faults):
+    line = "changed since step {}: mesh.ici.data {}\n"
+    output = line.format(80, "2 -> 1") + line.format(40, "1 -> 2")
+    assert faults._resized_after(output) == 40
+    assert faults._resized_after("step 3/400") == float("inf")
+
+
+def test_lost_host_without_elastic_is_refused(faults, capsys):
+    with pytest.raises(SystemExit):
+        faults.main(["--kinds=SIGKILL,lost host"])
+    assert "'lost host' needs --elastic" in capsys.readouterr().err
 
 
 def test_table_counts_faults_and_moments_of_each_kind(report):
