@@ -43,6 +43,7 @@ class Gain:
 
 BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
 MARGIN = 0.95  # of a device's memory, since estimates are coarse
+_SCAN_LAYERS = "pipeline.scan_layers"
 LEAST_GAIN = 1.01  # of the bound of MFU
 
 
@@ -73,12 +74,16 @@ def gains(
       bound_mfu: the bound of another configuration.
     """
     now, step = estimate(resolved, tpu_memory).total, _layer_times(resolved)
+    # On TPUs a loop over layers copies what is saved out of a stack, at about the gain's price.
+    can_unroll = tpu_memory is not None and ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS)
+    unrolled: Updates = {_SCAN_LAYERS: "false"} if can_unroll else {}
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
+        changes = {"pipeline.remat_policy": name} | unrolled
         try:
-            changed = resolve(replace(written, **{"pipeline.remat_policy": name}), *devices)
+            changed = resolve(replace(written, **changes), *devices)
             changed = with_gather_mode(changed, tpu_memory)
             would_need = needed + estimate(changed, tpu_memory).total - now
         except (ConfigError, ValueError):
@@ -87,7 +92,8 @@ def gains(
             continue  # on auto it would gather more often, which the bound does not know
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
-            better.append(Gain(f"pipeline.remat_policy={name}", would_need, faster))
+            words = " ".join(f"{key}={value}" for key, value in changes.items())
+            better.append(Gain(words, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 
 

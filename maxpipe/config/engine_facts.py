@@ -64,6 +64,12 @@ _CIRCULAR = "use true, or pipeline.schedule=circular"
 _LOOPS = "it always loops over the ticks of a phase"
 _SINGLE_UNITS = "it dispatches units one by one"
 _NO_TICKS = "it has no ticks and starts a unit as soon as its inputs have arrived"
+_CHUNKS = Refusal(
+    "pipeline.scan_layers",
+    (False,),
+    "its stages run chunks of layers",
+    "use pipeline.scan_layers_per_stage=false, and leave this at true",
+)
 ENGINES: dict[str, Engine] = {
     "sequential": Engine(
         _ENGINES + "sequential:SequentialEngine",
@@ -93,8 +99,16 @@ ENGINES: dict[str, Engine] = {
     "circular": Engine(
         _ENGINES + "circular.engine:CircularEngine",
         "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "unit_times", "memory_limit_gib"),
+        unused=(
+            "overlap_slots",
+            "skip_idle",
+            "fsdp_prefetch",
+            "scan_layers",
+            "unit_times",
+            "memory_limit_gib",
+        ),
         refusals=(
+            _CHUNKS,
             Refusal(
                 "pipeline.overlap_slots",
                 (True,),
@@ -120,8 +134,15 @@ ENGINES: dict[str, Engine] = {
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
         "one program whose ticks follow the table of a lockstep schedule",
-        unused=("scan_iterations", "scan_repeats", "unit_times", "memory_limit_gib"),
+        unused=(
+            "scan_iterations",
+            "scan_repeats",
+            "scan_layers",
+            "unit_times",
+            "memory_limit_gib",
+        ),
         refusals=(
+            _CHUNKS,
             Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
             Refusal(
@@ -146,8 +167,10 @@ ENGINES: dict[str, Engine] = {
             "fsdp_prefetch",
             "scan_iterations",
             "scan_repeats",
+            "scan_layers",
         ),
         refusals=(
+            _CHUNKS,
             Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
             Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
             Refusal("pipeline.fsdp_prefetch", ("true",), _NO_TICKS, _LOCKSTEP),

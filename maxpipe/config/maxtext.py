@@ -40,7 +40,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "set_remat_policy_on_pipeline_iterations": ("pipeline.remat_iterations", ""),
     "set_remat_policy_on_layers_per_stage": ("pipeline.remat_layers", "sequential always does"),
     "scan_layers_per_stage": ("pipeline.scan_layers_per_stage", ""),
-    "scan_layers": (NONE, "the sequential engine always loops over the layers"),
+    "scan_layers": ("pipeline.scan_layers", "for the sequential engine"),
     "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
     "remat_policy": (
         "pipeline.remat_policy",

@@ -127,6 +127,7 @@ def translate_pipeline(t: Translator) -> None:
     if stages == 1 and axis_size(t, "ici", "stage") != -1:
         if accumulated > 1:
             t.set("pipeline.num_microbatches", accumulated, "gradient_accumulation_steps")
+        t.copy("scan_layers")
         return
     t.set("pipeline.schedule", "circular", "ici_pipeline_parallelism")
     t.copy("num_pipeline_repeats")

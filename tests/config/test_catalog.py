@@ -335,6 +335,7 @@ VALUES = {
     "fsdp_prefetch": ["pipeline.fsdp_prefetch=true"],
     "scan_iterations": ["pipeline.scan_iterations=false"],
     "scan_repeats": ["pipeline.scan_repeats=false", "pipeline.fsdp_gather=once"],
+    "scan_layers": ["pipeline.scan_layers=false"],
     "scan_layers_per_stage": ["pipeline.scan_layers_per_stage=true"],
     "remat_policy": ["pipeline.remat_policy=minimal"],
     "remat_iterations": ["pipeline.remat_iterations=false"],

@@ -44,6 +44,11 @@ def test_options_of_the_pipeline_are_kept(translated, words, values):
     assert {key: get(config, f"pipeline.{key}") for key in values} == values
 
 
+def test_unrolled_layers_without_a_pipeline_stay_unrolled(translated):
+    config = resolve(translated("scan_layers=false", "ici_fsdp_parallelism=8").config, 8)
+    assert (config.pipeline.engine, config.pipeline.scan_layers) == ("sequential", False)
+
+
 @pytest.mark.parametrize(
     ("policy", "saved", "place"),
     [

@@ -224,6 +224,11 @@ class PipelineConfig:
     scan_repeats: bool = option(
         True, "with fsdp_gather=per_repeat or once, run repeats as a loop; false = unroll them"
     )
+    scan_layers: bool = option(
+        True,
+        "run all layers of the sequential engine as a loop, which compiles one of them; false = "
+        "unroll them: the backward reads what a remat_policy saves without copies",
+    )
     scan_layers_per_stage: bool = option(
         False,
         "run the layers of a chunk as a loop, which compiles faster and uses more memory; "

@@ -40,6 +40,7 @@ class SequentialEngine(SpmdEngine):
         self._num_microbatches = inputs.config.num_microbatches
         self._context = inputs.context
         self._num_layers = inputs.layout.num_layers
+        self._scan = inputs.config.scan_layers
         self.weights = Weights(
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
@@ -120,8 +121,9 @@ class SequentialEngine(SpmdEngine):
         side, first = microbatches.side_inputs(batch), outer["embed"].get("first", {})
         x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
         index = jnp.asarray(self.layer_index())
-        # Always a scan: one layer is compiled, whatever their number.
-        x, aux = apply_layers(self._layer_fn, params["layers"], index, x, side, key, scan=True)
+        x, aux = apply_layers(
+            self._layer_fn, params["layers"], index, x, side, key, scan=self._scan
+        )
         # Its backward follows at once, when logits computed again would take as much as saved ones.
         loss, cross_entropy = self._program.head_loss(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]

@@ -54,6 +54,11 @@ def refusal(**values):
             "loops over the ticks of a phase; use true",
         ),
         (
+            SCHEDULED | {"pipeline.scan_layers": False},
+            "pipeline.scan_layers",
+            "use pipeline.scan_layers_per_stage=false",
+        ),
+        (
             CIRCULAR | {"pipeline.fsdp_prefetch": "true"},
             "pipeline.fsdp_prefetch",
             "use pipeline.fsdp_gather=per_repeat",

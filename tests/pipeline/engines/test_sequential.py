@@ -75,6 +75,7 @@ def test_sequential_equals_a_plain_loop_over_layers():
         {"pipeline.num_microbatches": 4},
         {"pipeline.num_microbatches": 16, "pipeline.remat_policy": "minimal"},
         {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
+        {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
         {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
     ],
@@ -136,3 +137,14 @@ def test_logits_are_computed_once(tiles):
     subject = EngineUnderTest(sequential(**{"model.vocab_size": 96, "model.logit_tiles": tiles}))
     step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
     assert products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96) == 3
+
+
+def test_scan_layers_false_writes_every_layer_out():
+    counts = {}
+    for scan in (True, False):
+        config = sequential(**{"pipeline.scan_layers": scan, "model.mlp_dim": 96})
+        subject = EngineUnderTest(config)
+        step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
+        counts[scan] = products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96)
+    assert counts[True] > 0
+    assert counts[False] == config.model.num_layers * counts[True]
