@@ -1,8 +1,10 @@
 """Read a committed step: first the record, then the arrays, and verify every digest."""
 
 import errno
+import json
 import os
 import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
 )
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
-from maxpipe.devices.processes import agree
+from maxpipe.devices.processes import agree, of_first_process
 
 BATCH_BYTES = 1 << 30
 PARAMS = "params"  # the part of a state that holds the model
@@ -190,7 +192,16 @@ def _read_record_everywhere(directory: Path) -> Record:
         kind = CheckpointUnreadable if is_unreadable else CheckpointDamaged
         raise kind(failure or "record cannot be read by another process") from failure
     assert record is not None
+    # Each process's own may be sound, and of another history: what is in memory is no shared file.
+    own = _digest_of_all(record.leaves)
+    if not agree(of_first_process(own) == own):
+        raise CheckpointDamaged("the processes have records of different arrays")
     return record
+
+
+def _digest_of_all(leaves: Mapping[str, Leaf]) -> int:
+    """Return a 32-bit digest of the names and digests of all arrays."""
+    return zlib.crc32(json.dumps({name: leaf.digest for name, leaf in leaves.items()}).encode())
 
 
 def _check_files(directory: Path) -> None:

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,9 +68,20 @@ class CompiledStep:
 
 
 def compile_step(
-    config: Config, mesh: Mesh, trainer: StepTrainer, note: Callable[[str], None]
+    config: Config,
+    mesh: Mesh,
+    trainer: StepTrainer,
+    note: Callable[[str], None],
+    options: Mapping[str, bool] | None = None,
 ) -> CompiledStep:
-    """Compile `trainer.jitted_step`; no array is made. `note` prints a line at each phase.
+    """Compile `trainer.jitted_step`; no array is made.
+
+    Args:
+      config: resolved.
+      mesh: all devices of the step.
+      trainer: built for both.
+      note: prints a line at each phase.
+      options: of the compiler.
 
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
@@ -88,7 +99,7 @@ def compile_step(
     try:
         lowered = traced.lower()
         with progress("compiling", note):
-            executable = lowered.compile()
+            executable = lowered.compile({**options} if options else None)
     except jax.errors.JaxRuntimeError as error:
         raise (out_of_memory(str(error)) or error) from None
     return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)

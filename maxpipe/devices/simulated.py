@@ -63,10 +63,14 @@ def start_threads(config: Config, devices: int, processes: int) -> None:
 
 def hindrance() -> str:
     """Return why executables from files cannot run here, and the remedy; empty if they can."""
-    devices = jax.device_count()
-    if not _are_several_cpus():
+    return hindrance_of(jax.device_count(), jax.process_count())
+
+
+def hindrance_of(devices: int, processes: int) -> str:
+    """Return `hindrance` of a run with other numbers of devices and processes than this one."""
+    if jax.default_backend() != "cpu" or devices == 1:
         return ""
-    if jax.process_count() > 1:
+    if processes > 1:
         return (
             "several processes on CPUs rely on an order of collectives that programs from files "
             "have lost"

@@ -19,6 +19,7 @@ _KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prct
 Announce = Callable[[int, str], None]
 
 _last_acts: list[Callable[[], None]] = []
+_left_behind: list[threading.Thread] = []
 _announcers: list[Announce] = []
 
 
@@ -87,7 +88,18 @@ def run_command(main: Callable[[], int]) -> None:
         code = FAILED
     if code == FAILED:
         leave(FAILED)
+    if isinstance(code, int) and any(thread.is_alive() for thread in _left_behind):
+        if is_one_of_several():
+            sys.modules["jax"].distributed.shutdown()  # waits for the others, as Python's exit does
+        leave(code)
     raise SystemExit(code)
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """Let `run_command` end the process while a thread is in a library's code, which Python's exit
+    would pull from under it.
+    """
+    _left_behind.append(thread)
 
 
 def is_one_of_several() -> bool:

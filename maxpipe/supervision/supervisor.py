@@ -162,7 +162,14 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def look(self) -> None:
-        """Start the trainer when its memory is ready; report its end, if it has ended."""
+        """Start the trainer when its memory is ready; report its end, if it has ended.
+
+        Memory that was removed from outside is owned again before another supervisor takes what the
+        trainer makes there for an orphan.
+        """
+        if self._memory is not None:
+            with contextlib.suppress(OSError):  # said when the next trainer starts
+                self._memory.hold()
         if self._starting is not None:
             order, fetching = self._starting
             if not fetching.is_alive():

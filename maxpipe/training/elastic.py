@@ -28,16 +28,36 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
     elastic = loaded.config.mesh.elastic
     if not elastic.axes:
         return loaded
-    devices = jax.devices()
-    now = Hosts(jax.process_count(), len(devices), num_slices(devices))
-    whole = whole_of_process() or now
+    now, whole = _hosts()
     if not progress.is_read or whole.processes == 1:
         missing = "a supervisor (maxpipe supervise)" if not progress.is_read else "other hosts"
         remark = f"{KEY} has no effect without {missing}: the run needs all its devices"
         return replace(loaded, remarks=(*loaded.remarks, remark))
-    if devices[0].platform == "tpu":
+    if jax.devices()[0].platform == "tpu":
         message = "a slice of TPUs does not start without one of its hosts: leave the key out"
         raise ConfigError(Problem(KEY, message))
     counts = ",".join(map(str, counts_to_go_on(loaded, whole)))
     progress.may_go_on(Sizes(counts, elastic.wait_seconds, whole_variable(whole)))
     return loaded if now == whole else fit_fewer(loaded, whole, now)
+
+
+def fit_next(loaded: Loaded) -> tuple[Loaded, Hosts] | None:
+    """Return with what the run goes on if one more host is lost: the configuration and the hosts.
+
+    Args:
+      loaded: for all hosts.
+
+    Returns:
+      Both; None if the run needs all hosts that there are.
+    """
+    now, whole = _hosts()
+    counts = [count for count in counts_to_go_on(loaded, whole) if count < now.processes]
+    hosts = whole.fewer(counts[-1]) if counts else None
+    return (fit_fewer(loaded, whole, hosts), hosts) if hosts else None
+
+
+def _hosts() -> tuple[Hosts, Hosts]:
+    """Return the hosts that there are, and all of the run."""
+    devices = jax.devices()
+    now = Hosts(jax.process_count(), len(devices), num_slices(devices))
+    return now, whole_of_process() or now

@@ -56,6 +56,7 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.compile_ahead import compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.continuity import (
     DOCUMENTS,
@@ -79,6 +80,7 @@ from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.state import TrainState
+from maxpipe.training.step_ahead import build_with_step_ahead
 from maxpipe.training.trainer import StateT, Trainer
 
 
@@ -121,12 +123,17 @@ def launch(
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         with naming_all_inputs(derive_known(loaded.config)):
-            loaded = fit_hosts(loaded, supervision.progress)
+            given, loaded = loaded, fit_hosts(loaded, supervision.progress)
             config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
             mesh = build_mesh(config)
-            return run(config, loaded, mesh, supervision, build_trainer, on_start)
+
+            def begin(current: Run) -> None:
+                compile_ahead(given, current, build_trainer, log)
+                on_start(current)
+
+            return run(config, loaded, mesh, supervision, build_trainer, begin)
 
 
 def run(
@@ -158,7 +165,8 @@ def run(
         return DONE
     started = time.perf_counter()
     with naming_all_inputs(config):
-        trainer = build_trainer(config, mesh, note=decisions.add)
+        ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
+        trainer = ready or build_trainer(config, mesh, note=decisions.add)
         if supervision.memory is not None and config.checkpoint.replica_every:
             abstract = trainer.abstract_canonical()
             decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
@@ -167,7 +175,7 @@ def run(
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
-    if not config.compile.load:
+    if not (ready or config.compile.load):
         current.recorder.print_line("compiling   the first step, minutes for a large model")
     on_start(current)
     exit_code = run_and_close(current, lambda: train(current))

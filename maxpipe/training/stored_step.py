@@ -109,6 +109,14 @@ def read(file: str) -> Stored:
     return Stored(fields["origin"], fields["metrics"], payload)
 
 
+def holds(file: str, config: Config, mesh: Mesh) -> bool:
+    """Return whether a file holds the step of a configuration on a mesh, and is not damaged."""
+    try:
+        return read(file).origin == origin(config, mesh)
+    except ConfigError:
+        return False
+
+
 def origin(config: Config, mesh: Mesh) -> Origin:
     """Return all that decides what a step compiles to, JSON values by name.
 

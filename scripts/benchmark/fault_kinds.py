@@ -1,4 +1,4 @@
-"""Injure a supervised run from outside: by signals, files and mounts, in nine ways.
+"""Injure a supervised run from outside: by signals, files and mounts, in ten ways.
 
 The run knows nothing of it: no kind needs a hook in maxpipe.
 """
@@ -21,7 +21,11 @@ LONGEST_PAUSE_SECONDS = 5.0  # until a launcher starts again what was killed
 FREEZE_SECONDS = (2.0, 25.0)
 SOUND_CHECKPOINTS = 2  # of which one may be damaged
 NEED_DISK = ("full disk", "slow disk")
+LOST_HOST = "lost host"  # with mesh.elastic.axes only
+GOES_ON = "has not come back in"  # said when the others go on without it
 SLOW = "slow disk"  # the only kind after which an attempt may go on
+DAMAGED = "damaged checkpoint"
+NOTICED = "is damaged"  # said of a checkpoint, unless the fault has missed what is read
 FULL_DISK_CODES = {1, 2}  # a save failed, or an attempt could not write at its start
 
 
@@ -49,6 +53,22 @@ class Scene(NamedTuple):
     def is_starting(self) -> bool:
         """Whether the latest attempt has not finished a step yet."""
         return "\nstep " not in self.processes.output().rpartition("starts attempt")[2]
+
+    def missed(self, kind: str, since: int) -> bool:
+        """Return whether a fault was none, once the next restore is over.
+
+        Args:
+          kind: of the fault.
+          since: characters of the output before it.
+        """
+        if kind != DAMAGED:
+            return False
+
+        def is_noticed() -> bool:
+            return NOTICED in self.processes.output()[since:]
+
+        wait_until(lambda: is_noticed() or not self.is_starting, self.processes)
+        return not is_noticed()
 
     @property
     def is_saving(self) -> bool:
@@ -131,6 +151,21 @@ def _kill_first_host(scene: Scene, victim: int) -> None:
     _start_again(scene)
 
 
+def _lose_host(scene: Scene, victim: int) -> None:
+    """Keep a host away until the others have trained without it, and wait until they take it back.
+
+    The first one cannot be lost.
+    """
+    lost = max(victim, 1)
+    gone_on = scene.processes.output().count(GOES_ON)
+    scene.processes.kill(lost)
+    wait_until(lambda: scene.processes.output().count(GOES_ON) > gone_on, scene.processes)
+    wait_until(lambda: not scene.is_starting, scene.processes)
+    attempts = scene.attempts
+    _start_again(scene)
+    wait_until(lambda: scene.attempts > attempts, scene.processes)
+
+
 def _start_again(scene: Scene) -> None:
     time.sleep(scene.draw.uniform(0, LONGEST_PAUSE_SECONDS))
     scene.processes.start_again()
@@ -142,10 +177,11 @@ KINDS: dict[str, Callable[[Scene, int], None]] = {
     "SIGTERM": _send(signal.SIGTERM),
     "full disk": _fill_disk,
     "slow disk": _freeze_disk,
-    "damaged checkpoint": _damage_checkpoint,
+    DAMAGED: _damage_checkpoint,
     "lost memory": _lose_memory,
     "supervisor killed": _kill_supervisor,
     "first host killed": _kill_first_host,
+    LOST_HOST: _lose_host,
 }
 
 

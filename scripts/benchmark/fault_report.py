@@ -1,6 +1,7 @@
 """Judge runs with faults by one without, and show how long they took to recover."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from fault_kinds import KINDS
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import step_path
+
+ROUNDING = 1e-5  # by which losses on another mesh differ, relatively
 
 
 class Outcome(NamedTuple):
@@ -28,15 +31,17 @@ class Outcome(NamedTuple):
     seconds: float | None
 
 
-def differences(whole: Path, disturbed: Path, step: int) -> list[str]:
+def differences(whole: Path, disturbed: Path, step: int, resized: float = math.inf) -> list[str]:
     """Return how the losses and the last checkpoints of two runs differ.
 
     Args:
       whole: the directory of a run without faults.
       disturbed: that of the other.
       step: their last one.
+      resized: the last step before the other's mesh changed; losses after it may differ by
+        `ROUNDING`, and the checkpoint in its bits.
     """
-    problems = loss_differences(whole, disturbed, step)
+    problems = loss_differences(whole, disturbed, step, resized)
     saved = []
     for run in (whole, disturbed):
         directory = step_path(run / "checkpoints", step)
@@ -45,19 +50,29 @@ def differences(whole: Path, disturbed: Path, step: int) -> list[str]:
         saved.append({name: np.asarray(array).tobytes() for name, array in arrays.items()})
     if saved[0].keys() != saved[1].keys():
         problems.append("the last checkpoints hold other arrays")
-    if names := [name for name in saved[0] if saved[0][name] != saved[1].get(name)]:
+    names = [name for name in saved[0] if saved[0][name] != saved[1].get(name)]
+    if names and resized == math.inf:
         problems.append(f"the last checkpoints differ in {', '.join(names)}")
     return problems
 
 
-def loss_differences(whole: Path, disturbed: Path, step: int) -> list[str]:
+def loss_differences(
+    whole: Path, disturbed: Path, step: int, resized: float = math.inf
+) -> list[str]:
     """Return how the losses of two runs differ; arguments as for `differences`."""
     problems = []
     logged = [_losses(run) for run in (whole, disturbed)]
     if [step for step, _ in logged[1]] != [*range(1, step + 1)]:
         problems.append("metrics.jsonl has not every step once")
     expected = dict(logged[0])
-    if other := [n for n, loss in logged[1] if loss != expected.get(n)]:
+    other = [
+        n
+        for n, loss in logged[1]
+        if not math.isclose(
+            loss, expected.get(n, math.nan), rel_tol=ROUNDING if n > resized else 0.0
+        )
+    ]
+    if other:
         problems.append(f"losses differ from step {other[0]} on")
     return problems
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from supervised_run import Processes, wait_until
 
-ENDS_SUPERVISORS = ("full disk", "supervisor killed", "first host killed")
+ENDS_SUPERVISORS = ("full disk", "supervisor killed", "first host killed", "lost host")
 SETTLED_STEPS = 20  # after a restart, before a trainer is looked at
 STOPPED = 75
 GROWTH = 1.1  # of memory that does not count

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint import replicas
+from maxpipe.checkpoint import reader, replicas
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.reader import verify_step
@@ -222,3 +222,14 @@ def test_replica_without_a_part_of_an_array_is_damaged(start, samples, replicate
     replicas.write_shards(step / "arrays", parts)
     with pytest.raises(CheckpointDamaged):
         verify_step(step)
+
+
+def test_replicas_of_two_histories_are_not_restored(
+    start, samples, replicate, memory, messages, monkeypatch
+):
+    replicate(start(), 5)
+    monkeypatch.setattr(reader, "of_first_process", lambda value: value ^ 1)  # another's record
+    with pytest.raises(ReplicasDamaged, match="no step is saved"):
+        start().restore(samples.abstract(samples.state(5)))
+    assert any("the processes have records of different arrays" in text for text in messages)
+    assert steps_in(memory) == []

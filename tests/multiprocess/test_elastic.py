@@ -53,16 +53,26 @@ def train_on(process, directory, steps):
         time.sleep(0.05)
 
 
+def compiled_steps(output):
+    """Return how many train steps JAX has compiled in each attempt."""
+    attempts = output.split("starts attempt")[1:]
+    return [attempt.count("Finished XLA compilation of jit(train_step)") for attempt in attempts]
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_train_elastic_goes_on_without_a_lost_host_and_grows_when_it_is_back(tmp_path, axis):
+def test_train_elastic_goes_on_without_a_lost_host_and_grows_when_it_is_back(
+    tmp_path, axis, monkeypatch
+):
     mesh = ("mesh.ici.data=1", "mesh.ici.fsdp=1", f"mesh.ici.{axis}=2")
     # With data parallelism the disk has nothing at first, so that replicas have to do.
     every = 50 if axis == "fsdp" else 100_000
     replicas = ("checkpoint.replica_every=10", f"checkpoint.every={every}")
     arguments = words(tmp_path, *mesh, *replicas)
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
     with members(tmp_path, 2, arguments, program=SUPERVISED) as (first, lost):
         first.wait_for(" 80/")
+        first.wait_for("the step for 1 of 2 processes was compiled ahead in")
         place = place_of(lost.pid)
         os.kill(lost.pid, signal.SIGKILL)  # and with it its trainer, and all that is in memory
         first.wait_for("with 1 of 2 processes (0): process 1 has not come back in 1 s")
@@ -79,6 +89,9 @@ def test_train_elastic_goes_on_without_a_lost_host_and_grows_when_it_is_back(tmp
     assert codes == [75, 75], output
     # Data parallel processes have all of a state in memory; otherwise the disk has the last one.
     assert ("is restored from replicas in memory" in first.output) == (axis == "data"), output
+    whole, alone, again = compiled_steps(first.output)
+    # The second one was compiled ahead; an attempt that restores it compiles none.
+    assert (whole, alone, again) == (2, 0, 1), output
     account = [row for row in rows(tmp_path / "base") if "goodput" in row][-1]
     assert "seconds_in_restart" in account
 

@@ -1,7 +1,6 @@
 """Random faults leave no trace in supervised runs, and the script that injects them can tell."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -39,6 +38,14 @@ def test_faults_three_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
 def test_faults_ten_of_all_kinds_leave_the_bits_of_an_undisturbed_run(tmp_path):
     printed = inject(tmp_path / "runs", "--faults=10", "--processes=4", "--deadline=40")
     assert re.search(r"^sound: 10 faults in 1 runs", printed, re.MULTILINE), printed
+
+
+@pytest.mark.grid
+def test_faults_lost_hosts_leave_the_losses_of_an_undisturbed_run(tmp_path):
+    words = ["--elastic", "--faults=3", "--processes=2", "--deadline=60", "--seed=3"]
+    printed = inject(tmp_path / "runs", *words, "--per-run=3", "--kinds=lost host,SIGKILL")
+    assert re.search(r"^lost host +2 ", printed, re.MULTILINE), printed
+    assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 3"
 
 
 @pytest.fixture
@@ -95,6 +102,37 @@ def test_loss_differences_tells_lost_repeated_and_other_steps(report, tmp_path, 
     assert found == problems
 
 
+@pytest.mark.parametrize(
+    ("resized", "other", "problems"),
+    [
+        (1, 2.25 * (1 + 5e-6), []),
+        (1, 2.25 * (1 + 5e-5), ["losses differ from step 2 on"]),
+        (2, 2.25 * (1 + 5e-6), ["losses differ from step 2 on"]),
+    ],
+)
+def test_loss_differences_allows_rounding_once_the_mesh_has_changed(
+    report, tmp_path, resized, other, problems
+):
+    for name, second in (("whole", 2.25), ("other", other)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, second))]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    assert report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized) == problems
+
+
+def test_resized_after_is_the_first_step_at_which_the_mesh_changed(faults):
+    line = "changed since step {}: mesh.ici.data {}\n"
+    output = line.format(80, "2 -> 1") + line.format(40, "1 -> 2")
+    assert faults._resized_after(output) == 40
+    assert faults._resized_after("step 3/400") == float("inf")
+
+
+def test_lost_host_without_elastic_is_refused(faults, capsys):
+    with pytest.raises(SystemExit):
+        faults.main(["--kinds=SIGKILL,lost host"])
+    assert "'lost host' needs --elastic" in capsys.readouterr().err
+
+
 def test_table_counts_faults_and_moments_of_each_kind(report):
     outcomes = [
         report.Outcome("SIGKILL", "save", 10.0),
@@ -125,9 +163,52 @@ def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(soak, last, 
     assert soak.grows(*soak.ends(usages)) == expected
 
 
-def test_usage_of_counts_what_this_process_opens(soak, tmp_path):
-    before = soak.usage_of(os.getpid())
-    with (tmp_path / "file").open("w"):
-        assert soak.usage_of(os.getpid()).descriptors == before.descriptors + 1
+OPENS_A_FILE = """
+import sys
+print("started", flush=True)
+sys.stdin.readline()
+file = open(sys.argv[1], "w")
+print("opened", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_usage_of_counts_what_a_process_opens(soak, tmp_path):
+    command = [sys.executable, "-c", OPENS_A_FILE, tmp_path / "file"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "started\n"
+        before = soak.usage_of(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "opened\n"
+        after = soak.usage_of(process.pid)
+        process.communicate("\n")
+    assert after.descriptors == before.descriptors + 1
     assert before.megabytes > 1
-    assert before.threads >= 1
+    assert before.threads == 1
+
+
+class Output:
+    """A run with this output."""
+
+    def __init__(self, text):
+        self.text = text
+        self.has_ended = False
+
+    def output(self):
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "printed", "missed"),
+    [
+        ("damaged checkpoint", "checkpoint 30 in /runs is damaged: digest of x", False),
+        ("damaged checkpoint", "\nstep 31/100", True),
+        ("SIGKILL", "\nstep 31/100", False),
+    ],
+)
+def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed(faults, kind, printed, missed):
+    before = "checkpoint 10 is damaged\nstarts attempt 2"
+    scene = faults.Scene(Output(before + printed), Path("run"), None, None)
+    assert scene.missed(kind, len(before)) == missed

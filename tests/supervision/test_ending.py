@@ -99,6 +99,22 @@ def test_run_command_that_failed_leaves_at_once(left, capsys, main, printed):
     assert printed in shown
 
 
+def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb():
+    code = """
+import atexit, threading, time
+from maxpipe.supervision.ending import leave_behind
+atexit.register(print, "python's exit")
+thread = threading.Thread(target=time.sleep, args=({seconds},), daemon=True)
+thread.start()
+leave_behind(thread)
+{wait}
+run_command(lambda: 75)
+"""
+    assert run(code.format(seconds=600, wait="")) == (75, "", "")
+    ended = code.format(seconds=0, wait="thread.join()")
+    assert run(ended) == (75, "python's exit\n", "")
+
+
 def test_run_command_of_one_of_several_passes_an_error_on(left, monkeypatch):
     monkeypatch.setattr(ending, "is_one_of_several", lambda: True)
     with pytest.raises(ZeroDivisionError):

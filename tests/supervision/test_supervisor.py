@@ -383,6 +383,16 @@ def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas
     assert partners.forgot[3:] == [True, True]
 
 
+def test_supervisor_owns_memory_again_that_its_trainer_has_made_anew(tmp_path):
+    with shared_memory() as memory:
+        here = Supervisor([], Place("localhost", 0, 1, 0), lambda text: None, tmp_path, memory)
+        shutil.rmtree(memory.path)
+        (memory.path / "own").mkdir(parents=True)
+        here.look()
+        with shared_memory():  # removes orphans
+            assert (memory.path / "own").is_dir()
+
+
 def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_path, monkeypatch):
     log = []
     with shared_memory() as memory:

@@ -7,7 +7,7 @@ from maxpipe.config import ConfigError, load
 from maxpipe.config.elastic import Hosts
 from maxpipe.devices.cluster import WHOLE, Sizes, whole_variable
 from maxpipe.supervision.progress import ProgressFile, read_progress
-from maxpipe.training.elastic import fit_hosts
+from maxpipe.training.elastic import fit_hosts, fit_next
 
 WORDS = ("mesh.ici.stage=1", "mesh.ici.fsdp=1", "data.global_batch_size=64")
 
@@ -51,6 +51,19 @@ def test_fit_hosts_of_an_inelastic_run_does_nothing(tmp_path):
     loaded = load("base", WORDS)
     assert fit_hosts(loaded, ProgressFile(tmp_path / "progress")) is loaded
     assert not (tmp_path / "progress").exists()
+
+
+def test_fit_next_of_all_hosts_is_for_one_less_and_of_the_fewest_none(monkeypatch):
+    data = f"mesh.ici.data={jax.device_count()}"
+    given = load("base", [*WORDS, data, "mesh.elastic.axes=[data]"])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    fitted, hosts = fit_next(given)
+    assert hosts == Hosts(1, jax.device_count() // 2)
+    assert fitted.config.mesh.ici.data == hosts.devices
+    monkeypatch.setenv(WHOLE, whole_variable(Hosts(2, 2 * jax.device_count())))
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    data = f"mesh.ici.data={2 * jax.device_count()}"
+    assert fit_next(load("base", [*WORDS, data, "mesh.elastic.axes=[data]"])) is None
 
 
 def test_fit_hosts_refuses_tpus(elastic, one_of_two, tmp_path, monkeypatch):

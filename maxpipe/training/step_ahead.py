@@ -1,0 +1,82 @@
+"""Begin an attempt with fewer hosts with a step that was compiled while there were more.
+
+`maxpipe.training.compile_ahead` leaves it in the run's directory, next to the checkpoints. It is
+machine code, run only if it agrees with the configuration as `maxpipe.training.stored_step` says;
+otherwise the attempt compiles its own.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from maxpipe.config import Config, ConfigError
+from maxpipe.config.elastic import KEY
+from maxpipe.config.options import update
+from maxpipe.devices import processes
+from maxpipe.devices.cluster import whole_of_process
+from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.stored_step import LOAD
+from maxpipe.training.trainer import Trainer
+
+BuildTrainer = Callable[..., Trainer]  # (config, mesh, note=...), `maxpipe.builder.build_trainer`
+
+_TRIED = ".tried"  # ends the name of a file from which a process runs that has done no step yet
+
+
+def step_file(config: Config, count: int) -> Path:
+    """Return where the step for so many processes lies."""
+    return RunDirectory(config).root / "compiled_ahead" / f"step-{count}"
+
+
+def build_with_step_ahead(
+    config: Config, mesh: Mesh, build_trainer: BuildTrainer, note: Callable[[str], None]
+) -> Trainer | None:
+    """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
+
+    All processes call this. The file loses its name until `confirm` is called, so that an attempt
+    that fails with it is followed by one that compiles.
+
+    Args:
+      config: resolved.
+      mesh: all devices.
+      build_trainer: builds it.
+      note: called with each automatic decision.
+
+    Returns:
+      The trainer; None where there is no such step, or it cannot be loaded.
+    """
+    file = step_file(config, processes.count())
+    if whole_of_process() is None or not processes.agree(file.is_file()):
+        return None
+    decisions: list[str] = []
+    trainer, reason = None, "another process cannot load it"
+    try:
+        loading = update(config, {LOAD: str(file)})
+        trainer = build_trainer(loading, mesh, note=decisions.append)
+    except ConfigError as error:
+        reason = str(error)
+    is_loaded = processes.agree(trainer is not None)
+    if processes.index() == 0:
+        file.rename(_tried(file))
+    if not is_loaded:
+        note(f"the step compiled ahead is not used: {reason}")
+        return None
+    for decision in (*decisions, f"{LOAD}={file}: compiled while there were more hosts ({KEY})"):
+        note(decision)
+    return trainer
+
+
+def confirm(config: Config, count: int) -> None:
+    """Give the step that these processes have begun with its name back: they have done one.
+
+    Raises:
+      OSError: the run's directory cannot be written.
+    """
+    file = step_file(config, count)
+    if _tried(file).is_file():
+        _tried(file).rename(file)
+
+
+def _tried(file: Path) -> Path:
+    return file.with_name(file.name + _TRIED)

@@ -1,0 +1,122 @@
+"""Steps compiled ahead for fewer hosts: stored, run once they are needed, and never in the way."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import make_batch
+from helpers.training_process import TINY_MODEL
+
+from maxpipe.builder import build_trainer
+from maxpipe.config import ConfigError, load, replace, resolve
+from maxpipe.config.elastic import Hosts
+from maxpipe.devices.cluster import WHOLE, whole_variable
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.supervision.progress import ProgressFile
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.compile_ahead import OPTIONS, compile_ahead, store_step
+from maxpipe.training.step_ahead import build_with_step_ahead, step_file
+
+ALONE = Hosts(1, 1)
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    """Return a configuration for one device, which is the only one of this process."""
+    device = jax.devices()[0]
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setenv("NPROC", "128")  # for the others, which are there all the same
+    monkeypatch.setenv(WHOLE, whole_variable(Hosts(2, 2)))
+    words = ("mesh.ici.stage=1", "mesh.ici.fsdp=1", "pipeline.engine=sequential")
+    size = ("model.num_layers=1", "data.sequence_length=8", "data.global_batch_size=8")
+    return load(
+        "base", [*TINY_MODEL, *words, *size, "pipeline.num_repeats=1", f"output_dir={tmp_path}"]
+    )
+
+
+def built(loaded, notes, build=build_trainer):
+    config = resolve(loaded, 1)
+    mesh = build_mesh(config)
+    return config, mesh, build_with_step_ahead(config, mesh, build, notes.append)
+
+
+def test_store_step_once_gives_a_step_that_is_run_instead_of_compiling(loaded):
+    file = store_step(loaded, ALONE, build_trainer)
+    assert file is not None
+    assert store_step(loaded, ALONE, build_trainer) is None, "it is there already"
+
+    notes = []
+    config, mesh, trainer = built(loaded, notes)
+    assert notes[-1].startswith(f"compile.load={file}: compiled while there were more hosts")
+    trainer.jitted_step = None  # nothing to compile
+    place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
+    batch = make_batch(config.data.global_batch_size)
+    losses = []
+    for each in (trainer, build_trainer(config, mesh)):
+        _, metrics = each.step(each.init(jax.random.key(1)), place(batch))
+        losses.append(np.asarray(metrics["loss"]))
+    np.testing.assert_array_equal(*losses)
+
+
+def test_build_with_step_ahead_that_fails_is_followed_by_one_that_compiles(loaded):
+    store_step(loaded, ALONE, build_trainer)
+    assert built(loaded, [])[2] is not None
+    assert built(loaded, [])[2] is None, "it has not done a step"
+
+
+@pytest.mark.parametrize("harm", ["damage", "another configuration"])
+def test_build_with_step_ahead_of_a_file_that_does_not_fit_says_so(loaded, harm):
+    file = store_step(loaded, ALONE, build_trainer)
+    if harm == "damage":
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+        reason = "is damaged"
+    else:
+        other = replace(loaded.config, **{"optimizer.learning_rate": 0.5})
+        loaded = dataclasses.replace(loaded, config=other)
+        reason = "optimizer.learning_rate"
+    notes = []
+    assert built(loaded, notes)[2] is None
+    (note,) = notes
+    assert note.startswith("the step compiled ahead is not used: ")
+    assert reason in note
+    assert not file.exists()
+
+
+def test_build_with_step_ahead_of_all_hosts_compiles(loaded, monkeypatch):
+    store_step(loaded, ALONE, build_trainer)
+    monkeypatch.delenv(WHOLE)
+    assert built(loaded, [])[2] is None
+
+
+def test_store_step_for_several_processes_on_cpus_is_refused_with_the_reason(loaded):
+    with pytest.raises(ConfigError, match="several processes on CPUs rely on an order"):
+        store_step(loaded, Hosts(2, 2), build_trainer)
+
+
+def test_compile_ahead_gives_a_step_that_has_been_done_its_name_back(loaded, tmp_path):
+    given = load("base", ["mesh.elastic.axes=[data]", "mesh.ici.data=2", "mesh.ici.stage=1"])
+    config = resolve(loaded, 1)
+    file = store_step(loaded, ALONE, build_trainer)
+    assert built(loaded, [])[2] is not None
+    progress = ProgressFile(tmp_path / "progress")
+    run = SimpleNamespace(config=config, step=7, supervision=SimpleNamespace(progress=progress))
+    compile_ahead(given, run, build_trainer, print)
+    time.sleep(0.5)
+    assert not file.exists(), "no step is done"
+    run.step = 10
+    until = time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert file == step_file(config, 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_the_compiler_are_known_to_xla(options):
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    lowered.compile({**options})
+    with pytest.raises(Exception, match="No such compile option"):
+        lowered.compile({f"{name}_": value for name, value in options.items()})
