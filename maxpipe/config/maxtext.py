@@ -165,7 +165,9 @@ KEYS: dict[str, tuple[str, str]] = {
     "grain_file_type": ("data.source", "array_record or parquet"),
     "grain_train_mixture_config_path": ("data.mixture", "a list of sources with weights"),
     "hf_train_files": ("data.path", "with data.source=jsonl, parquet or text"),
-    "hf_path": (NONE, "data.source=text or jsonl with data.path reads local files"),
+    "hf_path": ("data.path", "hf:NAME with data.source=datasets; json, parquet, text: a source"),
+    "hf_name": ("data.path", "hf:NAME:CONFIGURATION with data.source=datasets"),
+    "train_split": ("data.path", "hf:NAME:CONFIGURATION:SPLIT with data.source=datasets"),
     "tokenizer_path": (
         "data.tokenizer",
         "byte, or the path of a tokenizer.json or SentencePiece model",

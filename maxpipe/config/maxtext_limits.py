@@ -210,10 +210,14 @@ LIMITS = (
         {"custom_mesh_and_rule": None, "custom_mesh_and_rule_for_eval": None},
     ),
     Limit(
-        "the objective is the next token, over all tokens, from random parameters",
+        "leave it out; data.source=chat in the result learns what the assistant writes, and "
+        "init_from begins with weights (docs/finetuning.md)",
+        {"use_sft": False, "use_chat_template": False},
+    ),
+    Limit(
+        "the objective is the next token",
         {
             "training_objective": "causal_lm",
-            "use_sft": False,
             "use_dpo": False,
             "use_multimodal": False,
             "use_audio": False,
@@ -255,8 +259,12 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "the text of a document is in the column or feature `text`",
-        {"train_data_columns": ["text"], "tokenize_train_data": True, "use_chat_template": False},
+        "leave it out; data.source=datasets reads a directory of files by data.path=hf:DIR",
+        {"hf_data_dir": None},
+    ),
+    Limit(
+        "leave it out; data.column in the result names the column of a document's text",
+        {"train_data_columns": ["text"], "tokenize_train_data": True},
     ),
     Limit(
         "optimizer.schedule=wsd falls in a straight line",
@@ -357,10 +365,11 @@ IDLE = (
         "enable_checkpoint_cloud_logger",
     ),
     Idle("mesh.elastic.axes says which axes shrink when a host is lost", "elastic_*"),
+    Idle("telemetry.wandb=PROJECT in the result sends metrics there", "enable_wandb wandb_*"),
     Idle(
         "every run writes metrics.jsonl, TensorBoard files, MFU and goodput into its directory; "
         "docs/operations.md",
-        "metrics_file gcs_metrics enable_wandb wandb_* save_config_to_gcs enable_mllog mllog_file "
+        "metrics_file gcs_metrics save_config_to_gcs enable_mllog mllog_file "
         "record_internal_nn_metrics enable_goodput_* goodput_* monitor_* enable_pathways_goodput "
         "step_deviation_* enable_gcp_* report_* heartbeat_* enable_tensorboard use_vertex_* "
         "vertex_* managed_mldiagnostics* log_config log_step_diagnostics prometheus_port",
@@ -379,7 +388,7 @@ IDLE = (
     ),
     Idle(
         "for other readers of data; data.source and data.path say what is read",
-        "dataset_name eval_dataset_name train_split eval_split hf_name hf_data_dir hf_eval_* "
+        "dataset_name eval_dataset_name eval_split hf_eval_* "
         "hf_access_token grain_eval_files grain_packing_type grain_per_worker_* grain_num_threads* "
         "grain_prefetch_* grain_worker_count_eval grain_ram_budget_mb grain_data_source_* "
         "grain_index_* grain_shuffle_* grain_use_elastic_* mmap_* blend_* packing_max_* olmo_* "

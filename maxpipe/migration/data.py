@@ -25,7 +25,7 @@ def translate_data(t: Translator) -> None:
         case kind:
             message = (
                 f"{kind} is not read; use dataset_type=grain with grain_file_type=arrayrecord or "
-                "parquet, or dataset_type=hf with hf_path=json, parquet or text, or synthetic"
+                "parquet, or dataset_type=hf, or synthetic"
             )
             t.refuse("dataset_type", message)
     _translate_eval(t)
@@ -33,12 +33,17 @@ def translate_data(t: Translator) -> None:
 
 def _translate_hf(t: Translator) -> None:
     path, files = t.text("hf_path"), t.value("hf_train_files")
-    if path not in HF_READERS:
-        message = (
-            f"{path or 'nothing'} is a dataset of the Hugging Face hub: download its files and "
-            f"give hf_path={', '.join(HF_READERS)} and hf_train_files=PATHS"
-        )
+    if not path:
+        readers = ", ".join(HF_READERS)
+        message = f"give a data set of the Hugging Face hub, or {readers} and hf_train_files=PATHS"
         t.refuse("hf_path", message)
+        return
+    if path not in HF_READERS:
+        configuration, split = t.text("hf_name"), t.text("train_split") or "train"
+        is_whole = not configuration and split == "train"
+        name = f"hf:{path}" if is_whole else f"hf:{path}:{configuration}:{split}"
+        t.set("data.source", "datasets", "dataset_type")
+        t.set("data.path", name, "hf_path", "hf_name", "train_split")
         return
     if not files:
         t.refuse("hf_train_files", "names no files; give paths or globs, separated by commas")

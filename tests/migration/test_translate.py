@@ -196,6 +196,15 @@ def test_run_has_maxtexts_defaults(translated):
             {"data.source": "jsonl", "data.path": "a.jsonl", "data.tokenizer": "t.json"},
         ),
         (
+            "dataset_type=hf hf_path=roneneldan/TinyStories tokenizer_path=t.json",
+            {"data.source": "datasets", "data.path": "hf:roneneldan/TinyStories"},
+        ),
+        (
+            "dataset_type=hf hf_path=allenai/c4 hf_name=en train_split=train[:1%] "
+            "tokenizer_path=t.json",
+            {"data.source": "datasets", "data.path": "hf:allenai/c4:en:train[:1%]"},
+        ),
+        (
             "dataset_type=grain grain_file_type=parquet grain_train_files=*.parquet "
             "grain_worker_count=4 tokenizer_path=t.model",
             {"data.source": "parquet", "data.path": "*.parquet", "data.num_workers": 4},
@@ -271,7 +280,8 @@ def test_words_set_our_keys(translated, words, values):
         ("opt_type=adam_pax", 8, "opt_type", "use adamw, muon or sgd"),
         ("opt_type=muon", 8, "muon_consistent_rms", "must be 0.2"),
         ("dataset_type=tfds", 8, "dataset_type", "use dataset_type=grain"),
-        ("dataset_type=hf hf_path=c4", 8, "hf_path", "download its files"),
+        ("dataset_type=hf", 8, "hf_path", "give a data set of the Hugging Face hub"),
+        ("dataset_type=hf hf_path=a/b use_sft=true", 8, "use_sft", r"data\.source=chat"),
         ("dataset_type=grain", 8, "grain_train_files", "names no files"),
         ("dataset_type=grain", 8, "tokenizer_path", r"name ends in \.model"),
         ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
