@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: [name for name in text.split(",") if name],
         required=True,
         metavar="NAMES",
-        help="tasks of lm-eval, separated by commas, such as hellaswag,arc_easy",
+        help="tasks of lm-eval, or patterns, separated by commas, such as hellaswag,arc_*",
     )
     add("--include", metavar="DIR", help="a directory with tasks of your own, in YAML")
     add("--num-fewshot", type=_count, metavar="N", help="examples before each; default: the task's")

@@ -1,6 +1,7 @@
 """Run `python -m maxpipe.evaluate`: load a checkpoint, evaluate it on tasks, print the table."""
 
 import argparse
+import fnmatch
 import json
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
       ConfigError: tokenizer or a task are not usable.
     """
     manager = TaskManager(include_path=flags.include)
-    check_tasks(flags.tasks, manager.all_tasks)
+    tasks = matching_tasks(flags.tasks, manager.all_tasks)
     try:
         model = Model(store, steps, flags.tokenizer)
         model.find_tokenizer()
@@ -43,7 +44,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     try:
         results = lm_eval.simple_evaluate(
             ModelOfRun(model, flags.batch_size),
-            tasks=flags.tasks,
+            tasks=tasks,
             num_fewshot=flags.num_fewshot,
             limit=flags.limit,
             task_manager=manager,
@@ -71,13 +72,16 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     return DONE
 
 
-def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError for tasks that lm-eval does not know."""
-    problems = []
+def matching_tasks(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the tasks that are named, perhaps by patterns; raise ConfigError if one has none."""
+    problems, tasks = [], dict[str, None]()
     for name in names:
-        if name not in known:
+        matches = fnmatch.filter(known, name)
+        tasks.update(dict.fromkeys(matches))
+        if not matches:
             near = get_close_matches(name, known, n=3)
             remedy = f"; did you mean {' or '.join(near)}?" if near else ""
             problems.append(Problem("--tasks", f"lm-eval has no task {name!r}{remedy}"))
     if problems:
         raise ConfigError(*problems)
+    return [*tasks]

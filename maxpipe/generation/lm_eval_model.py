@@ -18,6 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from maxpipe.generation.decoding import Decoder, Sampling
 from maxpipe.generation.model import Model, load_model
@@ -81,7 +82,7 @@ class ModelOfRun(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text, every token of which is scored once."""
         scores = []
-        for request in requests:
+        for request in tqdm(requests, "texts scored", disable=disable_tqdm):
             (text,) = request.args
             windows = get_rolling_token_windows(
                 self.tok_encode(text, add_special_tokens=False),
@@ -90,18 +91,21 @@ class ModelOfRun(TemplateLM):
                 context_len=1,
             )
             pairs = [make_disjoint_window(window) for window in windows]
-            parts = self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])
+            parts = self._loglikelihood_tokens(
+                [(("", ""), *pair) for pair in pairs], disable_tqdm=True
+            )
             scores.append(sum(score for score, _ in parts))
         return scores
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[TokenRequest], **_: object
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
         """Return for each the log-likelihood, and whether the most likely tokens are these."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # Long texts first, so that too large a batch fails at once; alike lengths share a shape.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i][1:])))
-        for start in range(0, len(order), self.batch_size):
+        starts = range(0, len(order), self.batch_size)
+        for start in tqdm(starts, "texts scored, in batches", disable=disable_tqdm):
             numbers = order[start : start + self.batch_size]
             for i, answer in zip(numbers, self._score([requests[i] for i in numbers]), strict=True):
                 answers[i] = answer
@@ -132,7 +136,7 @@ class ModelOfRun(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each text, up to one of the texts that end it."""
         answers = []
-        for request in requests:
+        for request in tqdm(requests, "texts continued", disable=disable_tqdm):
             answer = self._generate(*request.args)
             self.cache_hook.add_partial("generate_until", request.args, answer)
             answers.append(answer)
