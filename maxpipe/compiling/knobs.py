@@ -75,7 +75,10 @@ def gains(
     """
     now, step = estimate(resolved, tpu_memory).total, _layer_times(resolved)
     # On TPUs a loop over layers copies what is saved out of a stack, at about the gain's price.
-    can_unroll = tpu_memory is not None and ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS)
+    is_loop = (
+        ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
+    )
+    can_unroll = tpu_memory is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: "false"} if can_unroll else {}
     better = []
     for name, policy in REMAT_POLICIES.items():

@@ -98,7 +98,7 @@ _OF_A_START = {
 # Rows of padding are never predicted, so token ids must not become padding.
 _TOKEN_IDS = "model.unpadded_vocab_size"
 _ROWS = "model.vocab_size"
-_OTHER_SHAPES = ", whose arrays have other shapes, so no run continues from them"
+_OTHER_SHAPES = "; no run continues from arrays of other shapes"
 
 
 class Change(NamedTuple):

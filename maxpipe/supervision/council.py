@@ -165,6 +165,7 @@ class Council:
         self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
         self._sizes = Sizes()
+        self._failed = 0  # processes that have failed once before their first step
         self._fewest = 1  # processes that have not failed before their first step
         self._attempted: Sequence[int] = range(count)  # in the latest attempt; all before the first
         self._previous = 0  # number of the latest attempt, also of an earlier council
@@ -419,8 +420,12 @@ class Council:
         if self._is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             self._pause_until = self._clock()
             return
-        if self._is_too_small(code):
-            number = len(self._attempted)
+        number = len(self._attempted)
+        # Once is not enough: the next attempt does not begin with a step that was compiled ahead.
+        is_first_failure = self._failed != number
+        if self._is_too_small(code) and is_first_failure:
+            self._failed = number
+        elif self._is_too_small(code):
             self._fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
             self._log(f"{describe(code)} before a step: the run cannot go on with {which}")

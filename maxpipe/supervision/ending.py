@@ -90,7 +90,11 @@ def run_command(main: Callable[[], int]) -> None:
         leave(FAILED)
     if isinstance(code, int) and any(thread.is_alive() for thread in _left_behind):
         if is_one_of_several():
-            sys.modules["jax"].distributed.shutdown()  # waits for the others, as Python's exit does
+            try:
+                # Waits for the others, as Python's exit does, where an error changes no code.
+                sys.modules["jax"].distributed.shutdown()
+            except Exception:
+                traceback.print_exc()
         leave(code)
     raise SystemExit(code)
 

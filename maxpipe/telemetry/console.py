@@ -130,7 +130,7 @@ class Console:
         ]
         if not self._recent:
             first = format_step_time(progress.step_seconds)
-            return "  ".join([*parts, f"{first} for the first step, compiling included", "left ?"])
+            return "  ".join([*parts, f"{first} for the first step", "left ?"])
         seconds = median(self._recent)
         parts += [
             f"{format_step_time(seconds)}/step",

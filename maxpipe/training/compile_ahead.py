@@ -48,14 +48,15 @@ def compile_ahead(
     is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
     if is_elastic and processes.index() == 0:
         arguments = (given, run, build_trainer, log)
-        threading.Thread(target=_work, args=arguments, name="ahead", daemon=True).start()
+        thread = threading.Thread(target=_work, args=arguments, name="ahead", daemon=True)
+        leave_behind(thread)
+        thread.start()
 
 
 def _work(given: Loaded, run: Run, build_trainer: BuildTrainer, log: Callable[[str], None]) -> None:
     first = run.step
     while run.step < first + _STEPS:
         time.sleep(_LOOK_SECONDS)
-    leave_behind(threading.current_thread())
     count, those = processes.count(), "the step for fewer hosts"
     try:
         confirm(run.config, count)

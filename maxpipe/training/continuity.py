@@ -60,12 +60,16 @@ def check_continuity(
 
 
 def optional_parts(changed: Sequence[Change]) -> list[str]:
-    """Return the parts of a state that begin at zero where the checkpoint has them in another form.
+    """Return the parts of a state that are not read where the checkpoint has them in another form.
 
     The spike filter may be switched on or off, or have another window, in any start.
     """
-    is_other_optimizer = any(change.key == OPTIMIZER for change in changed)
-    return ["history", "opt_state"] if is_other_optimizer else ["history"]
+    return ["history", "opt_state"] if has_other_optimizer(changed) else ["history"]
+
+
+def has_other_optimizer(changed: Sequence[Change]) -> bool:
+    """Return whether the optimizer of a checkpoint was another one, whose state is of no use."""
+    return any(change.key == OPTIMIZER for change in changed)
 
 
 @contextmanager
@@ -141,7 +145,7 @@ def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step
             "whether data and tokenizer are still the same is not checked"
         )
     if any(change.key == OPTIMIZER for change in changed):
-        lines.append("the state of the optimizer begins at zero, where it has another form")
+        lines.append("the state of the optimizer begins anew")
     if rate := rate_change(config.optimizer, meta, step):
         lines.append(rate)
     return lines

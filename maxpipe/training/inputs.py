@@ -41,8 +41,9 @@ def check_inputs(loaded: Loaded) -> None:
     config = derive_known(loaded.config)
     if announced_processes() > 1 or is_cluster() or _is_finished(config):
         return
+    # With a mirror the run may be finished there.
     parts: list[Part] = [
-        *_readers(config),
+        *([] if config.checkpoint.mirror else _readers(config)),
         partial(_check_executable, config.compile.load),
         RunDirectory(config).check_place,
         partial(require_trackers, config.telemetry),

@@ -64,6 +64,7 @@ from maxpipe.training.continuity import (
     VERSIONS,
     check_continuity,
     describe_changes,
+    has_other_optimizer,
     naming_shapes,
     optional_parts,
     version_changes,
@@ -327,6 +328,8 @@ def start_run(
         for line in describe_changes(config, changed, meta, step):
             log(line)
         state = trainer.from_canonical(restored.state)
+        if has_other_optimizer(changed):
+            state = trainer.restart_optimizer(state)
         loader = _continue_loader(loader, config, place, restored.iterator, meta)
     recorder = build_recorder(config, mesh, directory, step)
     recorder.changes(step, changed)

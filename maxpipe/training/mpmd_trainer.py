@@ -163,6 +163,14 @@ class MpmdTrainer(Trainer[MpmdState]):
         stages = [replace(stage, params=p) for stage, p in zip(state.stages, parts, strict=True)]
         return replace(state, stages=tuple(stages))
 
+    def restart_optimizer(self, state: MpmdState) -> MpmdState:
+        stages = list(state.stages)
+        for i, (stage, optimizer) in enumerate(zip(stages, self._optimizers, strict=True)):
+            if self._is_here[i]:
+                begin = jax.jit(optimizer.init, out_shardings=self._shardings[i].opt_state)
+                stages[i] = replace(stage, opt_state=begin(stage.params))
+        return replace(state, stages=tuple(stages))
+
     def update(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
         with timed(self.engine.clocks.values()):
             return self._update_stages(state, batch)

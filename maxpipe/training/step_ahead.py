@@ -46,20 +46,25 @@ def build_with_step_ahead(
     Returns:
       The trainer; None where there is no such step, or it cannot be loaded.
     """
-    file = step_file(config, processes.count())
-    if whole_of_process() is None or not processes.agree(file.is_file()):
+    if whole_of_process() is None:
         return None
+    file = step_file(config, processes.count())
+    tried = _tried(file)
+    if processes.index() == 0:
+        tried.unlink(missing_ok=True)  # an attempt has failed with it
+    if not processes.agree(file.is_file()):
+        return None
+    if processes.index() == 0:
+        file.rename(tried)  # also loading it may end the process
+    processes.agree(True)
     decisions: list[str] = []
     trainer, reason = None, "another process cannot load it"
     try:
-        loading = update(config, {LOAD: str(file)})
+        loading = update(config, {LOAD: str(tried)})
         trainer = build_trainer(loading, mesh, note=decisions.append)
     except ConfigError as error:
         reason = str(error)
-    is_loaded = processes.agree(trainer is not None)
-    if processes.index() == 0:
-        file.rename(_tried(file))
-    if not is_loaded:
+    if not processes.agree(trainer is not None):
         note(f"the step compiled ahead is not used: {reason}")
         return None
     for decision in (*decisions, f"{LOAD}={file}: compiled while there were more hosts ({KEY})"):

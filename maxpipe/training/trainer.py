@@ -89,6 +89,10 @@ class Trainer(ABC, Generic[StateT]):
         """
 
     @abstractmethod
+    def restart_optimizer(self, state: StateT) -> StateT:
+        """Return `state` with the optimizer's state as it is before the first step."""
+
+    @abstractmethod
     def forward(self, state: StateT, batch: Batch) -> Metrics:
         """Return the sums over an evaluation batch, as `Engine.evaluate` does."""
 
@@ -183,6 +187,10 @@ class SpmdTrainer(Trainer[TrainState]):
             self._param_shardings,
         )
         return replace(state, params=params)
+
+    def restart_optimizer(self, state: TrainState) -> TrainState:
+        begin = jax.jit(self._optimizer.init, out_shardings=self._shardings.opt_state)
+        return replace(state, opt_state=begin(state.params))
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self._step(state, batch)

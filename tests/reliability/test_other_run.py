@@ -7,7 +7,7 @@ from helpers.runs import checkpoints, losses, rows
 from helpers.training_process import command
 
 from maxpipe import train
-from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.record import read_record, record_file
 
 HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
@@ -77,17 +77,26 @@ def test_train_other_seed_is_trained_on_if_accepted_and_said(runs, ours, capsys)
     assert sorted(losses(ours)) == [1, 2, 3, 4]
 
 
-def test_train_other_optimizer_begins_with_a_state_of_zeros_if_accepted(ours, capsys):
+def test_train_other_optimizer_begins_with_a_new_state_if_accepted(ours, capsys):
     words = ["optimizer.name=lion", "optimizer.learning_rate=1e-5"]
     assert main(ours.parent, *words) == 2
     assert "checkpoint.accept_changes=[optimizer] continues" in capsys.readouterr().err
     assert main(ours.parent, *words, "checkpoint.accept_changes=[optimizer]") == 0
     printed = capsys.readouterr().out
     assert "changed since step 2: optimizer.name adamw -> lion\n" in printed
-    assert "the state of the optimizer begins at zero" in printed
+    assert "the state of the optimizer begins anew" in printed
     found = losses(ours)
     assert sorted(found) == [1, 2, 3, 4]
     assert found[3][0] < found[1][0]  # with the weights of step 2
+
+
+def test_train_muon_after_another_optimizer_still_trains_matrices(ours):
+    """Its state begins with constants that are not zero."""
+    words = ["optimizer.name=muon", "optimizer.weight_decay=0"]
+    assert main(ours.parent, *words, "checkpoint.accept_changes=[optimizer]") == 0
+    before, after = (read_record(ours / "checkpoints" / step).leaves for step in "24")
+    name = "params.layers.mlp.gate"
+    assert before[name].digest != after[name].digest
 
 
 @pytest.mark.parametrize("accepted", [[], ["checkpoint.accept_changes=[model]"]])
@@ -96,7 +105,7 @@ def test_train_other_shapes_name_their_keys_and_no_way_to_accept_them(ours, caps
     assert main(ours.parent, *words) == 2
     error = capsys.readouterr().err
     (line,) = (line for line in error.splitlines() if "model.mlp_dim: is 96" in line)
-    assert line.endswith(", whose arrays have other shapes, so no run continues from them")
+    assert line.endswith("; no run continues from arrays of other shapes")
     assert "choose another run_name or restore its values" in error
     assert ("model.norm_eps: " in error) == (not accepted)
 

@@ -85,7 +85,7 @@ def test_console_first_step_does_not_enter_median():
     stream = io.StringIO()
     run(stream, 10, peak_seconds=0.25).close()
     first, tenth = stream.getvalue().splitlines()
-    assert first.endswith("lr 3.00e-04  60.00 s for the first step, compiling included  left ?")
+    assert first.endswith("lr 3.00e-04  60.00 s for the first step  left ?")
     assert tenth.startswith("step  10/100  loss 2.5000  lr 3.00e-04  500 ms/step  8.19k tokens/s")
     assert tenth.endswith("MFU 50.0 %  left 0:45")
 

@@ -62,9 +62,12 @@ def test_store_step_once_gives_a_step_that_is_run_instead_of_compiling(loaded):
 
 
 def test_build_with_step_ahead_that_fails_is_followed_by_one_that_compiles(loaded):
-    store_step(loaded, ALONE, build_trainer)
+    file = store_step(loaded, ALONE, build_trainer)
     assert built(loaded, [])[2] is not None
+    tried = file.with_name(f"{file.name}.tried")
+    assert tried.exists()
     assert built(loaded, [])[2] is None, "it has not done a step"
+    assert not tried.exists(), "an attempt that compiles its own step would give it its name back"
 
 
 @pytest.mark.parametrize("harm", ["damage", "another configuration"])
