@@ -138,3 +138,14 @@ def test_step_donates_parameters_and_makes_no_implicit_transfer(mpmd):
     assert all(
         leaf.is_deleted() for leaf in jax.tree.leaves([stage.params for stage in state.stages])
     )
+
+
+@pytest.mark.parametrize("layout", [MPMD, {"pipeline.engine": "sequential"}], ids=["mpmd", "one"])
+def test_restart_optimizer_begins_its_state_anew_and_keeps_the_rest(layout):
+    trainer, place = make_trainer(**layout, **{"optimizer.name": "muon"})
+    fresh = trainer.to_canonical(trainer.init(jax.random.key(7)))
+    state, _ = run(trainer, place, trainer.init(jax.random.key(7)), range(2))
+    trained = trainer.to_canonical(state)
+    again = trainer.to_canonical(trainer.restart_optimizer(state))
+    assert_same_bits(again.opt_state, fresh.opt_state)
+    assert_same_bits((again.params, again.step), (trained.params, trained.step))
