@@ -284,8 +284,7 @@ def start_run(
 
     Args:
       config: resolved.
-      mesh: all devices.
-      trainer: built for both.
+      mesh, trainer: all devices, and what was built for them.
       directory, checkpointer: from `open_run_directory`.
       supervision: of this process.
 
@@ -328,8 +327,7 @@ def start_run(
         for line in describe_changes(config, changed, meta, step):
             log(line)
         state = trainer.from_canonical(restored.state)
-        if has_other_optimizer(changed):
-            state = trainer.restart_optimizer(state)
+        state = trainer.restart_optimizer(state) if has_other_optimizer(changed) else state
         loader = _continue_loader(loader, config, place, restored.iterator, meta)
     recorder = build_recorder(config, mesh, directory, step)
     recorder.changes(step, changed)
