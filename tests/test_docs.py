@@ -77,7 +77,7 @@ ADAPTER = next(line for line in commands(PAGES["docs/finetuning.md"]) if "model.
 ADAPTED_RUN = "runs/adapter"
 FINETUNE = "python -m maxpipe.train configs/finetune.yml"
 FINETUNED_RUN = "runs/finetune"
-COMPARED = ("dense", "of_experts", "float32", "int8", "fp8")  # runs whose losses a page draws
+COMPARED = ("dense", "of_experts", "bfloat16", "int8", "fp8")  # runs whose losses a page draws
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
 # compiles.
