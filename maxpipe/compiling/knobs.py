@@ -79,7 +79,7 @@ def gains(
         ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
     )
     can_unroll = tpu_memory is not None and is_loop
-    unrolled: Updates = {_SCAN_LAYERS: "false"} if can_unroll else {}
+    unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
@@ -95,8 +95,7 @@ def gains(
             continue  # on auto it would gather more often, which the bound does not know
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
-            words = " ".join(f"{key}={value}" for key, value in changes.items())
-            better.append(Gain(words, would_need, faster))
+            better.append(Gain(_words(changes), would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 
 
@@ -135,9 +134,16 @@ def knobs(
         except (ConfigError, ValueError):
             continue
         if saves > 0.01 * now:
-            words = " ".join(f"{key}={value}" for key, value in changes.items())
-            effective.append(Knob(words, saves))
+            effective.append(Knob(_words(changes), saves))
     return sorted(effective, key=lambda knob: -knob.saves)
+
+
+def _words(changes: Updates) -> str:
+    """Return what to append to a command; truth values as YAML writes them."""
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in changes.items()
+    )
 
 
 def _changes(c: Config) -> Iterator[Updates]:

@@ -144,7 +144,7 @@ def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step
             f"checkpoint {step} has no fingerprint, because an earlier version wrote it: "
             "whether data and tokenizer are still the same is not checked"
         )
-    if any(change.key == OPTIMIZER for change in changed):
+    if has_other_optimizer(changed):
         lines.append("the state of the optimizer begins anew")
     if rate := rate_change(config.optimizer, meta, step):
         lines.append(rate)

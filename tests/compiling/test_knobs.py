@@ -113,3 +113,32 @@ def test_gains_leave_out_what_would_gather_more_often(monkeypatch):
     assert "pipeline.remat_policy=none" in [gain.words for gain in gained()]
     monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P)
     assert "pipeline.remat_policy=none" not in [gain.words for gain in gained()]
+
+
+@pytest.mark.parametrize(
+    ("tpu_memory", "scan", "words"),
+    [
+        (V5P, True, "pipeline.remat_policy=none pipeline.scan_layers=false"),
+        (V5P, False, "pipeline.remat_policy=none"),
+        (None, True, "pipeline.remat_policy=none"),
+    ],
+)
+def test_gains_unroll_a_loop_over_layers_on_tpus(tpu_memory, scan, words):
+    sequential = {
+        "mesh.ici.stage": 1,
+        "pipeline.engine": "sequential",
+        "pipeline.scan_layers": scan,
+    }
+    written = replace(Config(), **SIZES | sequential)
+    found = gains(
+        written,
+        with_gather_mode(resolve(written, 1), tpu_memory),
+        (1, 1),
+        needed=0.0,
+        capacity=1e12,
+        tpu_memory=tpu_memory,
+        flops=1.0,
+        mfu=0.1,
+        bound_mfu=lambda config, flops: 1 / flops,
+    )
+    assert words in [gain.words for gain in found]

@@ -96,26 +96,32 @@ def choose(
 
 def choose_rotation(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
-    if config.model.rotation != "auto":
-        return config.model.rotation
-    if not _is_tpu_in_bfloat16(config, platform):
-        return "slices"
-    note("model.rotation=product: spares the TPU transposes of queries and keys")
-    return "product"
+    product = "product: spares the TPU transposes of queries and keys"
+    return _choose_for_tpus(config, platform, note, "rotation", product, "slices")
 
 
 def choose_gating(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return how a gated MLP is computed, "fused" or "separate"; arguments as above."""
-    if config.model.gating != "auto":
-        return config.model.gating
-    if not _is_tpu_in_bfloat16(config, platform):
-        return "fused"
-    note("model.gating=separate: gate times up is computed once, not in each product that reads it")
-    return "separate"
+    separate = "separate: gate times up is computed once, not in each product that reads it"
+    return _choose_for_tpus(config, platform, note, "gating", separate, "fused")
 
 
-def _is_tpu_in_bfloat16(config: Config, platform: str) -> bool:
-    return platform == "tpu" and config.model.dtype == "bfloat16"
+def _choose_for_tpus(
+    config: Config,
+    platform: str,
+    note: Callable[[str], None],
+    name: str,
+    on_tpus: str,
+    elsewhere: str,
+) -> str:
+    """Return the value of `model.<name>`; for auto on TPUs in bfloat16 that of "value: reason"."""
+    configured: str = getattr(config.model, name)
+    if configured != "auto":
+        return configured
+    if platform != "tpu" or config.model.dtype != "bfloat16":
+        return elsewhere
+    note(f"model.{name}={on_tpus}")
+    return on_tpus.partition(":")[0]
 
 
 def build_attention(

@@ -54,41 +54,24 @@ def test_choose_kernel_auto_with_unfit_lengths_falls_back_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "configured", "chosen", "is_said"),
+    ("choose", "key", "on_tpus", "elsewhere"),
     [
-        ("tpu", "bfloat16", "auto", "product", True),
-        ("tpu", "float32", "auto", "slices", False),
-        ("gpu", "bfloat16", "auto", "slices", False),
-        ("tpu", "bfloat16", "slices", "slices", False),
-        ("cpu", "float32", "product", "product", False),
+        (choose_rotation, "model.rotation", "product", "slices"),
+        (choose_gating, "model.gating", "separate", "fused"),
     ],
 )
-def test_choose_rotation_takes_products_on_tpus_in_bfloat16_unless_told(
-    platform, dtype, configured, chosen, is_said
-):
-    lines = []
-    config = tiny(**{"model.dtype": dtype, "model.rotation": configured})
-    assert choose_rotation(config, platform, lines.append) == chosen
-    assert bool(lines) == is_said
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "configured", "chosen", "is_said"),
-    [
-        ("tpu", "bfloat16", "auto", "separate", True),
-        ("tpu", "float32", "auto", "fused", False),
-        ("cpu", "bfloat16", "auto", "fused", False),
-        ("tpu", "bfloat16", "fused", "fused", False),
-        ("cpu", "float32", "separate", "separate", False),
-    ],
-)
-def test_choose_gating_takes_separate_arrays_on_tpus_in_bfloat16_unless_told(
-    platform, dtype, configured, chosen, is_said
-):
-    lines = []
-    config = tiny(**{"model.dtype": dtype, "model.gating": configured})
-    assert choose_gating(config, platform, lines.append) == chosen
-    assert bool(lines) == is_said
+def test_choose_takes_other_arrays_on_tpus_in_bfloat16_unless_told(choose, key, on_tpus, elsewhere):
+    for platform, dtype, configured, chosen, is_said in (
+        ("tpu", "bfloat16", "auto", on_tpus, True),
+        ("tpu", "float32", "auto", elsewhere, False),
+        ("cpu", "bfloat16", "auto", elsewhere, False),
+        ("tpu", "bfloat16", elsewhere, elsewhere, False),
+        ("cpu", "float32", on_tpus, on_tpus, False),
+    ):
+        lines = []
+        config = tiny(**{"model.dtype": dtype, key: configured})
+        assert choose(config, platform, lines.append) == chosen
+        assert [line.partition(":")[0] for line in lines] == [f"{key}={on_tpus}"] * is_said
 
 
 def test_engine_inputs_have_the_rotation_and_the_gating_that_are_configured():

@@ -62,6 +62,12 @@ def test_sequential_backward_reads_weights_from_a_copy():
     assert value(traffic.backward) == pytest.approx(copy_seconds(sizes))
 
 
+def test_sequential_with_unrolled_layers_reads_weights_in_place():
+    fixed = {"pipeline.scan_layers": False}
+    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, fixed=fixed))
+    assert value(traffic.backward) == 0
+
+
 def test_keys_are_put_in_order_where_a_sequence_is_split():
     whole = sizes_of("sequential", "", mesh={"stage": 1})
     split = sizes_of("sequential", "", mesh={"stage": 1, "data": 1, "context": 2})
