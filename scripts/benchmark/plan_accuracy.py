@@ -76,9 +76,10 @@ def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
         if legality.of_mesh(grid):
             continue
         for engine, schedule in space.pipelines(grid.size("stage")):
-            block = block_of(space, legality, grid, engine, schedule, batch)
             if legality.of_engine(engine):
                 continue
+            scans = draw.choice(space.scans(engine))
+            block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
             if priced := price(block, legality, facts, machine, Outcome().fallen):
                 index = draw.choice(np.flatnonzero(priced.legal).tolist())
                 candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)

@@ -52,5 +52,6 @@ def sizes_of(
     devices = int(np.prod([*sizes.values()]))
     space = Space(config, devices, 1, tried)
     (grid,) = space.grids()
-    block = block_of(space, Legality(config, 1), grid, engine, schedule, 64)
+    (scans,) = space.scans(engine)
+    block = block_of(space, Legality(config, 1), grid, engine, schedule, 64, scans=scans)
     return BlockSizes(block, Facts(config), None)

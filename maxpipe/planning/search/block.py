@@ -22,6 +22,7 @@ class Block(NamedTuple):
 
     Attributes:
       grid, engine, schedule, batch: what they share; `batch` is in sequences.
+      scans: whether all layers are a loop; they share this, too.
       microbatches, repeats: int [M] and [V], the numbers to try.
       policies, gathers, tiles: the values to try.
       chunk, outside: int [V], layers of a chunk and outside the pipeline.
@@ -31,6 +32,7 @@ class Block(NamedTuple):
     engine: str
     schedule: str
     batch: int
+    scans: bool
     microbatches: np.ndarray
     repeats: np.ndarray
     policies: tuple[str, ...]
@@ -47,9 +49,16 @@ class Block(NamedTuple):
 
 
 def block_of(
-    space: Space, legality: Legality, grid: Grid, engine: str, schedule: str, batch: int
+    space: Space,
+    legality: Legality,
+    grid: Grid,
+    engine: str,
+    schedule: str,
+    batch: int,
+    *,
+    scans: bool = True,
 ) -> Block:
-    """Return the block of a mesh, an engine, a schedule and a batch."""
+    """Return the block of a mesh, an engine, a schedule, a batch and a loop over layers or none."""
     stages = grid.size("stage")
     repeats = np.array(space.repeats(schedule, stages))
     _, chunk, outside = legality.of_layers(engine, schedule, stages, repeats)
@@ -67,6 +76,7 @@ def block_of(
         engine,
         schedule,
         batch,
+        scans,
         np.array(space.microbatches(batch, grid)),
         repeats,
         words("pipeline.remat_policy"),
@@ -102,6 +112,7 @@ def block_of_configuration(config: Config) -> Block | None:
         pipeline.engine,
         pipeline.schedule,
         config.data.global_batch_size,
+        pipeline.scan_layers,
         np.array([pipeline.num_microbatches]),
         np.array([pipeline.num_repeats]),
         (pipeline.remat_policy,),

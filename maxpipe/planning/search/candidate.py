@@ -22,6 +22,7 @@ class Candidate:
       grid, engine, schedule, batch: mesh, engine, schedule, and sequences of a step.
       microbatches, repeats: M and V.
       policy, gather, tiles: values of remat_policy, fsdp_gather and logit_tiles.
+      scans: of scan_layers.
       layout: keys and values that say how layers lie on stages.
       memory: bytes of a device by the closed forms.
       seconds: the step by the closed forms.
@@ -36,6 +37,7 @@ class Candidate:
     policy: str
     gather: str
     tiles: int
+    scans: bool
     layout: dict[str, object]
     memory: float
     seconds: Seconds
@@ -61,6 +63,7 @@ class Candidate:
             "pipeline.num_repeats": self.repeats,
             "pipeline.remat_policy": self.policy,
             "pipeline.fsdp_gather": self.gather,
+            "pipeline.scan_layers": self.scans,
             "model.logit_tiles": self.tiles,
             "data.global_batch_size": self.batch,
         }
@@ -79,7 +82,9 @@ class Candidate:
 
     def schedule_text(self) -> str:
         """Return its schedule, or its engine where there are no stages."""
-        return self.schedule if self.has_stages else self.engine
+        if self.has_stages:
+            return self.schedule
+        return self.engine if self.scans else f"{self.engine}, unrolled"
 
 
 def candidate_of(
@@ -99,6 +104,7 @@ def candidate_of(
         block.policies[policy],
         block.gathers[gather],
         int(block.tiles[tiles]),
+        block.scans,
         layout.updates(layers),
         float(memory[index]),
         Seconds(*(float(np.asarray(part)[index]) for part in seconds)),

@@ -13,7 +13,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
-from maxpipe.planning.search.space import DERIVED, GATHERS, MESH_KEYS, SEARCHED, Space
+from maxpipe.planning.search.space import DERIVED, GATHERS, MESH_KEYS, SCANS, SEARCHED, Space
 from maxpipe.planning.search.words import (
     BATCH,
     TOKENS,
@@ -60,7 +60,9 @@ class Request:
 
     def space(self) -> Space:
         """Return what is searched."""
-        return Space(self.config, self.machine.devices, self.machine.slices, self.choices)
+        machine = self.machine
+        is_tpu = machine.tpu_memory is not None
+        return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu)
 
     def on(self, topology: str) -> "Request":
         """Return the same request for another slice."""
@@ -134,7 +136,7 @@ def shared_config(config: Config, machine: Machine) -> Config:
     """Return what all candidates share, with neutral values of what the plan decides."""
     neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
     neutral |= {key: OPTIONS[key].default for key in DERIVED}
-    neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto"}
+    neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto", SCANS: True}
     config = update(config, neutral)
     return placed(dataclasses.replace(config, model=derive_known(config).model), machine)
 

@@ -1,5 +1,6 @@
 """Search the whole product of meshes, schedules and options for the fastest that fit."""
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -90,8 +91,8 @@ def blocks(
     for grid in space.grids():
         reasons[grid] = legality.of_mesh(grid)
         for engine, schedule in space.pipelines(grid.size("stage")):
-            for batch in batches:
-                block = block_of(space, legality, grid, engine, schedule, batch)
+            for batch, scans in itertools.product(batches, space.scans(engine)):
+                block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
                 if reason := reasons[grid] or legality.of_engine(engine):
                     outcome.tried += math.prod(block.shape)
                     outcome.fallen[reason] += math.prod(block.shape)

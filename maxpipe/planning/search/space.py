@@ -22,6 +22,8 @@ _ACROSS_SLICES = ("data", "stage", "fsdp")
 _BATCH_AXES = {key.rpartition(".")[2] for key in SHARD_AXES}
 MESH_KEYS = tuple(f"mesh.{level}.{axis}" for level in ("ici", "dcn") for axis in MESH_AXES)
 GATHERS = "pipeline.fsdp_gather"
+SCANS = "pipeline.scan_layers"
+MOST_UNROLLED = 64  # layers, for each is compiled by itself
 SEARCHED = (
     *MESH_KEYS,
     "pipeline.engine",
@@ -30,6 +32,7 @@ SEARCHED = (
     "pipeline.num_repeats",
     "pipeline.remat_policy",
     GATHERS,
+    SCANS,
     "model.logit_tiles",
     "data.global_batch_size",
 )
@@ -86,12 +89,14 @@ class Space:
       config: what all candidates share.
       devices, slices: JAX devices over all slices, and slices.
       choices: values of searched keys that the user gave; others are enumerated.
+      is_tpu: whether a loop over layers copies what it saves, so that unrolling it may pay.
     """
 
     config: Config
     devices: int
     slices: int
     choices: Mapping[str, Sequence[object]]
+    is_tpu: bool = False
 
     def grids(self) -> Iterator[Grid]:
         """Yield every mesh."""
@@ -160,6 +165,15 @@ class Space:
         if key == GATHERS:
             return [mode for mode in OPTIONS[key].choices if mode != "auto"]
         return [get(self.config, key)]
+
+    def scans(self, engine: str) -> list[bool]:
+        """Return whether an engine's layers are a loop: the values to try."""
+        if not ENGINES[engine].takes(SCANS):
+            return [True]
+        if SCANS in self.choices:
+            return [bool(value) for value in self.choices[SCANS]]
+        layers = self.config.model.stacked_layers
+        return [True, False] if self.is_tpu and layers <= MOST_UNROLLED else [True]
 
     def microbatches(self, batch: int, grid: Grid) -> list[int]:
         """Return the numbers of microbatches to try."""

@@ -105,7 +105,7 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
     copy = 2 * size * _gradient_parameters(sizes, parameters) / rate
     if not sizes.engine.has_stages:
         # A loop over layers reads forward weights in place, those of the backward from a copy.
-        return gathered, gathered + copy * sizes.config.pipeline.scan_layers
+        return gathered, gathered + copy * sizes.block.scans
     # A chunk is copied out of its stage's, and each of its layers out of the chunk.
     unrolled = (sizes.layers > 1) & (not sizes.config.pipeline.scan_layers_per_stage)
     copies = (sizes.repeats > 1) * copy + unrolled * copy

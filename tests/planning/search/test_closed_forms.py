@@ -56,12 +56,13 @@ def facts(config):
 def priced(config, facts):
     """Return every priced block of eight devices."""
     machine, outcome = machine_of("v6e:2x4", 1, config), Outcome()
-    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    space, legality = Space(config, 8, 1, {}, is_tpu=True), Legality(config, 1)
     blocks = [
-        block_of(space, legality, grid, engine, schedule, 32)
+        block_of(space, legality, grid, engine, schedule, 32, scans=scans)
         for grid in space.grids()
         if not legality.of_mesh(grid)
         for engine, schedule in space.pipelines(grid.size("stage"))
+        for scans in space.scans(engine)
         if engine != "mpmd"
     ]
     return [p for b in blocks if (p := price(b, legality, facts, machine, outcome.fallen))]

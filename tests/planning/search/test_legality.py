@@ -16,7 +16,7 @@ from maxpipe.planning.search.legality import Legality, layout_of
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.search import Outcome, legal_mask
 from maxpipe.planning.search.seconds import Seconds
-from maxpipe.planning.search.space import Space
+from maxpipe.planning.search.space import MOST_UNROLLED, SCANS, Space
 
 SEED = 19
 SIZES = {
@@ -40,18 +40,19 @@ CHOICES = {
 def candidates(config, devices, seed):
     """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
     machine = machine_of(f"cpu:{devices}", 1, config)
-    space = Space(config, machine.devices, 1, CHOICES)
+    space = Space(config, machine.devices, 1, CHOICES, is_tpu=True)
     legality, facts, draw = Legality(config, machine.hosts), Facts(config), random.Random(seed)
     blocks = [
-        (grid, engine, schedule)
+        (grid, engine, schedule, scans)
         for grid in space.grids()
         for engine, schedule in space.pipelines(grid.size("stage"))
+        for scans in space.scans(engine)
     ]
     masks = {}
     while True:
-        grid, engine, schedule = key = draw.choice(blocks)
+        grid, engine, schedule, scans = key = draw.choice(blocks)
         if key not in masks:
-            block = block_of(space, legality, grid, engine, schedule, 48)
+            block = block_of(space, legality, grid, engine, schedule, 48, scans=scans)
             mask = legal_mask(block, legality, Outcome().fallen)
             masks[key] = block, mask & (not legality.of_mesh(grid))
         block, mask = masks[key]
@@ -98,3 +99,20 @@ def test_meshes_that_split_no_sequence_evenly_are_refused():
     legality = Legality(config, 1)
     refused = {grid.size("context") for grid in space.grids() if legality.of_mesh(grid)}
     assert refused == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("is_tpu", "layers", "choices", "tried"),
+    [
+        (True, MOST_UNROLLED, {}, [True, False]),
+        (True, MOST_UNROLLED + 1, {}, [True]),
+        (False, 8, {}, [True]),
+        (False, MOST_UNROLLED + 1, {SCANS: [False]}, [False]),
+    ],
+)
+def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for(
+    is_tpu, layers, choices, tried
+):
+    space = Space(replace(Config(), **{"model.num_layers": layers}), 4, 1, choices, is_tpu)
+    assert space.scans("sequential") == tried
+    assert space.scans("scheduled") == [True]

@@ -63,9 +63,8 @@ def test_sequential_backward_reads_weights_from_a_copy():
 
 
 def test_sequential_with_unrolled_layers_reads_weights_in_place():
-    fixed = {"pipeline.scan_layers": False}
-    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, fixed=fixed))
-    assert value(traffic.backward) == 0
+    sizes = sizes_of("sequential", "", mesh={"stage": 1}, scan_layers=[False])
+    assert value(traffic_of(sizes).backward) == 0
 
 
 def test_keys_are_put_in_order_where_a_sequence_is_split():
