@@ -399,8 +399,8 @@ class Council:
         seconds = _AFTER_FAILURE_SECONDS
         if _is_loss(code):
             seconds = _AFTER_LOSS_SECONDS
-        elif code in (0, PREEMPTED, INTERRUPTED):
-            seconds = _AFTER_END_SECONDS
+        elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and self._trained_at < math.inf):
+            seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing
         if self._running and self._clock() + seconds < self._ended_by:
             self._ended_by = self._clock() + seconds
             self._orders.append(End(self.status.attempt, seconds))

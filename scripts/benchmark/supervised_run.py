@@ -145,8 +145,15 @@ class Processes:
         return trainer is not None
 
     def wait_until_ended(self) -> list[int]:
-        """Wait for all; return their exit codes."""
-        return [process.wait(WAIT_SECONDS) for process in self._processes]
+        """Wait for all, as long as there are new steps; return their exit codes."""
+        progress, until = None, 0.0
+        while not self.has_ended:
+            if progress != (now := (self.codes, self.highest_step())):
+                progress, until = now, time.monotonic() + WAIT_SECONDS
+            if time.monotonic() > until:
+                raise TimeoutError(f"no step in {WAIT_SECONDS} s:\n{self.output()[-3000:]}")
+            time.sleep(0.1)
+        return [process.wait() for process in self._processes]
 
 
 def child_of(parent: int) -> int | None:

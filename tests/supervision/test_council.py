@@ -174,6 +174,7 @@ def test_status_that_was_read_stays_as_it_was_and_keeps_the_members_at_the_end(r
 @pytest.mark.parametrize("code", [75, 124, 134, -9, -6, -11])
 def test_council_restarts_all_after_a_pause(run, code):
     first = run.council.status.attempt
+    run.council.receive(0, Trained(first))
     ended = run.end((0, code), (1, 134))
     assert ended == [End(first, 1800.0 if code == 75 else 2.0)]
     assert run.orders(after=3) == []
@@ -210,8 +211,17 @@ def test_council_ends_the_others_soon_after_a_loss_and_later_after_an_error(run)
 def test_council_ends_a_third_process_by_the_most_urgent_end(codes, seconds):
     run = Supervised(3)
     run.join()
+    run.council.receive(0, Trained(run.council.status.attempt))
     orders = run.end(*enumerate(codes))
     assert [order.seconds for order in orders] == seconds
+
+
+@pytest.mark.parametrize(("code", "seconds"), [(75, 60.0), (130, 60.0), (0, 1800.0)])
+def test_council_waits_a_minute_for_the_others_when_one_was_stopped_before_a_step(code, seconds):
+    run = Supervised(2)
+    run.join()
+    (order,) = run.end((1, code))
+    assert order.seconds == seconds
 
 
 def test_council_with_a_thousand_restarts_in_a_row_still_pauses_for_ten_minutes():
