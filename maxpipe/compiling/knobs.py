@@ -32,11 +32,13 @@ class Gain:
 
     Attributes:
       words: to append to the command.
+      compiles: what compiling takes for it, besides; "" if nothing.
       needed: bytes that the program would need on each device, by estimate.
       mfu: the bound of the model FLOPs utilisation, by estimate.
     """
 
     words: str
+    compiles: str
     needed: float
     mfu: float
 
@@ -80,6 +82,7 @@ def gains(
     )
     can_unroll = tpu_memory is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
+    compiles = f"compiles all {written.model.num_layers} layers" if can_unroll else ""
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
@@ -95,7 +98,7 @@ def gains(
             continue  # on auto it would gather more often, which the bound does not know
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
-            better.append(Gain(_words(changes), would_need, faster))
+            better.append(Gain(_words(changes), compiles, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 
 

@@ -227,7 +227,8 @@ class Report:
         for gain in self.gains:
             memory = f"{size(gain.needed)} of {size(self.capacity)}"
             mfu = f"{100 * self.bounds.mfu:.1f} -> {100 * gain.mfu:.1f} %"
-            lines.append(f"  {gain.words:<32} would fit: {memory}, MFU at most {mfu}")
+            line = f"  {gain.words:<32} would fit: {memory}, MFU at most {mfu}"
+            lines.append(line + (gain.compiles and f"; {gain.compiles}"))
         return lines
 
 

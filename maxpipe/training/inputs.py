@@ -125,7 +125,7 @@ def _find_weights(config: Config) -> None:
         directory = maxtext_directory(config.init_from)
         try:
             find_item(Path(directory))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             message = f"cannot read {directory}: {error}"
             raise ConfigError(Problem("init_from", message)) from None
     elif config.init_from:

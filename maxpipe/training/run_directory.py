@@ -54,8 +54,8 @@ class RunDirectory:
 
     def check_place(self) -> None:
         """Raise ConfigError where the directory can neither be made nor written to."""
-        nearest = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        nearest = next(filter(_is_seen, (self.root, *self.root.absolute().parents)))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
             message = f"cannot write to {self.root}: {reason}"
             raise ConfigError(Problem("output_dir", message))
@@ -222,6 +222,14 @@ class RunDirectory:
                     meta = mirror.record(step).meta
                     if isinstance(meta["config"], Mapping):
                         yield meta
+
+
+def _is_seen(path: Path) -> bool:
+    """Return whether there is a path that this user may look at."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
 
 
 def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -161,6 +162,24 @@ def test_claim_in_an_unwritable_output_dir_is_a_config_error(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="output_dir: cannot write to"):
         claim(replace(config, output_dir=str(tmp_path / "file")))
+
+
+def test_check_place_below_a_directory_that_may_not_be_entered_is_a_config_error(
+    config, tmp_path, monkeypatch
+):
+    exists, locked = Path.exists, tmp_path / "locked"
+    locked.mkdir()
+
+    def seen(path):
+        if locked in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", seen)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    run = RunDirectory(replace(config, output_dir=str(locked / "runs")))
+    with pytest.raises(ConfigError, match=r"output_dir: cannot write to .*: Permission denied"):
+        run.check_place()
 
 
 def test_keep_config_adds_what_differs_from_the_newest(config):
