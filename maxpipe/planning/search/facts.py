@@ -48,6 +48,7 @@ class Parameters(NamedTuple):
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest, outer_gathered: those of embedding and head, likewise.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
+      embed_of_stage, head_of_stage: those of each where it lies on the devices of one stage.
       weights: the same as the closed forms of memory take them.
     """
 
@@ -59,6 +60,8 @@ class Parameters(NamedTuple):
     outer_at_rest: float
     embed_gathered: float
     head_gathered: float
+    embed_of_stage: float
+    head_of_stage: float
     weights: Weights
 
 
@@ -92,6 +95,7 @@ class Saving(NamedTuple):
       held: width of what a chunk's backward holds of each layer but the one it is at.
       recomputed: share of a layer's forward that its backward computes again.
       first_kept: width that the first dense layers keep of a microbatch.
+      first_handed_over: width that an I leaves of them to its W on that engine.
       first_recomputed: share of their forward that their backward computes again.
     """
 
@@ -102,6 +106,7 @@ class Saving(NamedTuple):
     held: float
     recomputed: float
     first_kept: float
+    first_handed_over: float
     first_recomputed: float
 
 
@@ -169,6 +174,8 @@ class Facts:
                 device_parameters(config, "embed") + device_parameters(config, "head"),
                 embed,
                 head,
+                device_parameters(config, "embed", without_stages=True),
+                device_parameters(config, "head", without_stages=True),
                 weights_of(config),
             )
         return self._parameters[key]
@@ -210,7 +217,7 @@ class Facts:
             recomputed = passes * _recomputed(config)
             # Each of the first dense layers is computed again by itself.
             has_first = config.model.first_dense_layers > 0
-            first_recomputed = _recomputed(with_dense_layers(config)) if has_first else 0.0
+            first = with_dense_layers(config) if has_first else None
             self._savings[key] = Saving(
                 residual_width(config),
                 offloaded_width(config),
@@ -219,7 +226,8 @@ class Facts:
                 held_width(config),
                 recomputed,
                 first_layers_width(config),
-                first_recomputed,
+                config.model.first_dense_layers * handed_over_width(first) if first else 0.0,
+                _recomputed(first) if first else 0.0,
             )
         return self._savings[key]
 

@@ -8,6 +8,7 @@ from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import along
 from maxpipe.planning.search.facts import LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.search.stages import stage_bytes
 from maxpipe.planning.stores import (
     Number,
     Store,
@@ -39,8 +40,10 @@ def memory_bytes(sizes: BlockSizes, working: Working | None = None) -> Number:
       sizes: of the block.
       working: what a device works with, if it is known better than by `working_of`.
     """
-    bytes_of = _program_bytes if sizes.engine.one_program else _stage_bytes
-    return bytes_of(sizes, working or working_of(sizes))
+    working = working or working_of(sizes)
+    if sizes.engine.one_program:
+        return _program_bytes(sizes, working)
+    return stage_bytes(sizes, working.unit, working.head)
 
 
 def working_of(sizes: BlockSizes) -> Working:
@@ -126,45 +129,13 @@ def _logits(sizes: BlockSizes, tokens: Number) -> Number:
     return size * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
 
 
-def _stage_bytes(sizes: BlockSizes, working: Working) -> Number:
-    """Return the bytes of the first stage, which has most in flight, or of the last, if more.
-
-    They follow `planning.stage_memory.StageMemory`, for chunks of equal size.
-    """
-    config, parameters = sizes.config, sizes.parameters
-    embed, layers = config.model.embed_dim, sizes.layers
-    of_stage = layers * sizes.repeats
-    once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
-    # The outer parameters of a stage are not split over the stages.
-    outer = sizes.stages * parameters.outer_at_rest / 2
-    if of_first := sizes.facts.of_first_layers:
-        # All first dense layers lie on the first stage.
-        first = of_first.parameters(sizes.block.grid.sizes).layer_at_rest
-        outer = outer + sizes.num_first * first / 2
-    at_rest = of_stage * parameters.layer_at_rest + outer
-    copies = of_stage * parameters.layer_gathered + max(
-        parameters.embed_gathered, parameters.head_gathered
-    )
-    state = at_rest * state_per_parameter(config) + np.where(
-        once > 0, copies * (sizes.itemsize + 4.0), at_rest * 4.0
-    )
-    unit = embed + layers * sizes.residuals
-    handed = embed + layers * sizes.handed_over
-    columns = sizes.of_pattern("residuals") * unit + sizes.of_pattern("stash") * handed
-    columns += sizes.of_pattern("arrivals") * embed
-    # Of the first stage's units, those of its first chunk run the first dense layers, too.
-    columns += sizes.of_pattern("residuals") / sizes.repeats * sizes.first_kept
-    kept = sizes.tokens * sizes.itemsize * columns
-    return state + kept + working.unit + working.head / sizes.stages
-
-
 def _stage_working(sizes: BlockSizes) -> Working:
     """Return what the units of a stage work with, with the weights that they gather."""
     layers = sizes.layers
-    once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
     if sizes.config.pipeline.remat_layers:
         recomputed = sizes.config.model.embed_dim + sizes.offloaded
     columns = _working(sizes) + layers * (recomputed + sizes.offloaded)
-    gathered = (1.0 - once) * layers * sizes.parameters.layer_gathered * sizes.itemsize
+    each_time = (sizes.block.grid.size("fsdp") > 1) * (1.0 - sizes.gathers_once)
+    gathered = each_time * layers * sizes.parameters.layer_gathered * sizes.itemsize
     return Working(sizes.tokens * sizes.itemsize * columns + gathered, _logits(sizes, sizes.tokens))

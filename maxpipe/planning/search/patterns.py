@@ -18,6 +18,9 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.stage_memory import units_in_flight
 
+_NOTHING = np.zeros((3, 6, 5))
+_MANY = 1e6  # more than there are chunks, so that these decide between equal numbers of others
+
 
 class Pattern(NamedTuple):
     """What a schedule costs besides its units.
@@ -28,8 +31,13 @@ class Pattern(NamedTuple):
       idle, idle_recomputed: time that a free-running schedule loses, in forwards of a chunk; the
         second where the backward recomputes the whole forward.
       transfers: ticks in which one transfer is not hidden by the other kind of unit.
-      residuals, arrivals, stash: slots of a lockstep engine's stores; of a free-running schedule
-        chunks in flight, waiting inputs, and chunks between I and W on the fullest stage.
+      residuals, arrivals, stash: slots of a lockstep engine's stores.
+      turns_back: 1 if a free-running schedule has the first and the last chunk on one stage.
+      in_flight: of a free-running schedule float [3, 6, 5]. For the stage of the first chunk, that
+        of the last, and the others: the moments with most chunks between F and the end of B or I,
+        with most between I and W, with most of both, and the same three for the stage's first
+        chunk. For each moment: the chunks between F and the end of B or I, and those between I and
+        W, the same two for the first chunk alone, and the inputs and gradients that may wait.
     """
 
     idle_forward: float
@@ -41,6 +49,8 @@ class Pattern(NamedTuple):
     residuals: float
     arrivals: float
     stash: float
+    turns_back: float
+    in_flight: np.ndarray
 
 
 def pattern(
@@ -72,15 +82,17 @@ def pattern(
         idle = float(delay * (stages - 1))
         # Every iteration waits for its transfer, unless that is delayed.
         waits = 2.0 * (microbatches * repeats + idle) if delay == 1 else 0.0
-        return Pattern(idle, idle, idle, 0.0, 0.0, waits, 0.0, 0.0, 0.0)
+        return Pattern(idle, idle, idle, 0.0, 0.0, waits, 0.0, 0.0, 0.0, 0.0, _NOTHING)
     if microbatches % period or microbatches <= 2 * period:
         return _of_table(schedule, engine, stages, microbatches, repeats, *options)
     if ENGINES[engine].lockstep:  # none of its numbers depends on how many periods there are
         return _of_table(schedule, engine, stages, 2 * period, repeats, *options)
-    near = np.array(_of_table(schedule, engine, stages, 2 * period, repeats, *options))
-    far = np.array(_of_table(schedule, engine, stages, 3 * period, repeats, *options))
-    periods = microbatches / period
-    return Pattern(*(near + (periods - 2) * (far - near)).tolist())
+    near = _of_table(schedule, engine, stages, 2 * period, repeats, *options)
+    far = _of_table(schedule, engine, stages, 3 * period, repeats, *options)
+    more = microbatches / period - 2
+    numbers = np.array(near[:-1]) + more * (np.array(far[:-1]) - np.array(near[:-1]))
+    in_flight = near.in_flight + more * (far.in_flight - near.in_flight)
+    return Pattern._make([*numbers.tolist(), in_flight])
 
 
 @cache
@@ -117,15 +129,14 @@ def _lockstep(table: Table) -> Pattern:
         slots.residuals.size,
         slots.activations.size + slots.gradients.size,
         slots.stash.size,
+        0.0,
+        _NOTHING,
     )
 
 
 def _free_running(table: Table) -> Pattern:
     plain = simulate(table)
     recomputed = simulate(table, Costs(backward=3.0, input_gradient=2.0))
-    in_flight = units_in_flight(table)[0]
-    most = in_flight[np.argmax(in_flight.sum(axis=1))]
-    slots = activation_slots(table)
     hops = 2.0 * (table.num_stages - 1)
     return Pattern(
         0.0,
@@ -134,7 +145,32 @@ def _free_running(table: Table) -> Pattern:
         float(plain.makespan - plain.work.max()),
         float(recomputed.makespan - recomputed.work.max()),
         hops,
-        float(most[: table.num_repeats].sum()),
-        float(slots.activations.peak[0] + slots.gradients.peak[0]),
-        float(most[table.num_repeats :].sum()),
+        0.0,
+        0.0,
+        0.0,
+        float(table.stage_of_chunk[0] == table.stage_of_chunk[-1]),
+        _in_flight(table),
     )
+
+
+def _in_flight(table: Table) -> np.ndarray:
+    """Return `Pattern.in_flight` of a free-running schedule."""
+    repeats, slots = table.num_repeats, activation_slots(table)
+    arrivals = np.asarray(slots.activations.peak) + np.asarray(slots.gradients.peak)
+    moments = [
+        np.stack([c[:, :repeats].sum(1), c[:, repeats:].sum(1), c[:, 0], c[:, repeats]], axis=1)
+        for c in units_in_flight(table)
+    ]  # of each stage int [combinations, 4]
+    first, last = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
+    others = [stage for stage in range(table.num_stages) if stage not in (first, last)]
+    result = np.zeros_like(_NOTHING)
+    for place, stages in enumerate(([first], [last], others)):
+        if not stages:
+            continue
+        counts = np.concatenate([moments[stage] for stage in stages])
+        saved, handed_over, saved_first, handed_over_first = counts.T
+        both, of_first = saved + handed_over, saved_first + handed_over_first
+        ranks = (saved, handed_over, both, saved_first, handed_over_first, of_first)
+        result[place, :, :4] = counts[[int(np.argmax(rank + both / _MANY)) for rank in ranks]]
+        result[place, :, 4] = max(arrivals[stage] for stage in stages)
+    return result

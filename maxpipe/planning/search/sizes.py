@@ -51,11 +51,18 @@ class BlockSizes:
         self.recomputed = along([s.recomputed for s in savings], "policy")
         # What all first dense layers keep of a microbatch, with their inputs.
         self.first_kept = along([s.first_kept for s in savings], "policy")
+        self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
         self.first_recomputed = along([s.first_recomputed for s in savings], "policy")
 
     def gathers(self, name: str) -> np.ndarray:
         """Return 1 where weights are gathered so often, else 0."""
         return along([float(gather == name) for gather in self.block.gathers], "gather")
+
+    @property
+    def gathers_once(self) -> np.ndarray:
+        """Return 1 where split weights are gathered once a step, else 0."""
+        is_split = self.parameters.layer_gathered > self.parameters.layer_at_rest
+        return self.gathers("once") * is_split
 
     def gathers_ahead(self) -> np.ndarray:
         """Return 1 where weights are gathered a slot ahead, by the rules of `planning.prefetch`."""
@@ -93,6 +100,11 @@ class BlockSizes:
         """Return a number of the patterns, [M, V, 1, 1, 1]."""
         values = [[getattr(p, name) for p in row] for row in self.patterns]
         return np.array(values, float)[:, :, None, None, None]
+
+    def in_flight(self) -> np.ndarray:
+        """Return `Pattern.in_flight` of all patterns, [3, 6, 5, M, V, 1, 1, 1]."""
+        values = np.array([[p.in_flight for p in row] for row in self.patterns], float)
+        return np.moveaxis(values, (0, 1), (-2, -1))[..., None, None, None]
 
     @property
     def is_written_out(self) -> bool:

@@ -1,0 +1,93 @@
+"""Compute the memory of the fullest stage of a block's candidates on the mpmd engine.
+
+It is that of `planning.stage_memory.StageMemory`, for chunks of equal size. Three stages are looked
+at: the one with the first chunk, the one with the last, which is the same in schedules that turn
+back, and of the others the fullest.
+"""
+
+import numpy as np
+
+from maxpipe.planning.footprint import itemsize, optimizer_bytes
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.stores import Number
+
+FLOAT32 = 4.0  # bytes of a gradient's sum
+
+
+def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
+    """Return the bytes on a device of the fullest stage, an array of the block's dimensions.
+
+    Args:
+      sizes: of the block.
+      unit: bytes that the largest unit of a middle chunk works with.
+      logits: bytes of logits and their gradient, which the last chunk's stage works with.
+    """
+    turns_back = sizes.of_pattern("turns_back")
+    stages: list[tuple[Number, Number]] = [(1.0, turns_back), (turns_back, 1.0), (0.0, 0.0)]
+    totals = [
+        _state(sizes, first, last)
+        + _in_flight(sizes, place, first)
+        + unit
+        + _weights_of_ends(sizes, first, last)
+        + last * logits
+        for place, (first, last) in enumerate(stages)
+    ]
+    return np.maximum.reduce(np.broadcast_arrays(*totals))
+
+
+def _state(sizes: BlockSizes, first: Number, last: Number) -> Number:
+    """Return the bytes of parameters, optimizer state and sums of gradients of a stage.
+
+    Args:
+      sizes: of the block.
+      first, last: 1 where the stage has the first, or the last, chunk; else 0.
+    """
+    model, parameters = sizes.config.model, sizes.parameters
+    layers = sizes.layers * sizes.repeats
+    # The embedding's have those of the first dense layers.
+    owned = layers * parameters.layer_at_rest + first * parameters.embed_of_stage
+    owned = owned + last * parameters.head_of_stage
+    # Tied embeddings are copied to the stage of the head, without an optimizer.
+    tied = model.tie_embeddings * last
+    copied = tied * (1.0 - first) * parameters.embed_of_stage
+    whole = layers * parameters.layer_gathered + first * parameters.embed_gathered
+    whole = whole + last * parameters.head_gathered
+    sums = whole + tied * (1.0 - first) * parameters.embed_gathered
+    stored = itemsize(model.param_dtype)
+    state = owned * (stored + optimizer_bytes(sizes.config)) + copied * stored
+    gathered = (whole + tied * parameters.embed_gathered) * sizes.itemsize
+    each_time = FLOAT32 * (owned + copied)
+    return state + np.where(sizes.gathers_once > 0, gathered + FLOAT32 * sums, each_time)
+
+
+def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
+    """Return the bytes of chunks in flight on a stage, and of what has arrived there.
+
+    Args:
+      sizes: of the block.
+      place: of the stage among those of `Pattern.in_flight`.
+      first: 1 where it has the first chunk, which runs the first dense layers, too.
+    """
+    embed, layers = sizes.config.model.embed_dim, sizes.layers
+    unit = embed + layers * sizes.residuals
+    handed_over = embed + layers * sizes.handed_over
+    columns = []
+    for saved, handed, saved_first, handed_first, arrived in sizes.in_flight()[place]:
+        dense = saved_first * sizes.first_kept + handed_first * sizes.first_handed_over
+        columns.append(saved * unit + handed * handed_over + first * dense + arrived * embed)
+    return sizes.tokens * sizes.itemsize * np.maximum.reduce(np.broadcast_arrays(*columns))
+
+
+def _weights_of_ends(sizes: BlockSizes, first: Number, last: Number) -> Number:
+    """Return the bytes of embedding and head as units compute with them, and of their gradients.
+
+    Args:
+      sizes: of the block.
+      first, last: 1 where the stage has the first, or the last, chunk; else 0.
+    """
+    parameters, once = sizes.parameters, sizes.gathers_once
+    tied = sizes.config.model.tie_embeddings
+    projection = last * (parameters.embed_gathered if tied else parameters.head_gathered)
+    embedding = first * parameters.embed_gathered * sizes.itemsize
+    each_time = np.maximum(embedding, projection * (sizes.itemsize + FLOAT32))
+    return np.where(once > 0, projection * sizes.itemsize, each_time)
