@@ -137,5 +137,5 @@ def _stage_working(sizes: BlockSizes) -> Working:
         recomputed = sizes.config.model.embed_dim + sizes.offloaded
     columns = _working(sizes) + layers * (recomputed + sizes.offloaded)
     each_time = (sizes.block.grid.size("fsdp") > 1) * (1.0 - sizes.gathers_once)
-    gathered = each_time * layers * sizes.parameters.layer_gathered * sizes.itemsize
-    return Working(sizes.tokens * sizes.itemsize * columns + gathered, _logits(sizes, sizes.tokens))
+    values = sizes.tokens * columns + each_time * layers * sizes.parameters.layer_gathered
+    return Working(sizes.itemsize * values, _logits(sizes, sizes.tokens))
