@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from maxpipe.comparison.recorded import Number, Recorded, changed_keys, differing_keys
+from maxpipe.config.values import as_written
 from maxpipe.telemetry.console import format_seconds
 
 HEADER = ("run", "step", "loss", "eval loss", "best eval", "tokens/s", "MFU")
@@ -77,7 +78,7 @@ def value_text(run: Recorded, key: str) -> str:
     if not run.settings:
         return "?"
     value = run.settings.get(key)
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = as_written(value)
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from maxpipe.config import Config, ConfigError, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
+from maxpipe.config.values import as_written
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_times import first_layers, unit_times
@@ -142,11 +143,8 @@ def knobs(
 
 
 def _words(changes: Updates) -> str:
-    """Return what to append to a command; truth values as YAML writes them."""
-    return " ".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in changes.items()
-    )
+    """Return what to append to a command."""
+    return " ".join(f"{key}={as_written(value)}" for key, value in changes.items())
 
 
 def _changes(c: Config) -> Iterator[Updates]:

@@ -9,7 +9,7 @@ from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
 from maxpipe.config.printing import unused_keys
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.rules.stages import schedules_of
-from maxpipe.config.values import example
+from maxpipe.config.values import as_written, example
 
 LONGEST_DEFAULT = 40  # characters of a default in the list of a section
 
@@ -115,11 +115,7 @@ def _reasons(engine: str, key: str) -> list[str]:
     """Return which values of a key an engine refuses, or that it ignores the key, and why."""
     values_by_reason: dict[str, list[str]] = {}
     for refusal in refusals_of(engine, key):
-        values = [
-            str(value).lower() if isinstance(value, bool) else str(value)
-            for value in refusal.values
-        ]
-        values_by_reason.setdefault(refusal.reason, []).extend(values)
+        values_by_reason.setdefault(refusal.reason, []).extend(map(as_written, refusal.values))
     if values_by_reason or ENGINES[engine].takes(key):
         return [
             f"{engine} refuses {', '.join(values)}: {reason}"

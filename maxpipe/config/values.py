@@ -119,6 +119,11 @@ def nearest(value: str, choices: list[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def as_written(value: object) -> str:
+    """Return a value as it is written after `key=`: truth values as YAML has them."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def show(raw: Raw) -> str:
     """Return a short form of a raw value for messages."""
     if isinstance(raw, Scalar):

@@ -5,7 +5,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Rule, rule
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO
+from maxpipe.config.values import AUTO, as_written
 
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 
@@ -49,11 +49,10 @@ def _refuse_values(key: str) -> Rule:
     @rule("pipeline.engine", key)
     def refuse(c: Config) -> None:
         value = get(c, key)
-        shown = str(value).lower() if isinstance(value, bool) else value
         for refusal in refusals_of(c.pipeline.engine, key):
             if value in refusal.values or (not refusal.values and is_set(c, key)):
                 message = (
-                    f"{shown} is not for the {c.pipeline.engine} engine: "
+                    f"{as_written(value)} is not for the {c.pipeline.engine} engine: "
                     f"{refusal.reason}; {refusal.remedy}"
                 )
                 raise ConfigError(Problem(key, message))
