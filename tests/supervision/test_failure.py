@@ -184,6 +184,8 @@ def test_an_unforeseen_error_of_one_of_several_ends_all_with_1_after_a_traceback
 
 
 def test_a_process_that_leaves_for_a_reason_tells_the_others(store, monkeypatch):
+    # The process would be over before its listener reads the reason.
+    monkeypatch.setattr(failure, "_POLL_SECONDS", 60.0)
     monkeypatch.setattr(ending.os, "_exit", store.events.append)
     with failing_fast():
         ending.leave(124, "nothing has happened")
