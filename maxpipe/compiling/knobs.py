@@ -83,7 +83,7 @@ def gains(
     )
     can_unroll = tpu_memory is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
-    compiles = f"compiles all {written.model.num_layers} layers" if can_unroll else ""
+    compiles = f"compiles all {resolved.model.num_layers} layers" if can_unroll else ""
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:

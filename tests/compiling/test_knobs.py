@@ -33,6 +33,21 @@ FIRST = {
 }
 
 
+def gains_of(written, devices, tpu_memory, bound_mfu):
+    """Return the gains of a configuration on devices that have room for any of them."""
+    return gains(
+        written,
+        with_gather_mode(resolve(written, devices), tpu_memory),
+        (devices, 1),
+        needed=0.0,
+        capacity=1e12,
+        tpu_memory=tpu_memory,
+        flops=1.0,
+        mfu=0.1,
+        bound_mfu=bound_mfu,
+    )
+
+
 def share_without_recomputation(**values):
     """Return the FLOPs of a step with policy `none` over those of `full`, as gains count them."""
     written = replace(Config(), **SIZES | values)
@@ -42,17 +57,7 @@ def share_without_recomputation(**values):
         seen[config.pipeline.remat_policy] = flops
         return 1.0
 
-    gains(
-        written,
-        with_gather_mode(resolve(written, 2), None),
-        (2, 1),
-        needed=0.0,
-        capacity=1e12,
-        tpu_memory=None,
-        flops=1.0,
-        mfu=0.1,
-        bound_mfu=bound,
-    )
+    gains_of(written, 2, None, bound)
     return seen["none"]
 
 
@@ -130,17 +135,7 @@ def test_gains_unroll_a_loop_over_layers_on_tpus(tpu_memory, scan, words):
         "pipeline.scan_layers": scan,
     }
     written = replace(Config(), **SIZES | sequential)
-    found = gains(
-        written,
-        with_gather_mode(resolve(written, 1), tpu_memory),
-        (1, 1),
-        needed=0.0,
-        capacity=1e12,
-        tpu_memory=tpu_memory,
-        flops=1.0,
-        mfu=0.1,
-        bound_mfu=lambda config, flops: 1 / flops,
-    )
+    found = gains_of(written, 1, tpu_memory, lambda config, flops: 1 / flops)
     is_unrolled = "scan_layers" in words
     compiles = f"compiles all {written.model.num_layers} layers" if is_unrolled else ""
     assert (words, compiles) in [(gain.words, gain.compiles) for gain in found]

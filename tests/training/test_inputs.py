@@ -178,3 +178,12 @@ class TestCheckInputs:
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
         check_inputs(loaded)
+
+
+def test_weights_that_may_not_be_read_are_a_config_error(monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(inputs, "find_item", refuse)
+    with pytest.raises(ConfigError, match=r"init_from: cannot read /locked: .*Permission denied"):
+        inputs._find_weights(replace(Config(), init_from="maxtext:/locked"))

@@ -96,14 +96,14 @@ def choose(
 
 def choose_rotation(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
-    product = "product: spares the TPU transposes of queries and keys"
-    return _choose_for_tpus(config, platform, note, "rotation", product, "slices")
+    why = "spares the TPU transposes of queries and keys"
+    return _choose_for_tpus(config, platform, note, "rotation", ("product", why), "slices")
 
 
 def choose_gating(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return how a gated MLP is computed, "fused" or "separate"; arguments as above."""
-    separate = "separate: gate times up is computed once, not in each product that reads it"
-    return _choose_for_tpus(config, platform, note, "gating", separate, "fused")
+    why = "gate times up is computed once, not in each product that reads it"
+    return _choose_for_tpus(config, platform, note, "gating", ("separate", why), "fused")
 
 
 def _choose_for_tpus(
@@ -111,17 +111,18 @@ def _choose_for_tpus(
     platform: str,
     note: Callable[[str], None],
     name: str,
-    on_tpus: str,
+    on_tpus: tuple[str, str],
     elsewhere: str,
 ) -> str:
-    """Return the value of `model.<name>`; for auto on TPUs in bfloat16 that of "value: reason"."""
+    """Return the value of `model.<name>`; for auto on TPUs in bfloat16 that of (value, reason)."""
     configured: str = getattr(config.model, name)
     if configured != "auto":
         return configured
     if platform != "tpu" or config.model.dtype != "bfloat16":
         return elsewhere
-    note(f"model.{name}={on_tpus}")
-    return on_tpus.partition(":")[0]
+    value, why = on_tpus
+    note(f"model.{name}={value}: {why}")
+    return value
 
 
 def build_attention(

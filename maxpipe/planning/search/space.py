@@ -167,11 +167,12 @@ class Space:
         return [get(self.config, key)]
 
     def scans(self, engine: str) -> list[bool]:
-        """Return whether an engine's layers are a loop: the values to try."""
+        """Return whether an engine's layers are a loop: the values to try, if it takes any."""
+        chosen = [bool(value) for value in self.choices.get(SCANS, (True,))]
         if not ENGINES[engine].takes(SCANS):
-            return [True]
+            return [True] if True in chosen else []
         if SCANS in self.choices:
-            return [bool(value) for value in self.choices[SCANS]]
+            return chosen
         layers = self.config.model.stacked_layers
         return [True, False] if self.is_tpu and layers <= MOST_UNROLLED else [True]
 

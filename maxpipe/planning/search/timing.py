@@ -20,8 +20,8 @@ from maxpipe.planning.search.seconds import (
     exposed,
     roofline,
 )
-from maxpipe.planning.search.sizes import BlockSizes
-from maxpipe.planning.search.traffic import FLOAT32, layer_traffic, once_seconds
+from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
+from maxpipe.planning.search.traffic import layer_traffic, once_seconds
 from maxpipe.planning.stores import Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 

@@ -11,10 +11,8 @@ from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.facts import Parameters
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import kept_columns
-from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.search.sizes import FLOAT32, BlockSizes, state_per_parameter
 from maxpipe.planning.stores import Number
-
-FLOAT32 = 4.0  # bytes
 
 
 class Traffic(NamedTuple):
