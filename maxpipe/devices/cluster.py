@@ -5,9 +5,11 @@ No other module does. Imports no JAX, except in a process of its own where only 
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from maxpipe.config.elastic import Hosts
@@ -19,6 +21,9 @@ CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 
 # Hosts of a run that goes on with fewer of them: JSON by `whole_variable`, from a supervisor.
 WHOLE = "MAXPIPE_WHOLE"
+
+# Systems give clients ports from 32768 (Linux) or 49152 on: none of these before a server has it.
+_SERVER_PORTS = range(20_000, 30_000)
 
 _DETECT_SECONDS = 300
 _IMPORT_SECONDS = 60  # for JAX, on top
@@ -164,15 +169,30 @@ def _detect() -> tuple[str, int, int]:
     raise ConfigError(Problem("", message))
 
 
-def free_port(address: str = "") -> int:
-    """Return a port at which nothing listens.
+def free_port() -> int:
+    """Return a port at which nothing listens, for a server that starts within seconds.
+
+    Raises:
+      OSError: if none is free.
+    """
+    for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError(f"no port from {_SERVER_PORTS[0]} to {_SERVER_PORTS[-1]} is free")
+
+
+def hold_port(address: str) -> socket.socket:
+    """Return a socket that keeps a port for a server of this process, until the socket is closed.
+
+    The server has to set SO_REUSEADDR; all other programs find the port taken.
 
     Args:
-      address: of this machine, such as an IPv4 or IPv6 number; all of them if empty.
+      address: of this machine, an IPv4 or IPv6 number.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as probe:
-        return int(probe.getsockname()[1])
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
 
 
 def _number(text: str) -> int:

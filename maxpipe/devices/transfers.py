@@ -18,20 +18,26 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxpipe.devices import processes
-from maxpipe.devices.cluster import free_port
+from maxpipe.devices.cluster import hold_port
 
 _STREAMS = 4  # parallel connections between two processes
 # A receiver waits for its sender, which may be compiling for an hour. Lost and hung processes are
 # ended by heartbeats and the watchdog.
 _TIMEOUT_SECONDS = 7 * 24 * 3600
 
+_holders: list[socket.socket] = []  # of this process's port, for as long as it lives
+
 
 def start_transfers() -> None:
     """Let this process exchange arrays over sockets; after it has joined, before it has devices."""
     own = _own_address(processes.coordinator_address())
     place = f"[{own}]" if ":" in own else own
-    # The transfer server takes no port 0, and others learn the port from JAX.
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{place}:{free_port(own)}")
+    # The transfer server takes no port 0, others learn the port from JAX, and JAX listens there
+    # only from the first transfer on, maybe an hour later.
+    holder = hold_port(own)
+    _holders.append(holder)
+    port = holder.getsockname()[1]
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{place}:{port}")
     jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{place}:0"] * _STREAMS))
     jax.config.update("jax_cross_host_transfer_timeout_seconds", _TIMEOUT_SECONDS)
 

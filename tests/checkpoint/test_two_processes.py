@@ -1,5 +1,4 @@
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,14 +10,13 @@ import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import CheckpointConfig
+from maxpipe.devices.cluster import free_port
 
 MEMBER = Path(__file__).with_name("two_processes.py")
 
 
 def run_both(*arguments):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, MEMBER, address]
     members = [

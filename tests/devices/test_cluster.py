@@ -1,6 +1,8 @@
 """What the environment says about a process's place in its run, and about its job."""
 
+import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from maxpipe.devices.cluster import (
     Place,
     find_place,
     free_port,
+    hold_port,
     job_of_process,
 )
 
@@ -118,7 +121,30 @@ def test_find_place_says_which_variable_is_wrong(environment, variable, value, s
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1"])
-def test_free_port_can_be_listened_at(address):
-    with socket.create_server((address, free_port(address))):
+def test_free_port_is_none_that_a_client_may_be_given_before_a_server_listens_there():
+    port = free_port()
+    with socket.create_server(("", port)):
         pass
+    first = 32768
+    with contextlib.suppress(FileNotFoundError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert port < first
+
+
+def test_free_port_passes_by_ports_at_which_something_listens(monkeypatch):
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as closed:
+        ports = [server.getsockname()[1] for server in (taken, closed)]
+        monkeypatch.setattr(cluster, "_SERVER_PORTS", ports)
+        with pytest.raises(OSError, match="no port"):
+            free_port()
+        closed.close()
+        assert {free_port() for _ in range(8)} == {ports[1]}
+
+
+def test_hold_port_keeps_a_port_for_a_server_that_reuses_addresses():
+    with hold_port("127.0.0.1") as holder:
+        place = holder.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        with socket.create_server(place), socket.create_connection(place):
+            pass

@@ -1,18 +1,11 @@
 """Start one training run as several processes on this machine, and always end them all."""
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from helpers.training_process import DEADLINE_SECONDS, TrainingProcess
-
-
-def free_port() -> int:
-    """Return a TCP port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+from maxpipe.devices.cluster import free_port
 
 
 @contextlib.contextmanager

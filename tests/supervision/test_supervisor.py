@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.members import free_port
 from helpers.training_process import inherited
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes
+from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
 from maxpipe.supervision import supervisor
 from maxpipe.supervision.council import Policy
 from maxpipe.supervision.memory import shared_memory
