@@ -28,6 +28,7 @@ from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_ahead, ignore_note, memory_for_gathers
+from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
@@ -45,6 +46,7 @@ def build_engine_inputs(
     """
     tpu_memory = memory_for_gathers(config, list(mesh.devices.flat), note)
     config = with_gather_mode(config, tpu_memory, note)
+    config = with_remat_cheap(config, tpu_memory, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,

@@ -92,6 +92,7 @@ ENGINES: dict[str, Engine] = {
             "scan_layers_per_stage",
             "remat_iterations",
             "remat_layers",
+            "remat_cheap",
             "memory_limit_gib",
         ),
         has_stages=False,
@@ -168,6 +169,7 @@ ENGINES: dict[str, Engine] = {
             "scan_iterations",
             "scan_repeats",
             "scan_layers",
+            "remat_cheap",
         ),
         refusals=(
             _CHUNKS,

@@ -210,9 +210,19 @@ def saved_on_device(policy: RematPolicy) -> RematPolicy:
     return replace(policy, device=(*policy.device, *policy.host), host=())
 
 
-def checkpoint(f: Function, policy: RematPolicy) -> Function:
-    """Return `f` with a backward that recomputes what the policy does not save."""
-    return jax.checkpoint(f, policy=_everything_but_copies if policy.everything else _names(policy))
+def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) -> Function:
+    """Return `f` with a backward that recomputes what the policy does not save.
+
+    Args:
+      f: the function.
+      policy: what it saves.
+      prevent_cse: keep XLA from merging what the backward recomputes with the forward, which would
+        save it after all. Not needed where the two are in different loops: XLA does not merge them,
+        and what prevents it makes a copy of all that the backward reads from a stack of saved
+        tensors or of weights.
+    """
+    saved = _everything_but_copies if policy.everything else _names(policy)
+    return jax.checkpoint(f, policy=saved, prevent_cse=prevent_cse)
 
 
 class Remat:
@@ -220,7 +230,8 @@ class Remat:
 
     With `remat_iterations` an iteration saves what the policy names, of all its layers. The
     backward computes the rest again for all layers at once. If there are several, it holds only
-    results of matrix products between them, and computes what is cheap once more layer by layer.
+    results of matrix products between them, and computes what is cheap once more layer by layer;
+    with `remat_cheap=false` it holds all.
 
     With `remat_layers` the backward computes one layer at a time again, from that layer's input.
     The inputs are saved if iterations are not rematerialised; if they are, the backward computes
@@ -231,19 +242,23 @@ class Remat:
     Args:
       config: `pipeline.*`, resolved.
       policy: what is saved where.
+      prevent_cse: as of `checkpoint`.
     """
 
-    def __init__(self, config: PipelineConfig, policy: RematPolicy):
+    def __init__(self, config: PipelineConfig, policy: RematPolicy, *, prevent_cse: bool = True):
         self._policy = policy
+        self._prevent_cse = prevent_cse
         self._iterations, self._layers = config.remat_iterations, config.remat_layers
+        self._holds_cheap = config.remat_cheap == "false"
 
     def iteration(self, f: Function) -> Function:
         """Wrap one iteration of one stage, from the selection of its weights on."""
+        policy = RematPolicy((*self._policy.device, LAYER_INPUT), self._policy.host)
         if self._iterations or self._policy.everything:
-            return checkpoint(f, self._policy)
-        if not self._layers:
-            return checkpoint(f, RematPolicy(everything=True))
-        return checkpoint(f, RematPolicy((*self._policy.device, LAYER_INPUT), self._policy.host))
+            policy = self._policy
+        elif not self._layers:
+            policy = RematPolicy(everything=True)
+        return checkpoint(f, policy, prevent_cse=self._prevent_cse)
 
     def layer(self, f: LayerFn, *, is_only: bool) -> LayerFn:
         """Wrap one layer, called as f(parameters, index, x, side inputs, key).
@@ -253,8 +268,10 @@ class Remat:
           is_only: whether an iteration has no other layer.
         """
         if not self._layers:
-            return f if is_only or self._policy.everything else checkpoint(f, RematPolicy(NAMED))
-        inner = checkpoint(f, self._policy)
+            holds_all = is_only or self._holds_cheap or self._policy.everything
+            return f if holds_all else checkpoint(f, RematPolicy(NAMED))
+        # XLA would merge it with what the iteration computes again.
+        inner = checkpoint(f, self._policy, prevent_cse=self._prevent_cse or self._iterations)
 
         def with_named_input(
             layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None

@@ -338,6 +338,7 @@ VALUES = {
     "scan_layers": ["pipeline.scan_layers=false"],
     "scan_layers_per_stage": ["pipeline.scan_layers_per_stage=true"],
     "remat_policy": ["pipeline.remat_policy=minimal"],
+    "remat_cheap": ["pipeline.remat_cheap=false"],
     "remat_iterations": ["pipeline.remat_iterations=false"],
     "remat_layers": ["pipeline.remat_layers=true"],
     "remat_tensors": ["pipeline.remat_policy=custom", "pipeline.remat_tensors.context=device"],

@@ -248,6 +248,14 @@ class PipelineConfig:
         "recompute one layer at a time, which takes less memory and one more forward pass; "
         "with remat_iterations=false each layer's input is saved instead",
     )
+    remat_cheap: str = option(
+        "auto",
+        "in the backward of a chunk of several layers compute what is cheap (norms, activation "
+        "functions) layer by layer instead of holding it for all of them, which takes less memory "
+        "and more time; auto = except on TPUs where a step that holds it takes at most half of a "
+        "device's memory by the estimate",
+        choices=("auto", "true", "false"),
+    )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
 
     @property

@@ -4,11 +4,19 @@ import math
 
 import jax
 import pytest
-from helpers.engines import EngineUnderTest, make_batch, make_mesh, tiny
+from helpers.engines import (
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    make_mesh,
+    reference,
+    tiny,
+)
 
 from maxpipe.builder import build_engine, build_engine_inputs
 from maxpipe.pipeline.engines.mpmd.program import shape_of
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
+from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 from maxpipe.planning.jaxpr_flops import equation_flops, program_flops
 
 LAYOUT = {
@@ -90,3 +98,81 @@ def test_remat_policy_saves_what_it_names(monkeypatch):
     )
     assert minimal[0] > full[0]
     assert minimal[1] < full[1]
+
+
+def step_of(**values):
+    """Return the traced program of a step."""
+    engine = EngineUnderTest(tiny(**values))
+    batch, key = make_batch(16), jax.random.key(0)
+    return jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key).jaxpr
+
+
+def equations(jaxpr):
+    """Yield the equations of a program and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(open_jaxpr(inner))
+
+
+def num_activations(jaxpr):
+    return sum(eqn.primitive.name == "logistic" for eqn in equations(jaxpr))
+
+
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+def test_remat_cheap_decides_how_often_a_backward_computes_activation_functions(schedule):
+    held, again = (
+        num_activations(
+            step_of(**LAYOUT, **{"pipeline.schedule": schedule, "pipeline.remat_cheap": value})
+        )
+        for value in ("false", "true")
+    )
+    assert 0 < held < again
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [
+        ("circular", "full"),
+        ("circular", "minimal"),
+        ("lockstep_1f1b", "full"),
+        ("lockstep_1f1b", "minimal"),
+        ("lockstep_zb", "minimal"),
+    ],
+)
+def test_step_that_holds_cheap_values_equals_the_sequential_one(schedule, policy):
+    options = {
+        "pipeline.schedule": schedule,
+        "pipeline.remat_policy": policy,
+        "pipeline.remat_cheap": "false",
+        "model.dropout": 0.1,
+    }
+    config = tiny(**LAYOUT, **options)
+    actual = EngineUnderTest(config).train(make_batch(16))
+    assert_same(actual, reference(config.model, 16))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_kept_apart"),
+    [
+        ({}, False),
+        ({"pipeline.scan_layers": False}, True),
+        (LAYOUT | {"pipeline.schedule": "circular"}, False),
+        (LAYOUT | {"pipeline.schedule": "circular", "pipeline.scan_iterations": False}, True),
+        (LAYOUT | {"pipeline.schedule": "lockstep_1f1b"}, False),
+    ],
+    ids=["loop", "unrolled", "circular", "unrolled-iterations", "lockstep"],
+)
+def test_recomputation_is_kept_apart_from_a_forward_that_is_in_no_other_loop(values, is_kept_apart):
+    """XLA merges what one straight program computes twice, and would save it after all."""
+    program = step_of(**values)
+    # The head's is unrolled always; these are of layers.
+    apart = [
+        eqn.params["prevent_cse"]
+        for eqn in equations(program)
+        if eqn.primitive.name in CHECKPOINTS
+        and any(e.primitive.name == "logistic" for e in equations(open_jaxpr(eqn.params["jaxpr"])))
+    ]
+    assert apart
+    # A layer within an iteration is kept apart from what the iteration computes again.
+    assert (apart.count(False) == 0) == is_kept_apart

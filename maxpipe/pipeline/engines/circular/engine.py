@@ -91,7 +91,7 @@ class CircularEngine(SpmdEngine):
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
             self._check_rules()
-        self._remat = Remat(config, remat_policy(config))
+        self._remat = Remat(config, remat_policy(config), prevent_cse=not config.scan_iterations)
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)

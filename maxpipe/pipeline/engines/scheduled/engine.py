@@ -50,7 +50,7 @@ from maxpipe.pipeline.engines.base import (
     SpmdEngine,
     metrics_of,
 )
-from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
+from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, empty
 from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
     ChunkInputs,
     ChunkOutputs,
@@ -122,7 +122,8 @@ class ScheduledEngine(SpmdEngine):
             skip_idle=skips_idle(inputs.config, inputs.mesh),
             idle_fill=idle_fill,
         )
-        self._remat = Remat(inputs.config, remat_policy(inputs.config))
+        # F and B run in different slots, on what the stores hold.
+        self._remat = Remat(inputs.config, remat_policy(inputs.config), prevent_cse=False)
         self._gather_once = inputs.config.fsdp_gather == "once"
         specs = with_first(inputs.program.specs)
         self._trained = partial(trained_parts, specs)
@@ -418,7 +419,7 @@ class ScheduledEngine(SpmdEngine):
 
         def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:
             # One slot more: the scratch slot.
-            return filled((slots + 1, *like.shape), like.dtype, self._settings.idle_fill)
+            return empty((slots + 1, *like.shape), like.dtype, self._settings.idle_fill)
 
         def stores(slots: int, shapes: Sequence[jax.core.ShapedArray]) -> list[jax.Array]:
             return [store(slots, shape) for shape in shapes]

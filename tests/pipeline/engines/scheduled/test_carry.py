@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.pipeline.engines.scheduled.carry import Carry, add_to_layers, read, read_layers
+from maxpipe.pipeline.engines.scheduled.carry import Carry, add_to_layers, empty, read, read_layers
 
 V, L = 3, 2
 
@@ -40,3 +40,19 @@ def test_gradients_of_single_layers_are_added_as_those_of_all_are(active):
     jax.tree.map(np.testing.assert_array_equal, by_layer, sums(gradients))
     expected = totals["out"].at[1].add(active * gradients["out"])
     np.testing.assert_array_equal(by_layer["out"], expected)
+
+
+def test_empty_floats_are_left_unfilled_on_accelerators_and_integers_are_zeros():
+    def stores(value):
+        return empty((2, 3), jnp.float32, value), empty((2,), jnp.int32, value)
+
+    def lowered(value, platform):
+        traced = jax.jit(stores, static_argnums=0).trace(value)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    for platform in ("tpu", "cuda"):
+        assert lowered(0.0, platform).count("AllocateBuffer") == 1
+    assert "AllocateBuffer" not in lowered(1.5, "tpu")
+    floats, integers = stores(np.nan)
+    assert np.isnan(floats).all()
+    np.testing.assert_array_equal(integers, 0)

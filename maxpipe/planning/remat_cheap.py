@@ -1,0 +1,61 @@
+"""Decide whether a backward computes cheap values layer by layer: `pipeline.remat_cheap`.
+
+The backward of a chunk computes its forward again, all layers at once. What is cheap, such as
+norms and activation functions, it may hold for all layers, or compute once more at each of them.
+The latter takes less memory, and on TPUs more than the operations themselves: XLA then copies all
+weights and saved tensors that the layer reads out of their stores.
+"""
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import GIB
+from maxpipe.pipeline.chunk import remat_policy
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.planning.estimate import estimate
+from maxpipe.planning.footprint import held_width, itemsize, layer_of, microbatch_tokens
+from maxpipe.planning.prefetch import Note, ignore_note
+
+KEY = "pipeline.remat_cheap"
+ROOM = 0.5  # of a device, for everything: cheap values are held where much memory is idle
+
+
+def with_remat_cheap(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
+    """Return the configuration with `pipeline.remat_cheap` decided.
+
+    Args:
+      config: resolved, `pipeline.fsdp_gather` decided.
+      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
+      note: called with the decision and its reason where both ways are open.
+    """
+    if config.pipeline.remat_cheap != "auto":
+        return config
+    does = tpu_memory is None or not _has_choice(config) or _is_scarce(config, tpu_memory, note)
+    return update(config, {KEY: str(does).lower()})
+
+
+def _has_choice(config: Config) -> bool:
+    """Return whether chunks have several layers, and are computed again as a whole."""
+    pipeline = config.pipeline
+    return (
+        ENGINES[pipeline.engine].takes(KEY)
+        and build_layout(config).layers_per_stage > 1
+        and pipeline.remat_iterations
+        and not pipeline.remat_layers
+        and not remat_policy(pipeline).everything
+    )
+
+
+def _is_scarce(config: Config, tpu_memory: float, note: Note) -> bool:
+    """Return whether cheap values of all layers but one would take more memory than is idle."""
+    size = itemsize(config.model.dtype)
+    width = max(0.0, layer_of(config).residual_bytes() / size - held_width(config))
+    others = build_layout(config).layers_per_stage - 1
+    held = others * width * size * microbatch_tokens(config)
+    is_scarce = estimate(config, tpu_memory).total + held > ROOM * tpu_memory
+    note(
+        f"{KEY}={str(is_scarce).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
+        f"a step takes {'over' if is_scarce else 'at most'} {ROOM:.0%} of a device's "
+        f"{tpu_memory / GIB:.3g} GiB"
+    )
+    return is_scarce
