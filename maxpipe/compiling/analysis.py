@@ -16,7 +16,7 @@ from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, memory_of_tpus
-from maxpipe.pipeline.engines.scheduled.engine import skips_idle
+from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.planning.auto_stages import bubble_fraction
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token

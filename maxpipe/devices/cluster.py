@@ -22,7 +22,7 @@ CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 # Hosts of a run that goes on with fewer of them: JSON by `whole_variable`, from a supervisor.
 WHOLE = "MAXPIPE_WHOLE"
 
-# Systems give clients ports from 32768 (Linux) or 49152 on: none of these before a server has it.
+# Below the ports that systems give to clients, from 32768 (Linux) or 49152 on.
 _SERVER_PORTS = range(20_000, 30_000)
 
 _DETECT_SECONDS = 300
@@ -184,7 +184,8 @@ def free_port() -> int:
 def hold_port(address: str) -> socket.socket:
     """Return a socket that keeps a port for a server of this process, until the socket is closed.
 
-    The server has to set SO_REUSEADDR; all other programs find the port taken.
+    The server has to set SO_REUSEADDR. Systems give the port to no other program; one that names
+    it without SO_REUSEADDR is refused.
 
     Args:
       address: of this machine, an IPv4 or IPv6 number.

@@ -217,9 +217,10 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
       f: the function.
       policy: what it saves.
       prevent_cse: keep XLA from merging what the backward recomputes with the forward, which would
-        save it after all. Not needed where the two are in different loops: XLA does not merge them,
-        and what prevents it makes a copy of all that the backward reads from a stack of saved
-        tensors or of weights.
+        save it after all. Not needed where the two are in different loops, or where the backward
+        reads what the forward has stored at indices that only a run knows: XLA does not merge them
+        there, and what prevents it makes a copy of all that the backward reads from a stack of
+        saved tensors or of weights.
     """
     saved = _everything_but_copies if policy.everything else _names(policy)
     return jax.checkpoint(f, policy=saved, prevent_cse=prevent_cse)
@@ -270,7 +271,7 @@ class Remat:
         if not self._layers:
             holds_all = is_only or self._holds_cheap or self._policy.everything
             return f if holds_all else checkpoint(f, RematPolicy(NAMED))
-        # XLA would merge it with what the iteration computes again.
+        # XLA would merge the layer's recomputation with that of the iteration.
         inner = checkpoint(f, self._policy, prevent_cse=self._prevent_cse or self._iterations)
 
         def with_named_input(

@@ -14,7 +14,7 @@ from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import held_width, itemsize, layer_of, microbatch_tokens
-from maxpipe.planning.prefetch import Note, ignore_note
+from maxpipe.planning.prefetch import Note, ignore_note, splits_backward
 
 KEY = "pipeline.remat_cheap"
 ROOM = 0.5  # of a device, for everything: cheap values are held where much memory is idle
@@ -28,6 +28,8 @@ def with_remat_cheap(config: Config, tpu_memory: float | None, note: Note = igno
       tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
+    if not ENGINES[config.pipeline.engine].takes(KEY):
+        return update(config, {KEY: "true"})
     if config.pipeline.remat_cheap != "auto":
         return config
     does = tpu_memory is None or not _has_choice(config) or _is_scarce(config, tpu_memory, note)
@@ -35,14 +37,18 @@ def with_remat_cheap(config: Config, tpu_memory: float | None, note: Note = igno
 
 
 def _has_choice(config: Config) -> bool:
-    """Return whether chunks have several layers, and are computed again as a whole."""
+    """Return whether chunks have several layers, no loop, which are computed again at once.
+
+    Split backwards hold what is cheap either way.
+    """
     pipeline = config.pipeline
     return (
-        ENGINES[pipeline.engine].takes(KEY)
-        and build_layout(config).layers_per_stage > 1
+        build_layout(config).layers_per_stage > 1
+        and not pipeline.scan_layers_per_stage
         and pipeline.remat_iterations
         and not pipeline.remat_layers
         and not remat_policy(pipeline).everything
+        and not splits_backward(config)
     )
 
 

@@ -98,6 +98,11 @@ EACH = "pipeline.fsdp_gather=per_iteration"
 OURS = {
     "lockstep_1f1b": LOCKSTEP,
     "lockstep_1f1b, per_iteration": (*LOCKSTEP, EACH),
+    "lockstep_1f1b, save_dot_except_mlp": (
+        *LOCKSTEP,
+        "pipeline.remat_policy=save_dot_except_mlp",
+    ),
+    "lockstep_1f1b, minimal": (*LOCKSTEP, "pipeline.remat_policy=minimal"),
     "circular": CIRCULAR,
     "circular, per_iteration": (*CIRCULAR, EACH),
 }
@@ -115,6 +120,12 @@ CASES = {
         },
         {
             "sequential": MAXPIPE_FSDP,
+            "sequential, minimal": (*MAXPIPE_FSDP, "pipeline.remat_policy=minimal"),
+            "sequential, save_dot_except_mlp, unrolled": (
+                *MAXPIPE_FSDP,
+                "pipeline.remat_policy=save_dot_except_mlp",
+                "pipeline.scan_layers=false",
+            ),
             "sequential, minimal, unrolled": (
                 *MAXPIPE_FSDP,
                 "pipeline.remat_policy=minimal",

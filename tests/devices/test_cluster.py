@@ -128,6 +128,8 @@ def test_free_port_is_none_that_a_client_may_be_given_before_a_server_listens_th
     first = 32768
     with contextlib.suppress(FileNotFoundError):
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 20_000:
+        pytest.skip("this system gives all ports to clients")
     assert port < first
 
 

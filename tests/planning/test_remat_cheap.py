@@ -1,9 +1,14 @@
 """Whether cheap values are computed layer by layer on auto, and what is said about it."""
 
 import pytest
+from helpers.compile_command import tpu_aot
+from helpers.engines import make_mesh
 from helpers.fsdp_stages import config_of
 
+from maxpipe.builder import build_engine_inputs
+from maxpipe.compiling.topology import devices_of
 from maxpipe.devices.chips import GIB
+from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.remat_cheap import KEY, with_remat_cheap
 
@@ -13,6 +18,7 @@ CIRCULAR = {
     "pipeline.schedule": "circular",
     "pipeline.num_microbatches": 4,
 }
+MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
 V5P = 95 * GIB
 
 
@@ -46,9 +52,11 @@ def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu(
         SEVERAL | {"pipeline.remat_layers": True},
         SEVERAL | {"pipeline.remat_iterations": False},
         SEVERAL | {"pipeline.remat_policy": "none"},
-        SEVERAL | {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"},
+        SEVERAL | {"pipeline.scan_layers_per_stage": True},
+        SEVERAL | {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+        SEVERAL | MPMD,
     ],
-    ids=["one layer", "by layer", "no iterations", "saves all", "mpmd"],
+    ids=["one layer", "by layer", "no iterations", "saves all", "loop", "split", "mpmd"],
 )
 def test_auto_says_nothing_where_there_is_no_choice(values):
     assert decided(V5P, **values) == ("true", [])
@@ -62,3 +70,26 @@ def test_auto_computes_cheap_values_again_on_devices_other_than_tpus():
 def test_value_that_is_set_is_taken(value):
     assert decided(V5P, **SEVERAL | {KEY: value}) == (value, [])
     assert decided(None, **SEVERAL | {KEY: value}) == (value, [])
+
+
+def test_value_of_an_engine_that_does_not_read_it_has_no_effect():
+    assert decided(V5P, **SEVERAL | MPMD | {KEY: "false"}) == ("true", [])
+
+
+@pytest.mark.parametrize("values", [{}, CIRCULAR, MPMD], ids=["lockstep", "circular", "mpmd"])
+def test_engines_never_see_auto(values):
+    config = config_of(**SEVERAL | values)
+    inputs = build_engine_inputs(config, make_mesh(config))
+    assert inputs.config.remat_cheap == "true"  # on CPUs
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_engine_for_tpus_holds_cheap_values(self):
+        config = config_of(**SEVERAL, **{"compile.topology": "v5p:2x2x2"})
+        notes = []
+        mesh = build_mesh(config, devices_of(config))
+        inputs = build_engine_inputs(config, mesh, note=notes.append)
+        assert inputs.config.remat_cheap == "false"
+        assert any(note.startswith(f"{KEY}=false: ") for note in notes)

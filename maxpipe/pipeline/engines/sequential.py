@@ -47,7 +47,8 @@ class SequentialEngine(SpmdEngine):
         # Padding layers only serve to make stages even, and here there are none.
         layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
         self._policy = remat_policy(inputs.config)
-        self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=not self._scan)
+        is_loop = self._scan and self._num_layers > 1
+        self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=not is_loop)
 
     def _prepare_layer(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer))

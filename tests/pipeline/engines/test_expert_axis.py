@@ -1,5 +1,6 @@
 """Experts on devices of their own: losses and gradients of one device, on every engine."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -109,7 +110,7 @@ DEFAULT = ("lockstep_1f1b tensor", "circular fsdp")
 MARKED = [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in MIXED]
 
 
-def assert_equals_one_device(layout, dispatch, devices, values):
+def assert_equals_one_device(layout, dispatch, devices, values, **options):
     config = tiny(
         **EXPERTS
         | {"model.moe.dispatch": dispatch, "mesh.ici.expert": devices}
@@ -119,13 +120,27 @@ def assert_equals_one_device(layout, dispatch, devices, values):
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
     model = replace(config.model, moe=replace(config.model.moe, dispatch="auto"))
     assert set(reference(model, ROWS).auxiliary) == {"balance_loss", "z_loss"}
-    assert_same_as_one_device(subject(config).train, model, ROWS)
+    assert_same_as_one_device(subject(config, **options).train, model, ROWS)
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_losses_and_gradients_equal_those_of_one_device(name):
     layout, dispatch, values = MIXED[name]
     assert_equals_one_device(layout, dispatch, 2, values)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "values", "fill"),
+    [
+        ("ring", {}, math.nan),
+        pytest.param("ring", {}, 1e30, marks=pytest.mark.slow),
+        pytest.param("all_to_all", CAPACITY, math.nan, marks=pytest.mark.slow),
+        pytest.param("all_to_all", CAPACITY, 1e30, marks=pytest.mark.slow),
+    ],
+)
+def test_idle_slots_may_route_anything(dispatch, values, fill):
+    values = values | {"pipeline.skip_idle": "false"}
+    assert_equals_one_device("lockstep_1f1b", dispatch, 2, values, idle_fill=fill)
 
 
 @pytest.mark.slow

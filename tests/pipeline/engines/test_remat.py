@@ -27,6 +27,7 @@ LAYOUT = {
     "pipeline.num_microbatches": 4,
 }
 # (remat_iterations, remat_layers)
+CIRCULAR, LOCKSTEP = {"pipeline.schedule": "circular"}, {"pipeline.schedule": "lockstep_1f1b"}
 NEITHER, ITERATIONS, LAYERS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
 
@@ -152,27 +153,37 @@ def test_step_that_holds_cheap_values_equals_the_sequential_one(schedule, policy
     assert_same(actual, reference(config.model, 16))
 
 
+ONE_STAGE = {
+    "pipeline.engine": "scheduled",
+    "pipeline.schedule": "lockstep_1f1b",
+    "pipeline.num_repeats": 1,
+}
+
+
 @pytest.mark.parametrize(
-    ("values", "is_kept_apart"),
+    ("values", "expected"),
     [
-        ({}, False),
-        ({"pipeline.scan_layers": False}, True),
-        (LAYOUT | {"pipeline.schedule": "circular"}, False),
-        (LAYOUT | {"pipeline.schedule": "circular", "pipeline.scan_iterations": False}, True),
-        (LAYOUT | {"pipeline.schedule": "lockstep_1f1b"}, False),
+        ({}, {False}),
+        ({"pipeline.scan_layers": False}, {True}),
+        ({"model.num_layers": 1}, {True}),
+        # A layer is kept apart from what the iteration around it computes again.
+        (LAYOUT | CIRCULAR, {False, True}),
+        (LAYOUT | CIRCULAR | {"pipeline.remat_cheap": "false"}, {False}),
+        (LAYOUT | CIRCULAR | {"pipeline.scan_iterations": False}, {True}),
+        (LAYOUT | LOCKSTEP, {False, True}),
+        (LAYOUT | LOCKSTEP | {"pipeline.remat_cheap": "false"}, {False}),
+        (LAYOUT | LOCKSTEP | {"pipeline.remat_layers": True}, {False, True}),
+        (ONE_STAGE, {True}),
     ],
-    ids=["loop", "unrolled", "circular", "unrolled-iterations", "lockstep"],
 )
-def test_recomputation_is_kept_apart_from_a_forward_that_is_in_no_other_loop(values, is_kept_apart):
-    """XLA merges what one straight program computes twice, and would save it after all."""
+def test_recomputation_is_kept_apart_from_a_forward_that_xla_could_merge_it_with(values, expected):
+    """Merged, it would be saved after all."""
     program = step_of(**values)
     # The head's is unrolled always; these are of layers.
-    apart = [
+    apart = {
         eqn.params["prevent_cse"]
         for eqn in equations(program)
         if eqn.primitive.name in CHECKPOINTS
         and any(e.primitive.name == "logistic" for e in equations(open_jaxpr(eqn.params["jaxpr"])))
-    ]
-    assert apart
-    # A layer within an iteration is kept apart from what the iteration computes again.
-    assert (apart.count(False) == 0) == is_kept_apart
+    }
+    assert apart == expected

@@ -91,7 +91,9 @@ class CircularEngine(SpmdEngine):
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
             self._check_rules()
-        self._remat = Remat(config, remat_policy(config), prevent_cse=not config.scan_iterations)
+        # XLA takes the body out of a loop of one iteration.
+        is_loop = config.scan_iterations and layout.num_stages * config.num_microbatches > 1
+        self._remat = Remat(config, remat_policy(config), prevent_cse=not is_loop)
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)

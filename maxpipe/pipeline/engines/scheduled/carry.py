@@ -141,16 +141,12 @@ def add_auxiliary(total: AuxiliaryLosses, more: AuxiliaryLosses) -> AuxiliaryLos
     return {name: value + more[name] if more else value for name, value in total.items()}
 
 
-def empty(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
-    """Return an array whose content nothing counts on; on TPUs and GPUs it costs no time.
+def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float | None) -> jax.Array:
+    """Return an array of `value`, or of zeros if the dtype is not floating.
 
-    Integers are zeros, since they may be indices or sizes. Any `value` but 0 is filled in.
+    With None floats are anything, which costs TPUs and GPUs no time. Integers are zeros even then,
+    since they may be indices or sizes.
     """
-    if value != 0 or not jnp.issubdtype(dtype, jnp.floating):
-        return filled(shape, dtype, value)
-    return lax.empty(shape, dtype)
-
-
-def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
-    """Return an array of `value`, or of zeros if the dtype is not floating."""
-    return jnp.full(shape, value if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.zeros(shape, dtype)
+    return lax.empty(shape, dtype) if value is None else jnp.full(shape, value, dtype)

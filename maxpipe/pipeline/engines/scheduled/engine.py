@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
@@ -50,7 +49,7 @@ from maxpipe.pipeline.engines.base import (
     SpmdEngine,
     metrics_of,
 )
-from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, empty
+from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
 from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
     ChunkInputs,
     ChunkOutputs,
@@ -64,7 +63,9 @@ from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import (
     batch_specs,
     check_rules,
+    is_manual,
     param_specs,
+    skips_idle,
     trained_parts,
     with_first,
 )
@@ -122,8 +123,11 @@ class ScheduledEngine(SpmdEngine):
             skip_idle=skips_idle(inputs.config, inputs.mesh),
             idle_fill=idle_fill,
         )
-        # F and B run in different slots, on what the stores hold.
-        self._remat = Remat(inputs.config, remat_policy(inputs.config), prevent_cse=False)
+        # XLA's partitioner would give every device the whole of an array that is not filled.
+        self._store_fill = idle_fill or (None if is_manual(inputs.mesh) else 0.0)
+        # B reads what F has stored at slots that only a run knows, unless there is one stage.
+        is_single = inputs.layout.num_stages == 1
+        self._remat = Remat(inputs.config, remat_policy(inputs.config), prevent_cse=is_single)
         self._gather_once = inputs.config.fsdp_gather == "once"
         specs = with_first(inputs.program.specs)
         self._trained = partial(trained_parts, specs)
@@ -419,7 +423,7 @@ class ScheduledEngine(SpmdEngine):
 
         def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:
             # One slot more: the scratch slot.
-            return empty((slots + 1, *like.shape), like.dtype, self._settings.idle_fill)
+            return filled((slots + 1, *like.shape), like.dtype, self._store_fill)
 
         def stores(slots: int, shapes: Sequence[jax.core.ShapedArray]) -> list[jax.Array]:
             return [store(slots, shape) for shape in shapes]
@@ -484,16 +488,3 @@ class ScheduledEngine(SpmdEngine):
             "first": shared["first"],
             "outside": shared["outside"],
         }
-
-
-def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
-    """Return whether idle slots are skipped: `pipeline.skip_idle`, on auto where it saves time.
-
-    On a real pod an idle slot computed masked takes no time that another stage does not need.
-    Simulated devices share cores, so there it does; but a conditional must not hold collectives
-    that the partitioner may insert, which it does over automatic axes of several devices.
-    """
-    if config.skip_idle != "auto":
-        return config.skip_idle == "true"
-    automatic = [size for axis, size in mesh.shape.items() if axis not in MANUAL_AXES]
-    return mesh.devices.flat[0].platform == "cpu" and max(automatic) == 1

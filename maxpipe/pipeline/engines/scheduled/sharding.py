@@ -1,4 +1,4 @@
-"""Lay out the arrays of the scheduled engine's program, and check the rules that this follows from.
+"""Lay out the arrays of the scheduled engine's program, and say what follows from the layout.
 
 The program's collectives are written for one layout: rows of a batch over data, fsdp and expert,
 layers over stage, columns of the embedding table over any of them. Every other dimension is free.
@@ -6,16 +6,33 @@ layers over stage, columns of the embedding table over any of them. Every other 
 
 from collections.abc import Iterable
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config import ConfigError, Problem
+from maxpipe.config import ConfigError, PipelineConfig, Problem
 from maxpipe.model.parameters import Params, ParamSpec, map_specs, trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
-from maxpipe.pipeline.manual import ROW_AXES, manual_part
+from maxpipe.pipeline.manual import MANUAL_AXES, ROW_AXES, manual_part
 from maxpipe.pipeline.outside import spec_for_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY
+
+
+def is_manual(mesh: Mesh) -> bool:
+    """Return whether no axis of several devices is left to XLA's partitioner."""
+    return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
+
+
+def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
+    """Return whether idle slots are skipped: `pipeline.skip_idle`, on auto where it saves time.
+
+    On a real pod an idle slot computed masked takes no time that another stage does not need.
+    Simulated devices share cores, so there it does; but a conditional must not hold collectives
+    that the partitioner may insert, which it does over automatic axes of several devices.
+    """
+    if config.skip_idle != "auto":
+        return config.skip_idle == "true"
+    return mesh.devices.flat[0].platform == "cpu" and is_manual(mesh)
 
 
 def check_rules(engine_inputs: EngineInputs) -> None:

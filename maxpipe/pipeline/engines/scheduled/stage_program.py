@@ -85,7 +85,8 @@ class Settings:
       num_stages: S.
       delayed: transfers take a tick longer.
       skip_idle: a conditional skips idle slots; otherwise they are computed and masked.
-      idle_fill: what idle slots return and stores hold at first; tests fill them with NaN.
+      idle_fill: what idle slots return; but for 0, what stores hold at first, too, and tests fill
+        them with NaN. With 0 stores may hold anything.
     """
 
     num_stages: int

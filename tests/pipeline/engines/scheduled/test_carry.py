@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.pipeline.engines.scheduled.carry import Carry, add_to_layers, empty, read, read_layers
+from maxpipe.pipeline.engines.scheduled.carry import Carry, add_to_layers, filled, read, read_layers
 
 V, L = 3, 2
 
@@ -42,17 +42,17 @@ def test_gradients_of_single_layers_are_added_as_those_of_all_are(active):
     np.testing.assert_array_equal(by_layer["out"], expected)
 
 
-def test_empty_floats_are_left_unfilled_on_accelerators_and_integers_are_zeros():
+def test_filled_leaves_floats_as_they_are_on_accelerators_without_a_value():
     def stores(value):
-        return empty((2, 3), jnp.float32, value), empty((2,), jnp.int32, value)
+        return filled((2, 3), jnp.float32, value), filled((2,), jnp.int32, value)
 
     def lowered(value, platform):
         traced = jax.jit(stores, static_argnums=0).trace(value)
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
     for platform in ("tpu", "cuda"):
-        assert lowered(0.0, platform).count("AllocateBuffer") == 1
-    assert "AllocateBuffer" not in lowered(1.5, "tpu")
-    floats, integers = stores(np.nan)
-    assert np.isnan(floats).all()
-    np.testing.assert_array_equal(integers, 0)
+        assert lowered(None, platform).count("AllocateBuffer") == 1
+        assert "AllocateBuffer" not in lowered(0.0, platform)
+    for value in (None, 0.0, np.nan):
+        np.testing.assert_array_equal(stores(value)[1], 0)
+    assert np.isnan(stores(np.nan)[0]).all()

@@ -9,7 +9,7 @@ import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, make_mesh, reference, tiny
 
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.pipeline.engines.scheduled.engine import skips_idle
+from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 
