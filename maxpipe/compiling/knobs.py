@@ -77,7 +77,7 @@ def gains(
       bound_mfu: the bound of another configuration.
     """
     now, step = estimate(resolved, tpu_memory).total, _layer_times(resolved)
-    # On TPUs a loop over layers copies what is saved out of a stack, at about the gain's price.
+    # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
     is_loop = (
         ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
     )
