@@ -59,9 +59,11 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
         [" MaxText ", " 0.4 ", " 5 ", " 1.000 "],
         [" MaxText, minimal, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
         [" sequential ", " 0.3 ", " 5 ", " 0.750 "],
+        [" sequential, minimal ", " 0.2 ", " 5 ", " 0.500 "],
+        [" sequential, save_dot_except_mlp, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
         [" sequential, minimal, unrolled ", " 0.2 ", " 5 ", " 0.500 "],
     ]
-    (_, theirs), _, (_, ours), _ = commands
+    (_, theirs), _, (_, ours), *_ = commands
     assert theirs[1:3] == [str(SCRIPT), "--inside"]
     assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
     assert "ici_fsdp_parallelism=8" in theirs
