@@ -57,6 +57,11 @@ class Engine:
         section, _, name = key.partition(".")
         return section != "pipeline" or name not in self.unused
 
+    @property
+    def sums_in_iterations(self) -> bool:
+        """Return whether devices sum up gradients in every iteration of `per_iteration`."""
+        return self.has_stages and self.one_program and not self.lockstep
+
 
 _ENGINES = "maxpipe.pipeline.engines."
 _LOCKSTEP = "use it with pipeline.schedule=lockstep_1f1b"

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
@@ -30,6 +30,11 @@ Tree = TypeVar("Tree")  # an array or a pytree of arrays
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
     """Return a PartitionSpec reduced to the manual axes."""
     return only(spec, MANUAL_AXES)
+
+
+def is_manual(mesh: Mesh) -> bool:
+    """Return whether no axis of several devices is left to XLA's partitioner."""
+    return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
 
 
 class Gather:

@@ -3,16 +3,21 @@
 On TPUs a gather in every iteration is exposed, and so is part of one that runs ahead. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
 their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
-than two repeats it holds less.
+than two repeats it holds less. On the circular engine the same modes sum up gradients over devices
+with the same weights once, which is worth it without split weights, too.
 """
 
+from collections.abc import Callable
+
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.engine_facts import Engine
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
+from maxpipe.pipeline.manual import BATCH_AXES
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
 from maxpipe.planning.prefetch import KEY as PREFETCH
@@ -25,6 +30,26 @@ _HELD = {
     "once": "whole weights and gradients",
     "per_repeat": "whole weights and gradients of the repeats at work",
 }
+_SUMMED = {
+    "once": "sums of gradients over {axes} once a step",
+    "per_repeat": "sums of gradients over {axes} once a repeat",
+}
+
+
+def changes_step(engine: Engine, size: Callable[[str], int]) -> bool:
+    """Return whether the modes of an engine differ on a mesh.
+
+    Args:
+      engine: that runs the model.
+      size: mesh axis -> its size.
+    """
+    is_split = engine.has_stages and size("fsdp") > 1
+    return is_split or (engine.sums_in_iterations and bool(_sharing(size)))
+
+
+def _sharing(size: Callable[[str], int]) -> list[str]:
+    """Return the mesh axes along which devices have the same weights and other tokens."""
+    return [axis for axis in BATCH_AXES if axis != "fsdp" and size(axis) > 1]
 
 
 def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
@@ -43,7 +68,9 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather
-    if tpu_memory is None or not _has_weights_to_gather(config):
+    engine = ENGINES[pipeline.engine]
+    is_open = engine.one_program and changes_step(engine, config.mesh.size)
+    if tpu_memory is None or not is_open:
         return "per_iteration"
     if obstacle := _obstacle(config):
         note(f"{KEY}=per_iteration: {obstacle}")
@@ -56,7 +83,7 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
         totals = dict(sorted(totals.items(), key=lambda item: item[1]))
     reason = ""
     for mode, whole in totals.items():
-        what, extra = _HELD[mode], max(0.0, whole - iteration)
+        what, extra = _held(config, mode), max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
         if extra > MEMORY_SHARE * tpu_memory:
             reason = f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}"
@@ -69,10 +96,11 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
     return "per_iteration"
 
 
-def _has_weights_to_gather(config: Config) -> bool:
-    """Return whether weights are split over devices of an engine that gains by whole ones."""
-    engine = ENGINES[config.pipeline.engine]
-    return engine.has_stages and engine.one_program and config.mesh.size("fsdp") > 1
+def _held(config: Config, mode: str) -> str:
+    """Return what a mode holds, the subject of a note."""
+    if config.mesh.size("fsdp") > 1:
+        return _HELD[mode]
+    return _SUMMED[mode].format(axes=" and ".join(_sharing(config.mesh.size)))
 
 
 def _obstacle(config: Config) -> str:

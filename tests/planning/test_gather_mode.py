@@ -107,15 +107,35 @@ def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(values
 
 
 @pytest.mark.parametrize(
+    ("values", "mode", "what"),
+    [
+        (CIRCULAR | {"mesh.ici.data": 2}, "once", "gradients over data once a step"),
+        (
+            CIRCULAR | {"mesh.ici.data": 2, "mesh.ici.context": 2},
+            "once",
+            "gradients over data and context once a step",
+        ),
+        (REPEATS | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a repeat"),
+    ],
+    ids=["data", "context", "8_repeats"],
+)
+def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole(values, mode, what):
+    decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
+    assert decision == mode
+    assert note.startswith(f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, at ")
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"device": Device("cpu", "cpu")},
         {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
         {"device": Device("TPU v99")},
         {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
+        CIRCULAR | {"mesh.ici.fsdp": 1},
         MPMD,
     ],
-    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "mpmd"],
+    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "circular_alone", "mpmd"],
 )
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
     assert decided(**values) == ("per_iteration", [])

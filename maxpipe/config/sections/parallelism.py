@@ -206,7 +206,8 @@ class PipelineConfig:
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine; on TPUs auto is "
+        "gradients are summed once a step on the scheduled and the mpmd engine, and as often as "
+        "this says on the circular one; on TPUs auto is "
         "once (scheduled, circular) or per_repeat (circular, where that holds less) if that takes "
         "at most 5 % more of a device's memory; else, and with fsdp_prefetch=true, per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.planning.gather_mode import changes_step
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.space import GATHERS, Grid, Space
 
@@ -67,8 +68,7 @@ def block_of(
         return tuple(map(str, space.values(key, engine)))
 
     gathers = words(GATHERS)
-    if grid.size("fsdp") == 1 and GATHERS not in space.choices:
-        # Weights are whole already.
+    if GATHERS not in space.choices and not changes_step(ENGINES[engine], grid.size):
         gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
     return Block(

@@ -151,10 +151,20 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
     assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.1)
 
 
-def test_weights_that_are_whole_are_gathered_in_one_mode_alone(config):
+@pytest.mark.parametrize(
+    ("engine", "schedule", "axes"),
+    [
+        ("circular", "circular", ("fsdp", "data", "context")),  # it sums up gradients as often
+        ("scheduled", "lockstep_1f1b", ("fsdp",)),
+        ("mpmd", "1f1b", ("fsdp",)),
+    ],
+)
+def test_modes_of_gathers_are_tried_where_they_differ(config, engine, schedule, axes):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     offered = {
-        grid.size("fsdp") > 1: block_of(space, legality, grid, "circular", "circular", 32).gathers
+        any(grid.size(axis) > 1 for axis in axes): block_of(
+            space, legality, grid, engine, schedule, 32
+        ).gathers
         for grid in space.grids()
         if grid.size("stage") == 2
     }

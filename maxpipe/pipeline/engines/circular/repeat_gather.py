@@ -53,7 +53,7 @@ from maxpipe.pipeline.engines.circular.phases import (
     loop,
     transpose,
 )
-from maxpipe.pipeline.manual import BATCH_AXES, Gather, map_gathers, sum_replicas
+from maxpipe.pipeline.manual import BATCH_AXES, Gather, is_manual, map_gathers, sum_replicas
 from maxpipe.pipeline.split_vjp import SplitVjp
 
 SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set of weights
@@ -225,9 +225,7 @@ def _forward(
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
     state = conveyor.first_state(io, iterations.no_auxiliary())
     split = _split_stages(iterations, inputs, io) if keep_residuals else None
-    residuals = (
-        [_residual_buffer(conveyor.num_iterations, r) for r in split.residuals] if split else []
-    )
+    residuals = [_residual_store(iterations, r) for r in split.residuals] if split else []
     phase = partial(forward_phase, iterations, inputs, split)
 
     # 1. Fill: the stages start on repeat 0.
@@ -400,12 +398,26 @@ def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -
     return SplitVjp(stages, x, *iterations.operands(weights, stage_inputs))
 
 
-def _residual_buffer(num_iterations: int, residual: ShapedArray) -> jax.Array:
-    """Return zeros [iterations, ...] in the memory that the remat policy wants the residual in."""
-    zeros = jnp.zeros((num_iterations, *residual.shape), residual.dtype)
+def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
+    """Return an array [iterations, ...] in the memory that the remat policy wants the residual in.
+
+    Every iteration writes its own residual before the backward reads it, so nothing is filled
+    where the partitioner need not split the array.
+    """
+    shape = (iterations.conveyor.num_iterations, *residual.shape)
+    num_stages = iterations.conveyor.num_stages
     if residual.memory_space == jax.memory.Space.Host:
-        return jax.device_put(zeros, jax.memory.Space.Host)
-    return zeros
+        return jax.device_put(jnp.zeros(shape, residual.dtype), jax.memory.Space.Host)
+    if not is_manual(iterations.mesh) or residual.shape[:1] != (num_stages,):
+        return jnp.zeros(shape, residual.dtype)
+    own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
+    return jax.shard_map(
+        lambda: lax.empty(own, residual.dtype),
+        axis_names={"stage"},
+        check_vma=False,
+        in_specs=(),
+        out_specs=PartitionSpec(None, "stage"),
+    )()
 
 
 def _float32_zeros(weights: Params) -> Params:

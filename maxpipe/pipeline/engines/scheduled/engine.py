@@ -63,7 +63,6 @@ from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import (
     batch_specs,
     check_rules,
-    is_manual,
     param_specs,
     skips_idle,
     trained_parts,
@@ -76,6 +75,7 @@ from maxpipe.pipeline.manual import (
     MANUAL_AXES,
     Gather,
     gather_tree,
+    is_manual,
     map_gathers,
     psum,
     sum_replicas,

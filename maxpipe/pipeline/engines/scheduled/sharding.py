@@ -13,14 +13,9 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs, trainable
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
-from maxpipe.pipeline.manual import MANUAL_AXES, ROW_AXES, manual_part
+from maxpipe.pipeline.manual import ROW_AXES, is_manual, manual_part
 from maxpipe.pipeline.outside import spec_for_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY
-
-
-def is_manual(mesh: Mesh) -> bool:
-    """Return whether no axis of several devices is left to XLA's partitioner."""
-    return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
 
 
 def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:

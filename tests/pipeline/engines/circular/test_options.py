@@ -168,3 +168,33 @@ def test_copies_of_iterations_equal_sequential(gather):
         }
     )
     assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+@pytest.mark.parametrize("policy", ["full", "minimal"])
+def test_stores_of_residuals_are_written_before_they_are_read(policy, monkeypatch):
+    """Nothing fills them on TPUs and GPUs, so they may hold anything; here NaN."""
+    count = []
+
+    def anything(shape, dtype):
+        count.append(shape)
+        return jax.numpy.full(shape, jax.numpy.nan, dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", anything)
+    values = {"pipeline.fsdp_gather": "per_repeat", "pipeline.remat_policy": policy}
+    config = circular(**values, **{"model.num_layers": 4})
+    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+    iterations = 4 * 2 + 1  # M V + S - 1
+    assert count
+    assert all(shape[:2] == (iterations, 1) for shape in count)  # one stage on each device
+
+
+def test_stores_of_residuals_are_filled_where_the_partitioner_splits_heads(monkeypatch):
+    """It would give every device the whole of an array that nothing fills."""
+
+    def refused(shape, dtype):
+        raise AssertionError(shape)
+
+    monkeypatch.setattr(jax.lax, "empty", refused)
+    values = {"pipeline.fsdp_gather": "per_repeat", "model.num_layers": 4, "mesh.ici.tensor": 3}
+    subject = EngineUnderTest(circular(**values, **{"mesh.ici.fsdp": 1}))
+    jax.eval_shape(subject.pipeline.loss_and_gradients, subject.params, make_batch(ROWS), None)
