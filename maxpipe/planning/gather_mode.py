@@ -25,6 +25,7 @@ from maxpipe.planning.prefetch import MEMORY_SHARE, Note, ignore_note
 
 KEY = "pipeline.fsdp_gather"
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
+IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights may take more
 
 _HELD = {
     "once": "whole weights and gradients",
@@ -85,12 +86,19 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
     for mode, whole in totals.items():
         what, extra = _held(config, mode), max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
-        if extra > MEMORY_SHARE * tpu_memory:
-            reason = f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}"
+        is_small = extra <= MEMORY_SHARE * tpu_memory
+        if not is_small and whole > IDLE_SHARE * tpu_memory:
+            reason = (
+                f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}, and a step over "
+                f"{IDLE_SHARE:.0%}"
+            )
         elif whole > ROOM * tpu_memory:
             reason = f"with {what} a step would take over {ROOM:.0%} of {device}"
-        else:
+        elif is_small:
             note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
+            return mode
+        else:
+            note(f"{KEY}={mode}: {what} take {more}; a step, at most {IDLE_SHARE:.0%} of {device}")
             return mode
     note(f"{KEY}=per_iteration: {reason}")
     return "per_iteration"

@@ -44,7 +44,7 @@ class Tensor:
     """The result of a product, or a value that `checkpoint_name` names.
 
     Attributes:
-      name: empty without one.
+      name: empty without one; of kernels, of the equation that stands for them.
       width: values per token on one device.
       makers: for a named value, the nearest tensors that it is made of.
     """
@@ -136,6 +136,11 @@ class Layer:
     def weight_flops(self) -> float:
         """Return the FLOPs per token of a forward's products with weights."""
         return sum(p.flops for p in self.products if p.has_weight)
+
+    @cached_property
+    def expert_flops(self) -> float:
+        """Return those among them of rows with the weights of their experts."""
+        return sum(p.flops for p in self.products if p.result.name == GROUPED)
 
     @cached_property
     def activation_flops(self) -> float:
@@ -402,7 +407,8 @@ class _Walk:
         shards = self._product_shards(eqn, inputs)
         results = [replace(self.constant(v), kind="activation", shards=shards) for v in eqn.outvars]
         results = [replace(result, width=result.width / shards) for result in results]
-        name = ATTENTION if eqn.primitive.name == ATTENTION else ""
+        primitive = eqn.primitive.name
+        name = primitive if primitive in (ATTENTION, GROUPED) else ""
         tensor = Tensor(name, sum(result.width for result in results))
         has_weight = any(value.kind == "weight" for value in inputs)
         product = Product(flops, has_weight, activations, tensor)

@@ -26,6 +26,12 @@ CIRCULAR = {
 REPEATS = CIRCULAR | {"pipeline.num_repeats": 8, "model.num_layers": 16}
 
 
+@pytest.fixture
+def no_memory_is_idle(monkeypatch):
+    """Whole weights may take a small share of a device alone."""
+    monkeypatch.setattr(gather_mode, "IDLE_SHARE", 0.0)
+
+
 def decided(device=V5P, **values):
     """Return (mode, notes)."""
     notes = []
@@ -48,6 +54,7 @@ def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take(values, mode
     assert note.endswith("at most 5% of a device's 95 GiB")
 
 
+@pytest.mark.usefixtures("no_memory_is_idle")
 @pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
@@ -74,12 +81,26 @@ def more(mode, **values):
     return (whole - iteration) / memory
 
 
+def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch):
+    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", 0.5 * more("once"))
+    mode, (note,) = decided()
+    assert mode == "once"
+    assert note.endswith("GiB more; a step, at most 50% of a device's 95 GiB")
+    memory = device_memory([V5P])
+    whole = estimate(config_of(**{KEY: "once"}), memory).total / memory
+    for share, expected in ((1.01 * whole, "once"), (0.99 * whole, "per_iteration")):
+        monkeypatch.setattr(gather_mode, "IDLE_SHARE", share)
+        assert decided()[0] == expected
+
+
+@pytest.mark.usefixtures("no_memory_is_idle")
 def test_share_of_memory_is_what_once_takes_more(monkeypatch):
     for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
         monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * more("once"))
         assert decided()[0] == mode
 
 
+@pytest.mark.usefixtures("no_memory_is_idle")
 def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead(monkeypatch):
     ahead, unit = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
     assert ahead < unit
@@ -88,6 +109,7 @@ def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead
     assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
 
 
+@pytest.mark.usefixtures("no_memory_is_idle")
 def test_circular_engine_gathers_once_between_slices_where_that_is_not_too_much(monkeypatch):
     slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
     extra = more("once", **REPEATS)
@@ -97,6 +119,7 @@ def test_circular_engine_gathers_once_between_slices_where_that_is_not_too_much(
         assert decision.pipeline.fsdp_gather == mode
 
 
+@pytest.mark.usefixtures("no_memory_is_idle")
 @pytest.mark.parametrize("values", [CIRCULAR, REPEATS], ids=["2_repeats", "8_repeats"])
 def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(values, monkeypatch):
     extra = {mode: more(mode, **values) for mode in ("once", "per_repeat")}

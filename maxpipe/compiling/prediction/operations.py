@@ -8,8 +8,9 @@ kernel that cannot be priced is reported, not guessed.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -70,6 +71,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
+_DIMENSIONS = re.compile(r"\[(\d+(?:,\d+)*)\]")
 _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
@@ -220,7 +222,7 @@ class Prices:
             moved = _moved_bytes(computation, instruction)
             return Price(Part.LOOP_FUSIONS, moved / self._constants.hbm_bandwidth)
         if not words:
-            return self._stated(instruction)
+            return self._stated(computation, instruction)
         if len(shapes) < 2:
             return Price(Part.ATTENTION, None)
         # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
@@ -231,17 +233,45 @@ class Prices:
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         return Price(Part.ATTENTION, flops / peak)
 
-    def _stated(self, instruction: Instruction) -> Price:
+    def _stated(self, computation: Computation, instruction: Instruction) -> Price:
         """Return the price of a kernel that states its FLOPs and bytes, as megablox does."""
         stated = _STATED.search(instruction.attributes)
         if not stated:
             return Price(Part.LOOP_FUSIONS, None)
         flops, moved = float(stated[1]), float(stated[2])
-        if used := _SPARSE.search(instruction.attributes):
-            flops *= int(used[1]) / int(used[2])  # it skips the other rows
+        known = computation.instructions
+        arrays = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
+        if rows := self._sparse_rows(instruction, arrays):
+            share = self._used_rows[rows] / rows  # it skips the other rows
+            flops *= share
+            moved -= (1 - share) * sum(sum(array_bytes(a)) for a in arrays if rows in _sizes(a))
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
         return Price(Part.MATRIX_PRODUCTS, seconds)
+
+    def _sparse_rows(self, instruction: Instruction, arrays: Iterable[str]) -> int:
+        """Return the number of rows of which a kernel uses a part; 0 if it uses all.
+
+        XLA drops the name of some kernels; these have as many rows as others.
+        """
+        if named := _SPARSE.search(instruction.attributes):
+            return int(named[2])
+        sizes = {size for array in arrays for size in _sizes(array)}
+        return next((rows for rows in self._used_rows if rows in sizes), 0)
+
+    @cached_property
+    def _used_rows(self) -> dict[int, int]:
+        """Return how many rows calls use, by the number that they have."""
+        computations = self._module.computations.values()
+        instructions = [i for c in computations for i in c.instructions.values()]
+        named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
+        return {int(call[2]): int(call[1]) for call in named if call}
+
+
+def _sizes(array: str) -> list[int]:
+    """Return the sizes of the dimensions of an array, or of the first in a tuple."""
+    sizes = _DIMENSIONS.search(array)
+    return [int(size) for size in sizes[1].split(",")] if sizes else []
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

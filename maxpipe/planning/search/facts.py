@@ -70,16 +70,22 @@ class LayerCosts(NamedTuple):
 
     Attributes:
       weight_flops, attention_flops: of a forward.
+      expert_flops: those among weight_flops of rows with the weights of their experts.
+      expert_weights: weights of the device's experts.
       results: width of what its products make.
       elementwise: width of what its norms and sums make.
+      rows: width of the rows of experts, and of their results.
       key_values: width of what attention reads besides queries.
       working: width of what a layer's backward holds at its widest moment.
     """
 
     weight_flops: float
     attention_flops: float
+    expert_flops: float
+    expert_weights: float
     results: float
     elementwise: float
+    rows: float
     key_values: float
     working: float
 
@@ -195,11 +201,17 @@ class Facts:
         if key not in self._layers:
             config = self._on(key)
             layer, split = layer_of(config), config.mesh.size("tensor")
+            moe, expert_flops = config.model.moe, layer.expert_flops / split
+            # A token meets some of the experts, with two FLOPs for each of their weights.
+            used = 2.0 * moe.per_token * config.mesh.size(EXPERT_AXIS) / max(1, moe.experts)
             self._layers[key] = LayerCosts(
                 layer.weight_flops / split,
                 layer.activation_flops / split,
+                expert_flops,
+                expert_flops / used if used else 0.0,
                 layer.result_width,
-                layer.elementwise_width,
+                layer.elementwise_width - layer.gathered_width,
+                layer.gathered_width,
                 layer.key_value_width,
                 working_width(config),
             )

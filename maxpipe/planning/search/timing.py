@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
+from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
+from maxpipe.planning.remat_cheap import ROOM
 from maxpipe.planning.search.block import along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.seconds import (
     ATTENTION_BACKWARD,
     Seconds,
@@ -21,7 +24,8 @@ from maxpipe.planning.search.seconds import (
     roofline,
 )
 from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
-from maxpipe.planning.search.traffic import layer_traffic, once_seconds
+from maxpipe.planning.search.step_traffic import once_seconds
+from maxpipe.planning.search.traffic import layer_traffic
 from maxpipe.planning.stores import Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
@@ -47,12 +51,23 @@ class _Layer(NamedTuple):
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
     """Return the times of a layer and of the head for one microbatch."""
-    again: Number = 0.0
-    if sizes.engine.has_stages:
-        # The backward of several layers holds results of products, and computes the rest once more.
-        again = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    again = _computes_cheap_again(sizes, machine)
     layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
     return Units(*layer, _head(sizes, machine))
+
+
+def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return 1 where a backward of several layers computes what is cheap once more, else 0.
+
+    It holds the results of products alone then, see `planning.remat_cheap`.
+    """
+    several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    chosen = sizes.config.pipeline.remat_cheap if sizes.engine.takes(REMAT_CHEAP) else "true"
+    if not sizes.engine.has_stages or chosen == "false" or not np.any(several):
+        return 0.0
+    if chosen == "true" or machine.tpu_memory is None or sizes.splits_backward:
+        return several
+    return several * (memory_bytes(sizes) > ROOM * machine.tpu_memory)
 
 
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
@@ -112,7 +127,10 @@ def _layer(
     layer, parameters = facts.layer(axes), facts.parameters(axes)
     peak = machine.peak * machine.matrix_efficiency
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
-    products = roofline(tokens * layer.weight_flops, peak, moved, machine.hbm)
+    # Experts run in kernels, whose share of the peak is taken to be that of attention's.
+    of_experts = layer.expert_flops / machine.attention_peak()
+    others = (layer.weight_flops - layer.expert_flops) / peak
+    products = roofline(tokens * (others + of_experts), 1.0, moved, machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
     length = sizes.config.data.sequence_length
@@ -120,14 +138,15 @@ def _layer(
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
-    traffic = layer_traffic(sizes, machine, parameters, layer.key_values, stored)
-    forward = products + attention + between + traffic.keys
+    traffic = layer_traffic(sizes, machine, parameters, layer, stored)
+    forward = products + attention + between + traffic.keys + traffic.rows
     return _Layer(
         forward + traffic.written + traffic.forward,
         products
         + ATTENTION_BACKWARD * attention
         + (2 + again) * between
         + traffic.keys
+        + traffic.row_gradients
         + recomputed * forward
         + traffic.read
         + traffic.backward,

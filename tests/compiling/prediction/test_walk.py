@@ -155,6 +155,30 @@ def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses(flops, u
     assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds)
 
 
+def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
+    def stated(flops, moved):
+        return (
+            ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
+            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"{moved:.0f}"}}}}}}'
+        )
+
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+    other = '(%m, %q, %k, %k), custom_call_target="tpu_custom_call"'
+    named = ', metadata={op_name="jit(sparse_rows_256_of_1024)/jit(gmm)/pallas_call"}'
+    without = walked(text).seconds
+
+    def seconds(flops, moved, name):
+        more = text.replace(call, call + stated(flops, moved)).replace(other, other + name)
+        return walked(more).seconds - without
+
+    assert seconds(8e9, 0, "") == pytest.approx(4 * seconds(8e9, 0, named))
+    # Operand and result have rows.
+    skipped = 0.75 * 2 * (2 * 2 * 4 * 1024 * 128)
+    difference = seconds(0, 1e9, "") - seconds(0, 1e9, named)
+    assert difference == pytest.approx(skipped / CONSTANTS.hbm_bandwidth)
+
+
 def test_constants_have_the_clocks_that_the_data_sheets_imply():
     clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
     assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {

@@ -7,7 +7,8 @@ from helpers.plan_blocks import sizes_of
 from maxpipe.config import Config
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import kept_columns
-from maxpipe.planning.search.traffic import layer_traffic, once_seconds
+from maxpipe.planning.search.step_traffic import once_seconds
+from maxpipe.planning.search.traffic import layer_traffic
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())
 WIDE = MACHINE.stream_rate(4)
@@ -15,7 +16,7 @@ WIDE = MACHINE.stream_rate(4)
 
 def traffic_of(sizes, stored=0.0):
     """Return what a layer moves."""
-    return layer_traffic(sizes, MACHINE, sizes.parameters, sizes.layer.key_values, stored)
+    return layer_traffic(sizes, MACHINE, sizes.parameters, sizes.layer, stored)
 
 
 def value(numbers):
@@ -55,16 +56,10 @@ def test_circular_copies_a_chunk_out_of_its_stage_and_layers_out_of_a_chunk(
     assert value(traffic.backward) == pytest.approx(copies * copy_seconds(sizes))
 
 
-def test_sequential_backward_reads_weights_from_a_copy():
-    sizes = sizes_of("sequential", "", mesh={"stage": 1})
-    traffic = traffic_of(sizes)
-    assert value(traffic.forward) == 0
-    assert value(traffic.backward) == pytest.approx(copy_seconds(sizes))
-
-
-def test_sequential_with_unrolled_layers_reads_weights_in_place():
-    sizes = sizes_of("sequential", "", mesh={"stage": 1}, scan_layers=[False])
-    assert value(traffic_of(sizes).backward) == 0
+@pytest.mark.parametrize("scans", [True, False])
+def test_sequential_reads_whole_weights_in_place(scans):
+    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, scan_layers=[scans]))
+    assert (value(traffic.forward), value(traffic.backward)) == (0, 0)
 
 
 def test_keys_are_put_in_order_where_a_sequence_is_split():
@@ -85,10 +80,74 @@ def test_sequential_sums_gradients_of_several_microbatches_from_zeros():
     assert two - one == pytest.approx(2 * sums + 2 * zeros)
 
 
-def test_stores_of_a_lockstep_engine_begin_with_zeros():
+@pytest.mark.parametrize(
+    ("engine", "schedule", "gather", "filled"),
+    [
+        ("scheduled", "lockstep_1f1b", "per_iteration", True),
+        ("circular", "circular", "once", True),
+        ("circular", "circular", "per_iteration", False),
+    ],
+)
+def test_stores_begin_with_zeros_where_the_partitioner_splits_them(
+    engine, schedule, gather, filled
+):
     choices = {"num_microbatches": [8], "remat_policy": ["minimal", "none"]}
-    sizes = sizes_of("scheduled", "lockstep_1f1b", **choices)
-    less, more = np.ravel(once_seconds(sizes, MACHINE)[..., 0, 0])
-    fewer, many = np.ravel((sizes.tokens * kept_columns(sizes))[..., 0, 0])
-    assert many > fewer
-    assert more - less == pytest.approx((many - fewer) / MACHINE.zeros_rate)
+    for tensor in (1, 2):
+        mesh = {"data": 2, "stage": 2, "tensor": tensor}
+        sizes = sizes_of(engine, schedule, mesh=mesh, fsdp_gather=[gather], **choices)
+        seconds = np.broadcast_to(once_seconds(sizes, MACHINE), (1, 1, 2, 1, 1))
+        less, more = np.ravel(seconds)
+        fewer, many = np.ravel((sizes.tokens * kept_columns(sizes))[..., 0, 0])
+        assert many > fewer
+        zeros = filled * (tensor > 1) * (many - fewer) / MACHINE.zeros_rate
+        assert more - less == pytest.approx(zeros)
+
+
+def test_circular_selects_weights_and_sums_of_gradients_in_switches():
+    def of_step(repeats, gather):
+        choices = {"num_repeats": [repeats], "fsdp_gather": [gather]}
+        sizes = sizes_of("circular", "circular", mesh={"stage": 4, "data": 2}, **choices)
+        return sizes, value(once_seconds(sizes, MACHINE))
+
+    sizes, seconds = of_step(2, "once")
+    switched = seconds - of_step(2, "per_iteration")[1]
+    weights = value(sizes.layers) * sizes.parameters.layer_gathered
+    each = 6 * sizes.itemsize / MACHINE.stream_rate(sizes.itemsize) + 12 / WIDE
+    assert switched == pytest.approx(3 * weights * each)  # S - 1 iterations
+    assert of_step(1, "once")[1] == pytest.approx(of_step(1, "per_iteration")[1])
+
+
+EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
+
+
+def test_rows_of_experts_are_brought_into_order():
+    sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=EXPERTS)
+    assert value(traffic_of(sizes_of("scheduled", "lockstep_1f1b")).rows) == 0
+    assert sizes.layer.expert_flops == 2 * 2 * 3 * 64 * 64  # FLOPs, of a token, matrices
+    assert sizes.layer.rows == pytest.approx(2 * 2 * 64, rel=0.01)  # and their results
+    rows = sizes.itemsize * sizes.tokens * sizes.layer.rows / MACHINE.stream_rate(sizes.itemsize)
+    traffic = traffic_of(sizes)
+    assert value(traffic.row_gradients) > 2 * value(traffic.rows) > 2 * 2 * value(rows)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "layers", "repeats", "copies"),
+    [(1, 4, 1, 0), (1, 8, 1, 1), (1, 8, 2, 1), (2, 8, 2, 0), (2, 16, 2, 1)],
+)
+def test_experts_are_copied_unless_they_are_those_of_a_single_layer(fsdp, layers, repeats, copies):
+    sizes = sizes_of(
+        "scheduled",
+        "lockstep_1f1b",
+        mesh={"data": 1, "fsdp": fsdp},
+        fixed=EXPERTS | {"model.num_layers": layers},
+        num_repeats=[repeats],
+        fsdp_gather=["per_iteration"],
+    )
+    assert sizes.layer.expert_weights == 4 * 3 * 64 * 64
+    copied = 2 * sizes.itemsize * sizes.layer.expert_weights / MACHINE.stream_rate(sizes.itemsize)
+    cast = (4 + sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+    gathered = sizes.itemsize * sizes.parameters.layer_gathered * (fsdp > 1)
+    before = cast + gathered / MACHINE.stream_rate(sizes.itemsize)
+    traffic = traffic_of(sizes)
+    assert value(traffic.forward) - before == pytest.approx(copies * copied)
+    assert value(traffic.backward) - before == pytest.approx(copies * copied)

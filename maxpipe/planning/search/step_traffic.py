@@ -1,0 +1,55 @@
+"""Price what a step moves through a device's memory outside its units.
+
+These are the optimizer's update, casts, sums and zeros, and the switches of the circular engine.
+The rates are those of `traffic`.
+
+Letters: V repeats, M microbatches, L layers of a chunk.
+"""
+
+from maxpipe.planning.footprint import itemsize
+from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.memory import kept_columns
+from maxpipe.planning.search.sizes import FLOAT32, BlockSizes, state_per_parameter
+from maxpipe.planning.search.traffic import gradient_parameters
+from maxpipe.planning.stores import Number
+
+
+def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return what a step moves besides its units: the optimizer's update, casts, sums, zeros."""
+    parameters = sizes.parameters
+    wide = machine.stream_rate(FLOAT32)
+    state = state_per_parameter(sizes.config)
+    seconds = (2 * state + FLOAT32) * parameters.at_rest / wide
+    seconds = seconds + _switch_seconds(sizes, machine)
+    if not sizes.is_written_out:
+        # XLA moves the cast of all weights in front of the loops.
+        cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize
+        seconds = seconds + cast * parameters.at_rest / wide
+    if not sizes.engine.has_stages:
+        several = 1.0 * (sizes.microbatches > 1)
+        sums = several * 3 * FLOAT32 * parameters.at_rest / wide
+        # Every microbatch begins with gradients of zero, and the sums begin so, too.
+        zeros = parameters.at_rest / machine.zeros_rate
+        return seconds + sizes.microbatches * (sums + zeros) + several * zeros
+    zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
+    if sizes.engine.one_program and sizes.block.grid.size("tensor") > 1:
+        # Stores that the partitioner splits are filled, except by a differentiated loop.
+        loops = sizes.engine.sums_in_iterations * sizes.gathers("per_iteration")
+        zeros = zeros + (1.0 - loops) * sizes.tokens * kept_columns(sizes)
+    return seconds + zeros / machine.zeros_rate
+
+
+def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the seconds in which the stages of the circular engine go from repeat to repeat.
+
+    In each iteration of a switch they select the weights of either repeat, forwards and backwards,
+    and add gradients to the sums of both.
+    """
+    if not sizes.engine.sums_in_iterations:
+        return 0.0
+    delay = 2 if sizes.config.pipeline.delay_activation_forwarding else 1
+    iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)
+    count = sizes.layers * sizes.parameters.layer_gathered
+    selected = 2 * 3 * sizes.itemsize * count / machine.stream_rate(sizes.itemsize)
+    added = 3 * FLOAT32 * count / machine.stream_rate(FLOAT32)
+    return (1.0 - sizes.gathers("per_iteration")) * iterations * (selected + added)
