@@ -19,8 +19,8 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     parameters = sizes.parameters
     wide = machine.stream_rate(FLOAT32)
     state = state_per_parameter(sizes.config)
-    seconds = (2 * state + FLOAT32) * parameters.at_rest / wide
-    seconds = seconds + _switch_seconds(sizes, machine)
+    update = (2 * state + FLOAT32) * parameters.at_rest / wide
+    seconds = update + _switch_seconds(sizes, machine)
     if not sizes.is_written_out:
         # XLA moves the cast of all weights in front of the loops.
         cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize

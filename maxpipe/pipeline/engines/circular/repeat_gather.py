@@ -405,10 +405,10 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
     where the partitioner need not split the array.
     """
     shape = (iterations.conveyor.num_iterations, *residual.shape)
-    num_stages = iterations.conveyor.num_stages
+    stages = residual.shape[:1]  # what programs manual over stage save has 1 in their place
     if residual.memory_space == jax.memory.Space.Host:
         return jax.device_put(jnp.zeros(shape, residual.dtype), jax.memory.Space.Host)
-    if not is_manual(iterations.mesh) or residual.shape[:1] != (num_stages,):
+    if not is_manual(iterations.mesh) or stages not in ((iterations.conveyor.num_stages,), (1,)):
         return jnp.zeros(shape, residual.dtype)
     own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
     return jax.shard_map(
@@ -416,7 +416,7 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
         axis_names={"stage"},
         check_vma=False,
         in_specs=(),
-        out_specs=PartitionSpec(None, "stage"),
+        out_specs=PartitionSpec(None, "stage" if stages != (1,) else None),
     )()
 
 

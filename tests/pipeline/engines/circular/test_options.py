@@ -170,22 +170,27 @@ def test_copies_of_iterations_equal_sequential(gather):
     assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-@pytest.mark.parametrize("policy", ["full", "minimal"])
-def test_stores_of_residuals_are_written_before_they_are_read(policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "experts"),
+    [("full", {}), ("minimal", {}), ("minimal", {"model.moe.experts": 4, "model.moe.mlp_dim": 8})],
+    ids=["full", "minimal", "experts"],
+)
+def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, monkeypatch):
     """Nothing fills them on TPUs and GPUs, so they may hold anything; here NaN."""
-    count = []
+    shapes = []
 
     def anything(shape, dtype):
-        count.append(shape)
-        return jax.numpy.full(shape, jax.numpy.nan, dtype)
+        shapes.append(shape)
+        is_float = jax.numpy.issubdtype(dtype, jax.numpy.floating)
+        return jax.numpy.full(shape, jax.numpy.nan if is_float else 2**30, dtype)
 
     monkeypatch.setattr(jax.lax, "empty", anything)
     values = {"pipeline.fsdp_gather": "per_repeat", "pipeline.remat_policy": policy}
-    config = circular(**values, **{"model.num_layers": 4})
+    config = circular(**values, **experts, **{"model.num_layers": 4})
     assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
     iterations = 4 * 2 + 1  # M V + S - 1
-    assert count
-    assert all(shape[:2] == (iterations, 1) for shape in count)  # one stage on each device
+    assert shapes
+    assert all(shape[:2] == (iterations, 1) for shape in shapes)  # one stage on each device
 
 
 def test_stores_of_residuals_are_filled_where_the_partitioner_splits_heads(monkeypatch):
