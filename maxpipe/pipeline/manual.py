@@ -37,6 +37,16 @@ def is_manual(mesh: Mesh) -> bool:
     return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
 
 
+def automatic_axes() -> set[str]:
+    """Return the mesh axes that a manual program leaves to the partitioner, for one within it.
+
+    These are all of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left
+    to the partitioner there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+
+
 class Gather:
     """Gather of one parameter over the manual axes that split it, and scatter of its gradient.
 
@@ -172,10 +182,7 @@ class Gather:
         The partitioner does not split the operand of a collective written by hand: it would gather
         it first.
         """
-        mesh = jax.sharding.get_abstract_mesh()
-        # All of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left to
-        # the partitioner.
-        automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+        automatic = automatic_axes()
         spec = only(PartitionSpec(*leading, *self.spec), automatic)
         if not self._dims or not any(spec):
             return f

@@ -69,14 +69,11 @@ def test_equals_sequential_on_meshes_of_their_own():
     check(config_of("mpmd", **{"mesh.ici.fsdp": 2}))
 
 
-def test_equals_sequential_with_weights_gathered_once():
-    """Microbatches of parts in a program that is manual over the axis."""
-    check(
-        config_of(
-            "circular",
-            **{"mesh.ici.fsdp": 2, "pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2},
-        )
-    )
+@pytest.mark.parametrize("axis", ["fsdp", "data"])
+def test_equals_sequential_with_weights_gathered_once(axis):
+    """Microbatches of parts in a program that is manual over the axis, of whole weights, too."""
+    values = {"pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2}
+    check(config_of("circular", **{f"mesh.ici.{axis}": 2}, **values))
 
 
 @pytest.mark.parametrize("engine", ["circular", "scheduled"])

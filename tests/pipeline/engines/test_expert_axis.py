@@ -79,6 +79,8 @@ MIXED = {
         "all_to_all",
         {"pipeline.fsdp_gather": "once", "mesh.ici.fsdp": 2, "model.moe.shared_experts": 1},
     ),
+    # What autodiff would sum in every iteration, without split weights.
+    "circular whole": ("circular", "ring", {"pipeline.fsdp_gather": "once", "mesh.ici.data": 2}),
     "lockstep_1f1b once": (
         "lockstep_1f1b",
         "ring",

@@ -53,7 +53,14 @@ from maxpipe.pipeline.engines.circular.phases import (
     loop,
     transpose,
 )
-from maxpipe.pipeline.manual import BATCH_AXES, Gather, is_manual, map_gathers, sum_replicas
+from maxpipe.pipeline.manual import (
+    BATCH_AXES,
+    Gather,
+    automatic_axes,
+    is_manual,
+    map_gathers,
+    sum_replicas,
+)
 from maxpipe.pipeline.split_vjp import SplitVjp
 
 SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set of weights
@@ -411,12 +418,14 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
     if not is_manual(iterations.mesh) or stages not in ((iterations.conveyor.num_stages,), (1,)):
         return jnp.zeros(shape, residual.dtype)
     own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
+    if own == shape:
+        return lax.empty(own, residual.dtype)
     return jax.shard_map(
         lambda: lax.empty(own, residual.dtype),
-        axis_names={"stage"},
+        axis_names=automatic_axes(),
         check_vma=False,
         in_specs=(),
-        out_specs=PartitionSpec(None, "stage" if stages != (1,) else None),
+        out_specs=PartitionSpec(None, "stage"),
     )()
 
 
