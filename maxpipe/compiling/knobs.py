@@ -8,6 +8,7 @@ from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.values import as_written
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.gather_mode import KEY as GATHER
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_times import first_layers, unit_times
 
@@ -83,20 +84,23 @@ def gains(
     )
     can_unroll = tpu_memory is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
+    gather = resolved.pipeline.fsdp_gather
     compiles = f"compiles all {resolved.model.num_layers} layers" if can_unroll else ""
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
-        changes = {"pipeline.remat_policy": name} | unrolled
+        changes: Updates = {"pipeline.remat_policy": name} | unrolled
         try:
             changed = resolve(replace(written, **changes), *devices)
+            if with_gather_mode(changed, tpu_memory).pipeline.fsdp_gather != gather:
+                # On auto it would gather more often, which the bound does not know.
+                changes = changes | {GATHER: gather}
+                changed = resolve(replace(written, **changes), *devices)
             changed = with_gather_mode(changed, tpu_memory)
             would_need = needed + estimate(changed, tpu_memory).total - now
         except (ConfigError, ValueError):
             continue
-        if changed.pipeline.fsdp_gather != resolved.pipeline.fsdp_gather:
-            continue  # on auto it would gather more often, which the bound does not know
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
             better.append(Gain(_words(changes), compiles, would_need, faster))

@@ -58,8 +58,11 @@ class Engine:
         return section != "pipeline" or name not in self.unused
 
     @property
-    def sums_in_iterations(self) -> bool:
-        """Return whether devices sum up gradients in every iteration of `per_iteration`."""
+    def is_differentiated(self) -> bool:
+        """Return whether JAX differentiates its loop over iterations, with `per_iteration`.
+
+        Gradients are summed over devices in every iteration then.
+        """
         return self.has_stages and self.one_program and not self.lockstep
 
 

@@ -33,7 +33,10 @@ def manual_part(spec: PartitionSpec) -> PartitionSpec:
 
 
 def is_manual(mesh: Mesh) -> bool:
-    """Return whether no axis of several devices is left to XLA's partitioner."""
+    """Return whether no axes but stage and those of the batch have several devices.
+
+    XLA's partitioner splits nothing within a layer then.
+    """
     return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
 
 

@@ -147,6 +147,12 @@ def held_width(config: Config) -> float:
     return max(layer_of(config).result_width, saved)
 
 
+def cheap_width(config: Config) -> float:
+    """Return the width of what else a backward holds of each layer if nothing is computed twice."""
+    saved = layer_of(config).residual_bytes() / itemsize(config.model.dtype)
+    return max(0.0, saved - held_width(config))
+
+
 def weights_of(config: Config, *, only_trained: bool = False) -> Weights:
     """Return the parameters on one device of a configuration on an engine of one program.
 

@@ -7,21 +7,17 @@ than two repeats it holds less. On the circular engine the same modes sum up gra
 with the same weights once, which is worth it without split weights, too.
 """
 
-from collections.abc import Callable
-
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.engine_facts import Engine
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
-from maxpipe.pipeline.manual import BATCH_AXES
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
 from maxpipe.planning.prefetch import KEY as PREFETCH
-from maxpipe.planning.prefetch import MEMORY_SHARE, Note, ignore_note
+from maxpipe.planning.prefetch import MEMORY_SHARE, Note, changes_step, ignore_note, sharing_axes
 
 KEY = "pipeline.fsdp_gather"
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
@@ -31,26 +27,6 @@ _HELD = {
     "once": "whole weights and gradients",
     "per_repeat": "whole weights and gradients of the repeats at work",
 }
-_SUMMED = {
-    "once": "sums of gradients over {axes} once a step",
-    "per_repeat": "sums of gradients over {axes} once a repeat",
-}
-
-
-def changes_step(engine: Engine, size: Callable[[str], int]) -> bool:
-    """Return whether the modes of an engine differ on a mesh.
-
-    Args:
-      engine: that runs the model.
-      size: mesh axis -> its size.
-    """
-    is_split = engine.has_stages and size("fsdp") > 1
-    return is_split or (engine.sums_in_iterations and bool(_sharing(size)))
-
-
-def _sharing(size: Callable[[str], int]) -> list[str]:
-    """Return the mesh axes along which devices have the same weights and other tokens."""
-    return [axis for axis in BATCH_AXES if axis != "fsdp" and size(axis) > 1]
 
 
 def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
@@ -93,7 +69,7 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
                 f"{IDLE_SHARE:.0%}"
             )
         elif whole > ROOM * tpu_memory:
-            reason = f"with {what} a step would take over {ROOM:.0%} of {device}"
+            reason = f"{what} would make a step take over {ROOM:.0%} of {device}"
         elif is_small:
             note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
             return mode
@@ -108,7 +84,7 @@ def _held(config: Config, mode: str) -> str:
     """Return what a mode holds, the subject of a note."""
     if config.mesh.size("fsdp") > 1:
         return _HELD[mode]
-    return _SUMMED[mode].format(axes=" and ".join(_sharing(config.mesh.size)))
+    return f"sums of gradients over {', '.join(sharing_axes(config.mesh.size))} once a step"
 
 
 def _obstacle(config: Config) -> str:

@@ -139,7 +139,7 @@ class Layer:
 
     @cached_property
     def expert_flops(self) -> float:
-        """Return those among them of rows with the weights of their experts."""
+        """Return the FLOPs among `weight_flops` of rows with the weights of their experts."""
         return sum(p.flops for p in self.products if p.result.name == GROUPED)
 
     @cached_property

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB, Device, memory_of_tpus
-from maxpipe.pipeline.manual import MANUAL_AXES
+from maxpipe.pipeline.manual import BATCH_AXES, MANUAL_AXES
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import device_parameters, itemsize
 from maxpipe.planning.stores import Number
@@ -23,6 +24,22 @@ def ignore_note(text: str) -> None:
     """Drop a line that nothing should print."""
 
 
+def changes_step(engine: Engine, size: Callable[[str], int]) -> bool:
+    """Return whether the modes of `pipeline.fsdp_gather` differ for an engine on a mesh.
+
+    Args:
+      engine: that runs the model.
+      size: mesh axis -> its size.
+    """
+    is_split = engine.has_stages and size("fsdp") > 1
+    return is_split or (engine.is_differentiated and bool(sharing_axes(size)))
+
+
+def sharing_axes(size: Callable[[str], int]) -> list[str]:
+    """Return the mesh axes along which devices have the same weights and other tokens."""
+    return [axis for axis in BATCH_AXES if axis != "fsdp" and size(axis) > 1]
+
+
 def memory_for_gathers(
     config: Config, devices: Sequence[Device], note: Note = ignore_note
 ) -> float | None:
@@ -34,10 +51,8 @@ def memory_for_gathers(
       note: called where a decision is open, but the TPU is not known.
     """
     memory, pipeline = memory_of_tpus(devices), config.pipeline
-    is_open = config.mesh.size("fsdp") > 1 and "auto" in (
-        pipeline.fsdp_gather,
-        pipeline.fsdp_prefetch,
-    )
+    is_auto = "auto" in (pipeline.fsdp_gather, pipeline.fsdp_prefetch)
+    is_open = is_auto and changes_step(ENGINES[pipeline.engine], config.mesh.size)
     if memory is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
         note(f"weights are not gathered early on auto: the memory of {kind} is not known")

@@ -13,7 +13,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import held_width, itemsize, layer_of, microbatch_tokens
+from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens
 from maxpipe.planning.prefetch import Note, ignore_note, splits_backward
 
 KEY = "pipeline.remat_cheap"
@@ -54,10 +54,9 @@ def _has_choice(config: Config) -> bool:
 
 def _is_scarce(config: Config, tpu_memory: float, note: Note) -> bool:
     """Return whether cheap values of all layers but one would take more memory than is idle."""
-    size = itemsize(config.model.dtype)
-    width = max(0.0, layer_of(config).residual_bytes() / size - held_width(config))
     others = build_layout(config).layers_per_stage - 1
-    held = others * width * size * microbatch_tokens(config)
+    cheap = cheap_width(config) * itemsize(config.model.dtype) * microbatch_tokens(config)
+    held = others * cheap
     is_scarce = estimate(config, tpu_memory).total + held > ROOM * tpu_memory
     note(
         f"{KEY}={str(is_scarce).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "

@@ -23,6 +23,7 @@ CIRCULAR = {
     "pipeline.schedule": "circular",
     "pipeline.num_microbatches": 4,
 }
+EXPERT_SUMS = "gradients over expert once a step"
 REPEATS = CIRCULAR | {"pipeline.num_repeats": 8, "model.num_layers": 16}
 
 
@@ -136,11 +137,12 @@ def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(values
         (
             CIRCULAR | {"mesh.ici.data": 2, "mesh.ici.context": 2},
             "once",
-            "gradients over data and context once a step",
+            "gradients over data, context once a step",
         ),
-        (REPEATS | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a repeat"),
+        (CIRCULAR | {"mesh.ici.expert": 2, "model.moe.experts": 4}, "once", EXPERT_SUMS),
+        (REPEATS | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a step"),
     ],
-    ids=["data", "context", "8_repeats"],
+    ids=["data", "context", "expert", "8_repeats"],
 )
 def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole(values, mode, what):
     decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)

@@ -98,6 +98,9 @@ def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
     (note,) = noted()
     assert note.endswith("the memory of TPU v99 is not known")
     assert noted(**told) == noted("cpu", "cpu") == noted(**{"mesh.ici.fsdp": 1}) == []
+    circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
+    whole = {"mesh.ici.fsdp": 1, "mesh.ici.data": 2, "pipeline.num_microbatches": 4}
+    assert noted(**circular, **whole) == [note]
 
 
 def test_a_table_from_a_file_tells_whether_backwards_are_split(tmp_path):

@@ -8,7 +8,7 @@ kernel that cannot be priced is reported, not guessed.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -71,7 +71,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
-_DIMENSIONS = re.compile(r"\[(\d+(?:,\d+)*)\]")
+_ARRAY = re.compile(r"\w+\[[\d,]*\]")
 _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
@@ -240,38 +240,42 @@ class Prices:
             return Price(Part.LOOP_FUSIONS, None)
         flops, moved = float(stated[1]), float(stated[2])
         known = computation.instructions
-        arrays = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
-        if rows := self._sparse_rows(instruction, arrays):
-            share = self._used_rows[rows] / rows  # it skips the other rows
-            flops *= share
-            moved -= (1 - share) * sum(sum(array_bytes(a)) for a in arrays if rows in _sizes(a))
+        types = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
+        arrays = [array for text in types for array in _ARRAY.findall(text)]
+        if sparse := self._sparse_rows(instruction, arrays):
+            used, rows = sparse
+            share = used / rows  # it skips the other rows
+            with_rows = sum(sum(array_bytes(a)) for a in arrays if rows in _sizes(a))
+            flops, moved = share * flops, max(0.0, moved - (1 - share) * with_rows)
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
         return Price(Part.MATRIX_PRODUCTS, seconds)
 
-    def _sparse_rows(self, instruction: Instruction, arrays: Iterable[str]) -> int:
-        """Return the number of rows of which a kernel uses a part; 0 if it uses all.
+    def _sparse_rows(
+        self, instruction: Instruction, arrays: Sequence[str]
+    ) -> tuple[int, int] | None:
+        """Return how many rows a kernel uses of how many; None if it uses all.
 
-        XLA drops the name of some kernels; these have as many rows as others.
+        XLA drops the name of some kernels; these are taken to be like others with as many rows.
         """
         if named := _SPARSE.search(instruction.attributes):
-            return int(named[2])
+            return int(named[1]), int(named[2])
         sizes = {size for array in arrays for size in _sizes(array)}
-        return next((rows for rows in self._used_rows if rows in sizes), 0)
+        return next(((used, rows) for rows, used in self._used_rows.items() if rows in sizes), None)
 
     @cached_property
     def _used_rows(self) -> dict[int, int]:
-        """Return how many rows calls use, by the number that they have."""
+        """Return how many rows calls use at most, by the number that they have."""
         computations = self._module.computations.values()
         instructions = [i for c in computations for i in c.instructions.values()]
         named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
-        return {int(call[2]): int(call[1]) for call in named if call}
+        return dict(sorted((int(call[2]), int(call[1])) for call in named if call))
 
 
 def _sizes(array: str) -> list[int]:
-    """Return the sizes of the dimensions of an array, or of the first in a tuple."""
-    sizes = _DIMENSIONS.search(array)
-    return [int(size) for size in sizes[1].split(",")] if sizes else []
+    """Return the sizes of the dimensions of an array."""
+    inside = array.partition("[")[2].partition("]")[0]
+    return [int(size) for size in inside.split(",") if size]
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

@@ -206,11 +206,11 @@ class PipelineConfig:
     fsdp_gather: str = option(
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine, and as often as "
-        "this says on the circular one; on TPUs auto is "
+        "gradients are summed once a step, but in every iteration by per_iteration on the circular "
+        "engine; on TPUs auto is "
         "once (scheduled, circular) or per_repeat (circular, where that holds less) if that takes "
-        "at most 5 % more of a device's memory, or a step at most half of it; else, and with "
-        "fsdp_prefetch=true, per_iteration",
+        "at most 5 % more of a device's memory, or if the whole step takes at most half of it; "
+        "else, and with fsdp_prefetch=true, per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import MESH_AXES, Config
-from maxpipe.planning.gather_mode import changes_step
+from maxpipe.planning.prefetch import changes_step
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.space import GATHERS, Grid, Space
 

@@ -14,6 +14,7 @@ from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.footprint import (
+    cheap_width,
     device_parameters,
     first_layers_width,
     handed_over_width,
@@ -99,6 +100,7 @@ class Saving(NamedTuple):
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
       held: width of what a chunk's backward holds of each layer but the one it is at.
+      cheap: width of what it would hold besides, if it computed nothing cheap once more.
       recomputed: share of a layer's forward that its backward computes again.
       first_kept: width that the first dense layers keep of a microbatch.
       first_handed_over: width that an I leaves of them to its W on that engine.
@@ -110,6 +112,7 @@ class Saving(NamedTuple):
     stash: float
     handed_over: float
     held: float
+    cheap: float
     recomputed: float
     first_kept: float
     first_handed_over: float
@@ -236,6 +239,7 @@ class Facts:
                 stash_width(config),
                 handed_over_width(config),
                 held_width(config),
+                cheap_width(config),
                 recomputed,
                 first_layers_width(config),
                 config.model.first_dense_layers * handed_over_width(first) if first else 0.0,

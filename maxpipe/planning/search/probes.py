@@ -133,7 +133,8 @@ class Probing:
         if not sizes.engine.has_stages:
             layers = 1  # each is rematerialised on its own there
         # Where gathers run elsewhere than in the unit that needs them, its program has none.
-        is_within = not sizes.engine.has_stages or sizes.gathers("per_iteration").all()
+        has_none = sizes.block.grid.size("fsdp") == 1
+        is_within = not sizes.engine.has_stages or has_none or sizes.gathers("per_iteration").all()
         gather = "per_iteration" if is_within and not sizes.gathers_ahead().any() else "once"
         names = (
             ("interleaved_zb", "zb_h1") if sizes.splits_backward else ("interleaved_1f1b", "1f1b")

@@ -50,6 +50,7 @@ class BlockSizes:
         self.stash = along([s.stash for s in savings], "policy")
         self.handed_over = along([s.handed_over for s in savings], "policy")
         self.held = along([s.held for s in savings], "policy")
+        self.cheap = along([s.cheap for s in savings], "policy")
         self.recomputed = along([s.recomputed for s in savings], "policy")
         # What all first dense layers keep of a microbatch, with their inputs.
         self.first_kept = along([s.first_kept for s in savings], "policy")

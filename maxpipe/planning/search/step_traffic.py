@@ -2,8 +2,6 @@
 
 These are the optimizer's update, casts, sums and zeros, and the switches of the circular engine.
 The rates are those of `traffic`.
-
-Letters: V repeats, M microbatches, L layers of a chunk.
 """
 
 from maxpipe.planning.footprint import itemsize
@@ -15,7 +13,7 @@ from maxpipe.planning.stores import Number
 
 
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return what a step moves besides its units: the optimizer's update, casts, sums, zeros."""
+    """Return the seconds of what a step moves besides its units."""
     parameters = sizes.parameters
     wide = machine.stream_rate(FLOAT32)
     state = state_per_parameter(sizes.config)
@@ -32,9 +30,10 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
         zeros = parameters.at_rest / machine.zeros_rate
         return seconds + sizes.microbatches * (sums + zeros) + several * zeros
     zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
-    if sizes.engine.one_program and sizes.block.grid.size("tensor") > 1:
+    by_layer = sizes.engine.is_differentiated and sizes.config.pipeline.scan_layers_per_stage
+    if sizes.engine.one_program and (sizes.block.grid.size("tensor") > 1 or by_layer):
         # Stores that the partitioner splits are filled, except by a differentiated loop.
-        loops = sizes.engine.sums_in_iterations * sizes.gathers("per_iteration")
+        loops = sizes.engine.is_differentiated * sizes.gathers("per_iteration")
         zeros = zeros + (1.0 - loops) * sizes.tokens * kept_columns(sizes)
     return seconds + zeros / machine.zeros_rate
 
@@ -45,7 +44,7 @@ def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     In each iteration of a switch they select the weights of either repeat, forwards and backwards,
     and add gradients to the sums of both.
     """
-    if not sizes.engine.sums_in_iterations:
+    if not sizes.engine.is_differentiated:
         return 0.0
     delay = 2 if sizes.config.pipeline.delay_activation_forwarding else 1
     iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)

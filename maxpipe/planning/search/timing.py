@@ -10,7 +10,7 @@ import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
 from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
-from maxpipe.planning.remat_cheap import ROOM
+from maxpipe.planning.remat_cheap import ROOM as IDLE_SHARE
 from maxpipe.planning.search.block import along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
@@ -61,13 +61,19 @@ def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
 
     It holds the results of products alone then, see `planning.remat_cheap`.
     """
+    pipeline, engine = sizes.config.pipeline, sizes.engine
     several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
-    chosen = sizes.config.pipeline.remat_cheap if sizes.engine.takes(REMAT_CHEAP) else "true"
-    if not sizes.engine.has_stages or chosen == "false" or not np.any(several):
+    if not engine.has_stages or not np.any(several):
         return 0.0
-    if chosen == "true" or machine.tpu_memory is None or sizes.splits_backward:
+    chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
+    by_layer = pipeline.scan_layers_per_stage or pipeline.remat_layers
+    has_choice = chosen != "true" and not by_layer and not sizes.splits_backward
+    if has_choice and chosen == "false":
+        return 0.0
+    if not has_choice or machine.tpu_memory is None:
         return several
-    return several * (memory_bytes(sizes) > ROOM * machine.tpu_memory)
+    held = (sizes.layers - 1) * sizes.cheap * sizes.itemsize * sizes.tokens
+    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu_memory)
 
 
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
@@ -88,8 +94,7 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     if engine.has_stages:
         sums = sums + 1  # over microbatches
     seconds = seconds + 2 * FLOAT32 * count * sums / machine.stream_rate(FLOAT32)
-    is_divided = engine.has_stages and engine.one_program and not engine.lockstep
-    return seconds / (sizes.stages if is_divided else 1)
+    return seconds / (sizes.stages if engine.is_differentiated else 1)
 
 
 def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
@@ -130,7 +135,7 @@ def _layer(
     # Experts run in kernels, whose share of the peak is taken to be that of attention's.
     of_experts = layer.expert_flops / machine.attention_peak()
     others = (layer.weight_flops - layer.expert_flops) / peak
-    products = roofline(tokens * (others + of_experts), 1.0, moved, machine.hbm)
+    products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
     length = sizes.config.data.sequence_length
@@ -189,6 +194,11 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     summed_once = 2 * (sharing - 1) / sharing * _joint(cost("data"), cost("context"))
     by_autodiff = _by_autodiff(sizes)
     units = 1.0 if sizes.engine.has_stages else sizes.microbatches
+    # So do devices that share experts, of the other weights.
+    over_experts = 2 * (experts - 1) / experts * cost(EXPERT_AXIS)
+    of_layer = (parameters.layer_gathered - sizes.layer.expert_weights) / grid.size("fsdp")
+    once_over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts
+    once_over_experts = once_over_experts + by_autodiff * parameters.outer_at_rest
     once = 4.0 * (1.0 - by_autodiff) * parameters.at_rest
     once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     return Waits(
@@ -198,10 +208,11 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         # Sums of keys' gradients are float32; keys of other devices are gathered again.
         backward=(summed + exchanged) * (1 + sizes.recomputed)
         + keys * (2.0 + np.greater(sizes.recomputed, 0)),
-        gradient=by_autodiff * sizes.itemsize * parameters.layer_at_rest * summed_once,
+        gradient=by_autodiff
+        * sizes.itemsize
+        * (parameters.layer_at_rest * summed_once + of_layer * over_experts),
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
-        reduction=once * summed_once
-        + 2 * 4.0 * parameters.whole_over_experts * (experts - 1) / experts * cost(EXPERT_AXIS),
+        reduction=once * summed_once + 4.0 * once_over_experts * over_experts,
         outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
     )
 
@@ -264,9 +275,8 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
         gathered = gathered + sizes.gathers("per_repeat") * of_stage / chunks
     transfers = sizes.of_pattern("transfers") * waits.permute if sizes.engine.has_stages else 0.0
     # Embedding and head are gathered for every microbatch, unless once, or by a conveyor of all.
-    is_circular = sizes.engine.has_stages and sizes.engine.one_program and not sizes.engine.lockstep
-    times = 1.0 if is_circular else sizes.microbatches
-    if sizes.engine.has_stages and not is_circular:
+    times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
+    if sizes.engine.has_stages and not sizes.engine.is_differentiated:
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
     return per_unit + gathered + transfers + waits.reduction + times * waits.outer
 

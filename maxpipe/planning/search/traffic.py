@@ -91,9 +91,9 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
         stored = itemsize(sizes.config.model.param_dtype)
         cast = (stored + size) * parameters.layer_at_rest / machine.stream_rate(FLOAT32)
         return gathered + each * cast, gathered + each * cast
-    copy = 2 * size * gradient_parameters(sizes, parameters) / rate
     if not sizes.engine.has_stages:
         return gathered, gathered
+    copy = 2 * size * gradient_parameters(sizes, parameters) / rate
     # A chunk is copied out of its stage's, and each of its layers out of the chunk.
     unrolled = (sizes.layers > 1) & (not sizes.config.pipeline.scan_layers_per_stage)
     copies = (sizes.repeats > 1) * copy + unrolled * copy
@@ -103,14 +103,17 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
 def _copied_experts(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:
     """Return the bytes that move where a layer's experts are copied out of those of several.
 
-    Kernels read whole arrays. What is gathered for a single layer is one.
+    Kernels read whole arrays. What is gathered for a single layer is one. Where the circular
+    engine's weights are whole, `_weights` has counted their copies.
     """
     copy = 2 * sizes.itemsize * layer.expert_weights
     is_split = parameters.layer_gathered > parameters.layer_at_rest
     if not sizes.engine.has_stages:
         return copy * (not is_split)
     each = is_split * sizes.gathers("per_iteration")
-    return copy * np.where(sizes.layers > 1, 1.0, (1.0 - each) * (sizes.repeats > 1))
+    counted = sizes.engine.is_differentiated * (1.0 - is_split * (1.0 - sizes.gathers("once")))
+    several = np.where(sizes.layers > 1, 1.0, (1.0 - each) * (sizes.repeats > 1))
+    return copy * (1.0 - counted) * several
 
 
 def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:

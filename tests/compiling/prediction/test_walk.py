@@ -173,6 +173,10 @@ def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
         return walked(more).seconds - without
 
     assert seconds(8e9, 0, "") == pytest.approx(4 * seconds(8e9, 0, named))
+    other_share = named.replace("256", "512")
+    own = ', metadata={op_name="jit(sparse_rows_128_of_1024)/jit(gmm)/pallas_call"}'
+    more = text.replace(call, call + own + stated(8e9, 0)).replace(other, other + other_share)
+    assert walked(more).seconds - without == pytest.approx(seconds(8e9, 0, "") / 8)
     # Operand and result have rows.
     skipped = 0.75 * 2 * (2 * 2 * 4 * 1024 * 128)
     difference = seconds(0, 1e9, "") - seconds(0, 1e9, named)

@@ -71,7 +71,7 @@ def test_equals_sequential_on_meshes_of_their_own():
 
 @pytest.mark.parametrize("axis", ["fsdp", "data"])
 def test_equals_sequential_with_weights_gathered_once(axis):
-    """Microbatches of parts in a program that is manual over the axis, of whole weights, too."""
+    """Microbatches of parts in a program that is manual over the axis."""
     values = {"pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2}
     check(config_of("circular", **{f"mesh.ici.{axis}": 2}, **values))
 

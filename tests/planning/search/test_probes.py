@@ -29,6 +29,7 @@ SPLIT = {
 }
 NOT_SEARCHED = ("pipeline.fsdp_prefetch", "model.tie_embeddings")
 FSDP = {"mesh.ici.tensor": 1, "mesh.ici.fsdp": 2}
+NOT_AHEAD = {"pipeline.fsdp_prefetch": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,7 @@ def test_what_a_probed_unit_works_with_counts(model):
         {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"},
         {"pipeline.num_microbatches": 16, "data.global_batch_size": 128},
         {"pipeline.num_repeats": 2},
+        {"pipeline.fsdp_gather": "once"},  # of whole weights
     ],
 )
 def test_candidates_with_the_same_mesh_microbatch_and_policy_share_a_probe(model, changes):
@@ -173,12 +175,19 @@ def test_candidates_with_the_same_mesh_microbatch_and_policy_share_a_probe(model
         {"pipeline.remat_policy": "minimal"},
         {"model.logit_tiles": 4},
         FSDP,
-        {"pipeline.fsdp_gather": "once"},
     ],
 )
 def test_another_microbatch_chunk_policy_or_mesh_is_another_probe(model, changes):
     changed = LOCKSTEP | changes
     assert probing_of(model, changed).probe.text() != probing_of(model, LOCKSTEP).probe.text()
+
+
+def test_a_probe_of_gathered_weights_is_another_one(model):
+    each, once = (
+        probing_of(model, LOCKSTEP | FSDP | {"pipeline.fsdp_gather": mode, **NOT_AHEAD}).probe
+        for mode in ("per_iteration", "once")
+    )
+    assert (each.gather, once.gather) == ("per_iteration", "once")
 
 
 def test_a_probe_names_the_units_of_a_split_backward(model):

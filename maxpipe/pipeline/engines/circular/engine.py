@@ -253,6 +253,7 @@ class CircularEngine(SpmdEngine):
             gather_once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
+            scan_layers=self._config.scan_layers_per_stage,
         )
         # A PRNG key is not an array of numbers, so it enters the manual program as its raw data.
         key_data = None if key is None else jax.random.key_data(key)

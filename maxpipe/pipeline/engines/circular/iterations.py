@@ -82,7 +82,7 @@ class Iterations:
       mesh: the device mesh.
       no_auxiliary: returns auxiliary losses of 0.
       gather_once: gather all repeats before the first iteration.
-      scan_iterations, scan_repeats: compile one loop body, or copies of it.
+      scan_iterations, scan_repeats, scan_layers: compile one loop body, or copies of it.
     """
 
     conveyor: Conveyor
@@ -96,6 +96,7 @@ class Iterations:
     gather_once: bool
     scan_iterations: bool
     scan_repeats: bool
+    scan_layers: bool
 
     def operands(
         self, weights: Params, inputs: StageInputs

@@ -409,16 +409,18 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
     """Return an array [iterations, ...] in the memory that the remat policy wants the residual in.
 
     Every iteration writes its own residual before the backward reads it, so nothing is filled
-    where the partitioner need not split the array.
+    where the partitioner need not split the array over other axes than stage.
     """
     shape = (iterations.conveyor.num_iterations, *residual.shape)
-    stages = residual.shape[:1]  # what programs manual over stage save has 1 in their place
+    # What kernels and experts save, in programs manual over stage, has 1 in place of S.
+    has_stages_first = residual.shape[:1] in ((iterations.conveyor.num_stages,), (1,))
     if residual.memory_space == jax.memory.Space.Host:
         return jax.device_put(jnp.zeros(shape, residual.dtype), jax.memory.Space.Host)
-    if not is_manual(iterations.mesh) or stages not in ((iterations.conveyor.num_stages,), (1,)):
+    # A loop over layers saves [L, S, ...].
+    if iterations.scan_layers or not has_stages_first or not is_manual(iterations.mesh):
         return jnp.zeros(shape, residual.dtype)
     own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
-    if own == shape:
+    if own == shape:  # every device gets the whole of it, and has its own stage's values there
         return lax.empty(own, residual.dtype)
     return jax.shard_map(
         lambda: lax.empty(own, residual.dtype),

@@ -193,13 +193,18 @@ def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, m
     assert all(shape[:2] == (iterations, 1) for shape in shapes)  # one stage on each device
 
 
-def test_stores_of_residuals_are_filled_where_the_partitioner_splits_heads(monkeypatch):
-    """It would give every device the whole of an array that nothing fills."""
+@pytest.mark.parametrize(
+    "changes",
+    [{"mesh.ici.tensor": 3, "mesh.ici.fsdp": 1}, {"pipeline.scan_layers_per_stage": True}],
+    ids=["tensor", "scanned_layers"],
+)
+def test_stores_of_residuals_are_filled_where_other_dimensions_are_split(changes, monkeypatch):
+    """The partitioner gives every device the whole of an array that nothing fills."""
 
     def refused(shape, dtype):
         raise AssertionError(shape)
 
     monkeypatch.setattr(jax.lax, "empty", refused)
-    values = {"pipeline.fsdp_gather": "per_repeat", "model.num_layers": 4, "mesh.ici.tensor": 3}
-    subject = EngineUnderTest(circular(**values, **{"mesh.ici.fsdp": 1}))
+    values = {"pipeline.fsdp_gather": "per_repeat", "pipeline.remat_policy": "minimal"}
+    subject = EngineUnderTest(circular(**values, **changes))
     jax.eval_shape(subject.pipeline.loss_and_gradients, subject.params, make_batch(ROWS), None)
