@@ -165,16 +165,22 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def array_bytes(type_text: str) -> list[int]:
-    """Return the bytes of every array in a type, tuples flattened; padding is ignored."""
-    sizes = []
+def arrays(type_text: str) -> list[tuple[list[int], int]]:
+    """Return dimensions and bytes of every array in a type, tuples flattened; without padding."""
+    shapes: list[tuple[list[int], int]] = []
     for dtype, dims in _ARRAY.findall(type_text):
         bits = _BITS.get(dtype) or (
             8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else 0
         )
         if bits:
-            sizes.append(math.ceil(math.prod(int(d) for d in dims.split(",") if d) * bits / 8))
-    return sizes
+            sizes = [int(d) for d in dims.split(",") if d]
+            shapes.append((sizes, math.ceil(math.prod(sizes) * bits / 8)))
+    return shapes
+
+
+def array_bytes(type_text: str) -> list[int]:
+    """Return the bytes of every array in a type, tuples flattened; padding is ignored."""
+    return [size for _, size in arrays(type_text)]
 
 
 def executions(

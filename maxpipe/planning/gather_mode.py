@@ -16,12 +16,18 @@ from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
+from maxpipe.planning.prefetch import (
+    IDLE_SHARE,
+    MEMORY_SHARE,
+    Note,
+    changes_step,
+    ignore_note,
+    sharing_axes,
+)
 from maxpipe.planning.prefetch import KEY as PREFETCH
-from maxpipe.planning.prefetch import MEMORY_SHARE, Note, changes_step, ignore_note, sharing_axes
 
 KEY = "pipeline.fsdp_gather"
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
-IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights may take more
 
 _HELD = {
     "once": "whole weights and gradients",

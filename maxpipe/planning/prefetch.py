@@ -15,6 +15,7 @@ from maxpipe.planning.stores import Number
 
 KEY = "pipeline.fsdp_prefetch"
 MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
+IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
 LONGEST_RING = 4  # devices of mesh axis fsdp
 
 Note = Callable[[str], None]

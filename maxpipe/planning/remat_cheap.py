@@ -14,10 +14,9 @@ from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens
-from maxpipe.planning.prefetch import Note, ignore_note, splits_backward
+from maxpipe.planning.prefetch import IDLE_SHARE, Note, ignore_note, splits_backward
 
 KEY = "pipeline.remat_cheap"
-ROOM = 0.5  # of a device, for everything: cheap values are held where much memory is idle
 
 
 def with_remat_cheap(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
@@ -57,10 +56,10 @@ def _is_scarce(config: Config, tpu_memory: float, note: Note) -> bool:
     others = build_layout(config).layers_per_stage - 1
     cheap = cheap_width(config) * itemsize(config.model.dtype) * microbatch_tokens(config)
     held = others * cheap
-    is_scarce = estimate(config, tpu_memory).total + held > ROOM * tpu_memory
+    is_scarce = estimate(config, tpu_memory).total + held > IDLE_SHARE * tpu_memory
     note(
         f"{KEY}={str(is_scarce).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
-        f"a step takes {'over' if is_scarce else 'at most'} {ROOM:.0%} of a device's "
+        f"a step takes {'over' if is_scarce else 'at most'} {IDLE_SHARE:.0%} of a device's "
         f"{tpu_memory / GIB:.3g} GiB"
     )
     return is_scarce

@@ -99,7 +99,7 @@ def test_knobs_decide_again_how_often_a_changed_run_gathers():
     assert found[words] == pytest.approx(saves)
 
 
-def test_gains_leave_out_what_would_gather_more_often(monkeypatch):
+def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
     """The bound of the compiled step does not know those gathers."""
     written = replace(Config(), **SIZES | SPLIT | {"pipeline.schedule": "lockstep_1f1b"})
 
@@ -117,7 +117,9 @@ def test_gains_leave_out_what_would_gather_more_often(monkeypatch):
     )
     assert "pipeline.remat_policy=none" in [gain.words for gain in gained()]
     monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P)
-    assert "pipeline.remat_policy=none" not in [gain.words for gain in gained()]
+    words = [gain.words for gain in gained()]
+    assert "pipeline.remat_policy=none" not in words
+    assert "pipeline.remat_policy=none pipeline.fsdp_gather=once" in words
 
 
 @pytest.mark.parametrize(

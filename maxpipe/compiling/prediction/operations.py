@@ -25,7 +25,7 @@ from maxpipe.compiling.collectives import (
     sent_bytes,
     slice_shape,
 )
-from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes
+from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
 from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.topology import PERMUTE, axis_links
 from maxpipe.devices.chips import ATTENTION_BLOCK, Chip
@@ -71,7 +71,6 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
-_ARRAY = re.compile(r"\w+\[[\d,]*\]")
 _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
@@ -241,18 +240,18 @@ class Prices:
         flops, moved = float(stated[1]), float(stated[2])
         known = computation.instructions
         types = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
-        arrays = [array for text in types for array in _ARRAY.findall(text)]
-        if sparse := self._sparse_rows(instruction, arrays):
+        operated = [array for text in types for array in arrays(text)]
+        if sparse := self._sparse_rows(instruction, [sizes for sizes, _ in operated]):
             used, rows = sparse
             share = used / rows  # it skips the other rows
-            with_rows = sum(sum(array_bytes(a)) for a in arrays if rows in _sizes(a))
+            with_rows = sum(size for sizes, size in operated if rows in sizes)
             flops, moved = share * flops, max(0.0, moved - (1 - share) * with_rows)
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
         return Price(Part.MATRIX_PRODUCTS, seconds)
 
     def _sparse_rows(
-        self, instruction: Instruction, arrays: Sequence[str]
+        self, instruction: Instruction, shapes: Sequence[Sequence[int]]
     ) -> tuple[int, int] | None:
         """Return how many rows a kernel uses of how many; None if it uses all.
 
@@ -260,7 +259,7 @@ class Prices:
         """
         if named := _SPARSE.search(instruction.attributes):
             return int(named[1]), int(named[2])
-        sizes = {size for array in arrays for size in _sizes(array)}
+        sizes = {size for shape in shapes for size in shape}
         return next(((used, rows) for rows, used in self._used_rows.items() if rows in sizes), None)
 
     @cached_property
@@ -270,12 +269,6 @@ class Prices:
         instructions = [i for c in computations for i in c.instructions.values()]
         named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
         return dict(sorted((int(call[2]), int(call[1])) for call in named if call))
-
-
-def _sizes(array: str) -> list[int]:
-    """Return the sizes of the dimensions of an array."""
-    inside = array.partition("[")[2].partition("]")[0]
-    return [int(size) for size in inside.split(",") if size]
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

@@ -81,7 +81,7 @@ def _use(sizes: BlockSizes) -> Use:
         sizes.microbatches,
         sizes.repeats,
         sizes.layers,
-        _delay(sizes) * sizes.stages,
+        sizes.delay * sizes.stages,
         sizes.gathers("per_repeat"),
         sizes.gathers("once"),
         sizes.gathers_ahead(),
@@ -91,17 +91,13 @@ def _use(sizes: BlockSizes) -> Use:
     )
 
 
-def _delay(sizes: BlockSizes) -> int:
-    return 2 if sizes.config.pipeline.delay_activation_forwarding else 1
-
-
 def _store(sizes: BlockSizes) -> Store:
     if not sizes.engine.has_stages:
         return sequential_store(sizes.config.model.stacked_layers)
     if not sizes.engine.lockstep:
         by_autodiff = sizes.gathers("per_iteration")
-        delay = _delay(sizes)
-        return circular_store(sizes.stages, sizes.microbatches, sizes.repeats, delay, by_autodiff)
+        counts = sizes.stages, sizes.microbatches, sizes.repeats
+        return circular_store(*counts, sizes.delay, by_autodiff)
     residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 

@@ -91,7 +91,7 @@ class BlockSizes:
                     self.stages,
                     int(m),
                     int(v),
-                    delay=2 if config.pipeline.delay_activation_forwarding else 1,
+                    delay=self.delay,
                     slack=int(config.pipeline.overlap_slots),
                 )
                 for v in block.repeats
@@ -108,6 +108,11 @@ class BlockSizes:
         """Return `Pattern.in_flight` of all patterns, [3, 6, 5, M, V, 1, 1, 1]."""
         values = np.array([[p.in_flight for p in row] for row in self.patterns], float)
         return np.moveaxis(values, (0, 1), (-2, -1))[..., None, None, None]
+
+    @property
+    def delay(self) -> int:
+        """Return how many iterations of the circular engine a transfer takes."""
+        return 2 if self.config.pipeline.delay_activation_forwarding else 1
 
     @property
     def is_written_out(self) -> bool:

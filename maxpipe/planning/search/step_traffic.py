@@ -46,8 +46,7 @@ def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     """
     if not sizes.engine.is_differentiated:
         return 0.0
-    delay = 2 if sizes.config.pipeline.delay_activation_forwarding else 1
-    iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)
+    iterations = (sizes.repeats - 1) * sizes.delay * (sizes.stages - 1)
     count = sizes.layers * sizes.parameters.layer_gathered
     selected = 2 * 3 * sizes.itemsize * count / machine.stream_rate(sizes.itemsize)
     added = 3 * FLOAT32 * count / machine.stream_rate(FLOAT32)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
+from maxpipe.planning.prefetch import IDLE_SHARE
 from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
-from maxpipe.planning.remat_cheap import ROOM as IDLE_SHARE
 from maxpipe.planning.search.block import along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
