@@ -9,8 +9,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Atom = Var | Literal
 
-CALLS = ("jit", "pjit", "closed_call", "core_call")
-CHECKPOINTS = ("checkpoint", "remat2", "remat")
+CALLS = ("jit", "closed_call")
+CHECKPOINTS = ("remat2",)
 
 # What a program runs on the host for its own sake, such as jax.debug.print.
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback")

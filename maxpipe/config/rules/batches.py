@@ -25,7 +25,7 @@ def _shard_factors(c: Config) -> tuple[str, str]:
 
 def least_microbatches(c: Config) -> int:
     """Return how many microbatches fill the pipeline; delayed forwarding doubles them."""
-    return num_stages(c) * (2 if c.pipeline.delay_activation_forwarding else 1)
+    return num_stages(c) * c.pipeline.forwarding_delay
 
 
 @rule(

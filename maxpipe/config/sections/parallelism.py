@@ -261,6 +261,11 @@ class PipelineConfig:
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
 
     @property
+    def forwarding_delay(self) -> int:
+        """Return how many ticks or iterations a transfer between stages takes."""
+        return 2 if self.delay_activation_forwarding else 1
+
+    @property
     def gathers_whole(self) -> bool:
         """Return whether weights of a repeat or more are gathered at once; not on auto."""
         return self.fsdp_gather in ("per_repeat", "once")

@@ -28,7 +28,7 @@ def build_table(config: Config) -> Table:
         num_stages(config),
         pipeline.num_microbatches,
         pipeline.num_repeats,
-        forwarding_delay=2 if pipeline.delay_activation_forwarding else 1,
+        forwarding_delay=pipeline.forwarding_delay,
         slack=int(pipeline.overlap_slots),
         times=times_of_chunks(config),
     )

@@ -1,7 +1,7 @@
 """Hold the loop state of the circular pipeline: activations between the stages, and the conveyor.
 
 In iteration t stage s works on unit n = t - d s, which is microbatch n % M in repeat n // M
-(breadth-first looping, Narayanan et al. 2021, section 2.2). There are M V + d (S-1) iterations; d
+(looped breadth-first, Lamy-Poirier 2022, arXiv:2211.05953). There are M V + d (S-1) iterations; d
 is 2 with delayed forwarding and 1 without.
 
 Inputs, activations between two repeats, and outputs share one buffer of exactly M microbatches, the

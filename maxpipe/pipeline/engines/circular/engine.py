@@ -97,7 +97,7 @@ class CircularEngine(SpmdEngine):
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)
-        self._delay = 2 if config.delay_activation_forwarding else 1
+        self._delay = config.forwarding_delay
 
     def _check_rules(self) -> None:
         if reasons := unfit_rules(self._rules):
