@@ -13,8 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.planning.search.rows import Proof
+from maxpipe.planning.search.seconds import Seconds
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
 Note = Callable[[str], None]
@@ -94,8 +96,29 @@ def _ending_with_this(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 def _read(report: dict[str, object], took: float) -> Proof:
     memory, seconds = report["memory"], report["predicted_step_seconds"]
     assert isinstance(memory, dict)
-    needed = float(memory["needed_bytes"])
-    return Proof(needed, float(str(seconds)) if seconds else None, bool(report["fits"]), "", took)
+    needed, fits = float(memory["needed_bytes"]), bool(report["fits"])
+    if not seconds:
+        return Proof(needed, None, fits, "", took)
+    step = float(str(seconds))
+    return Proof(needed, step, fits, "", took, _parts(report, step))
+
+
+def _parts(report: dict[str, object], step: float) -> Seconds:
+    """Return the parts of a compiled step of so many seconds.
+
+    The bubble is what idle slots take; where their operations cannot be told from those of others,
+    as on the circular engine, it is their share of all slots. What idle slots of one program wait
+    for is part of the bubble, in proportion.
+    """
+    predicted = report["predicted"]
+    assert isinstance(predicted, dict)
+    bubble = predicted["bubble"]
+    if bubble is None:
+        bubble = float(str(report["bubble"] or 0.0)) * step
+    communication = float(predicted["parts"]["collectives"])
+    if ENGINES[str(report["engine"])].one_program:
+        communication *= 1 - bubble / step
+    return Seconds(step - communication - bubble, communication, bubble)
 
 
 def _last_problem(text: str) -> str:

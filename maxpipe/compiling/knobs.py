@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.values import as_written
@@ -34,7 +34,7 @@ class Gain:
 
     Attributes:
       words: to append to the command.
-      compiles: what compiling takes for it, besides; "" if nothing.
+      compiles: what it adds to compiling; "" if nothing.
       needed: bytes that the program would need on each device, by estimate.
       mfu: the bound of the model FLOPs utilisation, by estimate.
     """
@@ -49,6 +49,7 @@ BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> boun
 MARGIN = 0.95  # of a device's memory, since estimates are coarse
 _SCAN_LAYERS = "pipeline.scan_layers"
 LEAST_GAIN = 1.01  # of the bound of MFU
+LEAST_SAVING = 0.01  # of the memory that a step takes
 
 
 def gains(
@@ -99,7 +100,7 @@ def gains(
                 changed = resolve(replace(written, **changes), *devices)
             changed = with_gather_mode(changed, tpu_memory)
             would_need = needed + estimate(changed, tpu_memory).total - now
-        except (ConfigError, ValueError):
+        except ValueError:
             continue
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
         if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
@@ -139,9 +140,9 @@ def knobs(
             changed = resolve(replace(written, **changes), num_devices, num_slices)
             changed = with_gather_mode(changed, tpu_memory)
             saves = now - estimate(changed, tpu_memory).total
-        except (ConfigError, ValueError):
+        except ValueError:
             continue
-        if saves > 0.01 * now:
+        if saves > LEAST_SAVING * now:
             effective.append(Knob(_words(changes), saves))
     return sorted(effective, key=lambda knob: -knob.saves)
 

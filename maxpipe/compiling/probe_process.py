@@ -98,7 +98,7 @@ def _figure(value: object) -> float:
     """Return a number of the cache.
 
     Raises:
-      ValueError: it is none, or neither a time nor a size.
+      ValueError: it is not a finite number of at least 0.
     """
     number = float(str(value))
     if not math.isfinite(number) or number < 0:

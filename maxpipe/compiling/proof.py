@@ -20,7 +20,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
 
     Returns:
       The plan with the proved rows first, by the compiler's prediction. Rows that were not compiled
-      follow, and those that do not fit come last.
+      follow; those that do not fit are among its misfits.
 
     Raises:
       ConfigError: none of the rows could be compiled.
@@ -79,7 +79,7 @@ def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
 
 def _too_much(proof: Proof) -> str:
     assert proof.memory is not None
-    return f"does not fit: the compiler needs {proof.memory / GIB:.3g} GiB"
+    return f"does not fit: the program needs {proof.memory / GIB:.3g} GiB, says the compiler"
 
 
 def _took(proof: Proof) -> str:
@@ -87,5 +87,5 @@ def _took(proof: Proof) -> str:
 
 
 def is_provable(plan: Plan) -> bool:
-    """Return whether a compiler for the machine is at hand."""
+    """Return whether there are rows, and a compiler for the machine is at hand."""
     return plan.request.machine.is_compilable and bool(plan.rows)

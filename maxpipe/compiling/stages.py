@@ -6,8 +6,8 @@ take memory of a device while a program uses them, and those of one more while t
 TPUs every program is timed, and the simulator composes the times in the order of the schedule.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -26,7 +26,7 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.footprint import itemsize, microbatch_tokens
+from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_tpus
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 
@@ -69,6 +69,7 @@ class StagesReport:
       stages: memory by stage.
       needed_by_program: bytes of a program that the compiler gave up; None if there is none.
       predicted: None for devices other than TPUs.
+      program_seconds: predicted time of a run of each program; empty where nothing is predicted.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
     """
 
@@ -81,6 +82,7 @@ class StagesReport:
     stages: Sequence[StageBytes] = ()
     needed_by_program: float | None = None
     predicted: Prediction | None = None
+    program_seconds: Mapping[UnitName, float] = field(default_factory=dict)
     schedule_words: str = ""
 
     @property
@@ -116,11 +118,13 @@ class StagesReport:
                 {"stage": program.stage, "name": str(program.name), "runs": program.runs}
                 | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
                 | {"offloaded_bytes": program.offloaded}
+                | {"predicted_seconds": self.program_seconds.get(program.name)}
                 | {"collectives": list(map(asdict, program.collectives))}
                 for program in self.programs
             ],
             "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
             "predicted": self.predicted.as_json() if self.predicted else None,
+            "schedule_words": self.schedule_words or None,
         }
 
     def lines(self) -> list[str]:
@@ -163,7 +167,7 @@ class StagesReport:
 
     def _verdict(self) -> str:
         if self.capacity is None:
-            return f"verdict     needs {size(self.needed)} on a device; their memory is not known"
+            return f"verdict     needs {size(self.needed)} on a device, whose memory is not known"
         sizes = f"{size(self.needed)} of {size(self.capacity)}"
         if self.needed_by_program:
             return f"verdict     does not fit: the next program needs {sizes}"
@@ -208,7 +212,8 @@ def analyse_stages(
         return replace(
             report, programs=compiled, needed_by_program=error.needed, capacity=error.available
         )
-    memory = StageMemory(config, table)
+    is_tpu = devices[0].platform == "tpu"
+    memory = StageMemory(on_tpus(config) if is_tpu else config, table)
     sizes = [len(layers) for layers in trainer.engine.layer_index()]
     stages = []
     for stage in range(table.num_stages):
@@ -263,5 +268,8 @@ def _with_prediction(
     speed = speed_of(config, mesh, chip, predicted.seconds, model_flops)
     costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
     return replace(
-        report, predicted=replace(predicted, speed=speed), schedule_words=stage_words(table, costs)
+        report,
+        predicted=replace(predicted, speed=speed),
+        program_seconds={name: timeline.seconds for name, timeline in timelines.items()},
+        schedule_words=stage_words(table, costs),
     )

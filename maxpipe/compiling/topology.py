@@ -20,6 +20,7 @@ from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
 from maxpipe.config.slices import canonical_topology, examples_of
 from maxpipe.devices.chips import Chip, coordinates, slice_of
+from maxpipe.planning.search.links import links_of
 
 KEY = "compile.topology"
 SIMULATED = "cpu"
@@ -170,9 +171,7 @@ def _group_links(
     spans: Sequence[int], sizes: Sequence[int], rings: Sequence[bool], between_neighbours: bool
 ) -> int:
     """Return the links that a group can use which takes `spans` places in each dimension."""
-    total = 0
-    for span, size, is_ring in zip(spans, sizes, rings, strict=True):
-        if span > 1:
-            has_two = (is_ring and span == size) or (between_neighbours and span > 2)
-            total += 2 if has_two else 1
-    return min(total, 2) if between_neighbours else total
+    if not between_neighbours:
+        return links_of(spans, sizes, rings)
+    # In a middle of three a chip has a neighbour on either side.
+    return 2 if max(spans) > 2 else min(2, links_of(spans, sizes, rings))

@@ -109,7 +109,7 @@ def names_of(words: str) -> list[UnitName]:
     """Return the units that a flag names, such as "F1,B1".
 
     Raises:
-      ConfigError: a name is none.
+      ConfigError: a word does not name a unit.
     """
     names = []
     for word in words.split(","):

@@ -1,4 +1,4 @@
-"""The process that compiles a row of a plan."""
+"""The process that compiles a row of a plan, and what is read of its report."""
 
 import os
 import signal
@@ -7,6 +7,9 @@ import sys
 import time
 
 import pytest
+
+from maxpipe.compiling import compile_process
+from maxpipe.planning.search.seconds import Seconds
 
 PROGRAM = """
 import sys
@@ -35,3 +38,30 @@ def test_the_compiler_ends_when_the_plan_is_told_to_end(tmp_path):
     assert plan.wait(30) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "share", "bubble", "expected"),
+    [
+        ("sequential", 0.0, None, Seconds(1.5, 0.5, 0.0)),
+        # Units are known, and what idle ones take, a quarter of what is waited for included.
+        ("scheduled", 0.2, 0.5, Seconds(1.125, 0.375, 0.5)),
+        ("mpmd", 0.2, 0.5, Seconds(1.0, 0.5, 0.5)),  # idle stages wait for nothing else
+        ("circular", 0.25, None, Seconds(1.125, 0.375, 0.5)),  # a share of all slots
+    ],
+)
+def test_parts_of_a_compiled_step_are_those_of_its_report(
+    engine, share, bubble, expected, monkeypatch
+):
+    report = {
+        "engine": engine,
+        "memory": {"needed_bytes": 7},
+        "fits": True,
+        "bubble": share,
+        "predicted_step_seconds": 2.0,
+        "predicted": {"bubble": bubble, "parts": {"matrix products": 1.5, "collectives": 0.5}},
+    }
+    monkeypatch.setattr(compile_process, "run_compile", lambda *_: report)
+    proof = compile_process.compile_configuration("", print)
+    assert proof.seconds == 2.0
+    assert proof.parts == pytest.approx(expected)

@@ -17,7 +17,8 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Proof
-from maxpipe.render.plan_table import basis_lines, reason_text
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.render.plan_table import as_json, basis_lines, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 
@@ -44,8 +45,8 @@ def compiled(monkeypatch, answers):
     monkeypatch.setattr(proof, "compile_configuration", answer)
 
 
-def proved(seconds, *, fits=True, failure=""):
-    return Proof(1e9, seconds, fits, failure, 1.0)
+def proved(seconds, *, fits=True, failure="", parts=None):
+    return Proof(1e9, seconds, fits, failure, 1.0, parts)
 
 
 def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
@@ -61,6 +62,18 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
     )
 
 
+def test_compiled_rows_show_the_compilers_parts_and_lose_by_them(plan, monkeypatch):
+    answers = [proved(1.0, parts=Seconds(0.8, 0.1, 0.1)), proved(1.5, parts=Seconds(0.8, 0.1, 0.6))]
+    compiled(monkeypatch, answers)
+    ranked = prove(plan, 2, lambda line: None)
+    assert [row.parts for row in ranked.rows[:2]] == [answer.parts for answer in answers]
+    assert ranked.rows[1].reason == "+50.0%: bubble"
+    assert as_json(ranked)["rows"][0]["proof"]["parts"]["communication"] == 0.1
+    # What was not compiled is compared by closed forms, which know other losses.
+    closed = ranked.rows[2]
+    assert closed.parts == closed.candidate.seconds
+
+
 def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeypatch):
     compiled(
         monkeypatch,
@@ -68,7 +81,7 @@ def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeyp
     )
     ranked = prove(plan, 1, lambda line: None)
     assert ranked.winner.seconds == 2.0
-    assert "the compiler needs" in ranked.misfits[-1].reason
+    assert "the program needs" in ranked.misfits[-1].reason
 
 
 def test_rows_fit_without_the_compilers_estimate_of_time(plan, monkeypatch):

@@ -31,6 +31,8 @@ from maxpipe.compiling.topology import PERMUTE, axis_links
 from maxpipe.devices.chips import ATTENTION_BLOCK, Chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
+_INDEX_BYTES = 64  # operands of slices up to this say where they begin
+
 
 class Part(StrEnum):
     """What the time of an operation is reported as."""
@@ -50,7 +52,7 @@ class Price(NamedTuple):
       seconds: how long it takes; None if that is unknown.
       collective: HLO name of the collective, such as "all-gather"; "" if it is none.
       axes: mesh axes of the collective, such as "fsdp".
-      is_estimated: whether the compiler says so.
+      is_estimated: whether the seconds are the compiler's estimate.
       links: the links that the collective sends over; "" if it is none. Transfers over the same
         links wait for each other.
     """
@@ -151,7 +153,7 @@ class Prices:
             max(array_bytes(instruction.type), default=0) or math.inf,
         )
         if instruction.opcode == "slice-start" or "slice" in instruction.name:
-            moved = min([moved, *(size for size in array_bytes(instruction.type) if size > 64)])
+            moved = min([moved, *(n for n in array_bytes(instruction.type) if n > _INDEX_BYTES)])
         return Price(Part.COPIES, moved / self._constants.hbm_bandwidth)
 
     def channel(self, instruction: Instruction) -> str:
@@ -282,5 +284,5 @@ def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
             for name in instruction.operands
             if name in computation.instructions
         ]
-        return 2.0 * min((size for size in sizes if size > 64), default=0)
+        return 2.0 * min((size for size in sizes if size > _INDEX_BYTES), default=0)
     return 2.0 * sum(array_bytes(instruction.type))

@@ -195,7 +195,7 @@ class _Walker:
         """Walk through both sides of a conditional; the longest branch is the one with the work."""
         branches = [self._module.computations[n] for n in instruction.called()["branches"]]
         silent = _Walker(self._module, self._prices, self._origins, self._times_taken)
-        seconds = [silent.run(branch, place._replace(runs=0.0)) for branch in branches]
+        seconds = [silent.run(branch, place) for branch in branches]
         longest = seconds.index(max(seconds))
         taken = min(self._times_taken(origin, place.runs), place.runs)
         share = taken / place.runs if place.runs else 0.0

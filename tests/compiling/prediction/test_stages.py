@@ -1,5 +1,7 @@
 """A step of the mpmd engine composed from its units' times, worked out by hand; and on a TPU."""
 
+import re
+
 import pytest
 from helpers.compile_command import report_of, tpu_aot
 from helpers.hand_timed import BASIS
@@ -93,5 +95,8 @@ class TestTpu:
         busiest = sum(predicted["parts"].values())
         assert report["predicted_step_seconds"] == pytest.approx(busiest + predicted["bubble"])
         assert 0 < predicted["mfu"] < 1
-        assert "units, for maxpipe.schedule: forward=" in text
+        assert f"units, for maxpipe.schedule: {report['schedule_words']}\n" in text
+        (forward,) = re.findall(r"forward=\S+,(\S+) ", report["schedule_words"])
+        seconds = {program["name"]: program["predicted_seconds"] for program in report["programs"]}
+        assert seconds["F1"] == pytest.approx(float(forward), rel=1e-3)
         assert "verdict     fits: " in text

@@ -89,6 +89,23 @@ def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
     assert sum(s.total for s in timeline.spent) == pytest.approx(timeline.seconds)
 
 
+def test_walk_of_a_conditional_within_a_branch_counts_its_work():
+    begin = PROGRAM.index("%work (x: f32[50])")
+    work = PROGRAM[begin : PROGRAM.index("%idle (x: f32[50])")]
+    names = {"%x.1": "%x.3", "head.work": "head.inner", "%work (": "%inner ("}
+    inner = work
+    for name, other in names.items():
+        inner = inner.replace(name, other)
+    nested = (
+        "ROOT %nested = f32[50] conditional(%some.1, %x.1, %x.1), true_computation=%inner, "
+        'false_computation=%idle, metadata={op_name="jit(train_step)/phase_1/while/body/head/cond"}'
+    )
+    outer = work.replace(
+        work.splitlines()[2].strip(), f"%some.1 = pred[] constant(true)\n  {nested}"
+    )
+    assert walked(PROGRAM.replace(work, inner + outer)).seconds == walked().seconds
+
+
 def test_walk_names_phase_source_line_and_scope_of_an_operation():
     timeline = walked()
     spent = {s.name: s for s in timeline.spent}
