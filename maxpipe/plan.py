@@ -90,7 +90,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--memory-margin",
         default="10%",
         metavar="SHARE",
-        help="share of a device's memory that stays free (10%%)",
+        help="share of a device's memory that closed forms leave free (10%%)",
     )
     parser.add_argument(
         "--compile",

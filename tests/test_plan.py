@@ -3,8 +3,11 @@
 import contextlib
 import io
 import json
+import re
 
 import pytest
+from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
+from helpers.hf_models import recorded
 
 from maxpipe import plan
 from maxpipe.config import load, resolve
@@ -116,6 +119,53 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert f"not written {best}: nothing fits" in printed
     assert not best.exists()
     assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()
+    assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in printed
+    larger = ["llama3-405b", "--topology", "v5p:4x4x8", "--no-compile"]
+    assert plan.main([*larger, "--fix", "pipeline.schedule=lockstep_1f1b"]) == 0
+
+
+# One microbatch, so that residuals grow with the batch.
+ON_FOUR = ["qwen3-0.6b", "--topology", "v5e:2x2", "--no-compile", "--fix", "mesh.ici.fsdp=4"]
+ON_FOUR += ["--fix", "pipeline.num_microbatches=1", "--fix", "pipeline.engine=sequential"]
+
+
+def test_nothing_fits_says_with_how_many_tokens_it_would(capsys):
+    assert plan.main([*ON_FOUR, "--tokens-per-step", "4Mi"]) == 3
+    printed = capsys.readouterr().out
+    fewer = re.search(r"fewer tokens: data.global_batch_size=(\d+), (\d+) tokens a step", printed)
+    assert int(fewer[2]) == 4096 * int(fewer[1])
+    assert plan.main([*ON_FOUR, "--tokens-per-step", fewer[2]]) == 0
+    assert plan.main([*ON_FOUR, "--tokens-per-step", str(2 * int(fewer[2]))]) == 3
+
+
+def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys):
+    words = ["qwen3-0.6b", "--topology", "v5e", "--smallest", "--no-compile"]
+    fixed = ["--fix", "pipeline.schedule=lockstep_1f1b", "--tokens-per-step", "256Ki"]
+    assert plan.main([*words, *fixed]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("slice "))
+    slices = [line.split() for line in lines[start + 1 :] if line.startswith("v5e:")]
+    chips = [int(row[1]) for row in slices]
+    assert slices[0][0] == "v5e:2x2"
+    assert chips == sorted(set(chips))
+    assert len(chips) > 2
+    for _, count, step, cost in slices:
+        assert float(cost) == pytest.approx(float(step) * int(count) * 1e9 / 2**18, rel=1e-3)
+
+
+def test_written_file_of_a_hugging_face_model_is_of_the_same_model(tmp_path):
+    """Its shape is in the folder; how it is computed and trained, and padding, are in the file."""
+    folder, file = tmp_path / "model", tmp_path / "best.yml"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(recorded("qwen3")["config"]))
+    words = [f"model.from_hf={folder}", "model.quantisation=int8", "model.z_loss=1e-4"]
+    words += ["model.attention=dot_product", "model.dropout=0.1", "model.vocab_size=128"]
+    fixed = ["--fix", "pipeline.engine=sequential", "--write", str(file)]
+    assert plan.main([*FROM, *fixed, *words]) == 0
+    assert "num_layers" not in file.read_text()
+    written, given = load(str(file)), load("base", [*words, "model.logit_tiles=1"])
+    assert written.config.model == given.config.model
+    assert written.config.model.vocab_size == 128
 
 
 def test_choices_that_leave_nothing_are_an_error(capsys):
@@ -206,3 +256,29 @@ def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys,
         plan.main(words)
     assert end.value.code == CONFIG_ERROR
     assert message in capsys.readouterr().err
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_written_file_compiles_elsewhere_to_the_plans_prediction(self, tmp_path, monkeypatch):
+        """Everything is real: the search, the compiled finalist and the file."""
+        (tmp_path / "planned").mkdir()
+        file, report = tmp_path / "planned/best.yml", tmp_path / "planned/best.json"
+        sizes = [word for word in NARROW if not word.startswith("pipeline.")]
+        few = ["--fix", "mesh.ici.stage=2", "--fix", "mesh.ici.fsdp=2"]
+        few += ["--try", "pipeline.schedule=lockstep_1f1b,circular", "--compile", "1"]
+        for key, value in QUICK.items():
+            monkeypatch.setenv(key, value)
+        files = ["--write", str(file), "--json", str(report)]
+        assert plan.main(["base", "--topology", "v5p:2x2x1", *few, *files, *sizes]) == 0
+        planned = json.loads(report.read_text())
+        assert planned["rows"][0]["basis"] == "compiled"
+        monkeypatch.chdir(tmp_path)
+        compiled, _ = report_of(tmp_path, file)
+        assert compiled["fits"]
+        step = planned["predicted_step_seconds"]
+        assert compiled["predicted_step_seconds"] == pytest.approx(step, rel=0.01)
+        parts = planned["rows"][0]["proof"]["parts"]
+        assert sum(parts.values()) == pytest.approx(step)
+        assert parts["bubble"] > 0

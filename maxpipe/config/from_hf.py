@@ -117,13 +117,16 @@ def override(
     problems = []
     merged = {**shape.values}
     for key, value in shape.values.items():
-        if key not in values or sources.get(key) != COMMAND_LINE:
+        if key not in values:
             continue
         own_value: Any = values[key]
-        if own_value == value or _is_derived(key, own_value):
-            continue
-        if key == VOCABULARY and own_value > value:
+        is_flag = sources.get(key) == COMMAND_LINE
+        # More rows of a vocabulary may be in the file that names the folder, too.
+        may_pad = is_flag or _file(sources, key) == _file(sources, KEY)
+        if key == VOCABULARY and own_value > value and may_pad:
             merged[key] = own_value
+            continue
+        if not is_flag or own_value == value or _is_derived(key, own_value):
             continue
         remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
         message = f"is {own_value}, but {shape.source} says {value}; {remedy}leave the key out"
@@ -131,6 +134,11 @@ def override(
     from_shape = [key for key, value in merged.items() if value == shape.values[key]]
     merged_sources = {**sources, **dict.fromkeys(from_shape, shape.source)}
     return {**values, **merged}, merged_sources, problems
+
+
+def _file(sources: Mapping[str, str], key: str) -> str:
+    """Return the file that sets a key: sources are "FILE:LINE", or the command line."""
+    return sources.get(key, "").rpartition(":")[0]
 
 
 def _is_derived(key: str, value: object) -> bool:

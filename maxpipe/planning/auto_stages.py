@@ -140,6 +140,19 @@ def plan_stages(config: Config, limit: float) -> Prediction:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
       ScheduleError: the schedule cannot be built.
     """
+    predictions = _candidates(config, limit)
+    fitting = [p for p in predictions if _is_within(p, limit)]
+    if not fitting:
+        raise _does_not_fit(config, limit, predictions)
+    # With several chunks a stage, balanced stages alone need not be the fastest.
+    return min(fitting, key=lambda p: round(p.run.makespan, 9))
+
+
+def _candidates(config: Config, limit: float) -> list[Prediction]:
+    """Predict uniform stages and balanced ones; nothing if none fits in the schedule's own order.
+
+    An order that follows the times of units, which depend on the stages, may need more memory.
+    """
     table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
     first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
@@ -162,13 +175,15 @@ def plan_stages(config: Config, limit: float) -> Prediction:
         lambda s, first, sizes: time(s, first, sizes) if fits(s, sizes) else inf,
     )
     if sizes is None:
-        raise _does_not_fit(config, limit)
+        return []
     predictions = [predict(config, sizes)]
     if uniform := uniform_sizes(config):
         predictions.insert(0, predict(config, uniform))
-    # With several chunks a stage, balanced stages alone need not be the fastest.
-    fitting = [p for p in predictions if (p.memory <= limit).all()]
-    return min(fitting, key=lambda p: round(p.run.makespan, 9))
+    return predictions
+
+
+def _is_within(prediction: Prediction, limit: float) -> bool:
+    return bool((prediction.memory <= limit).all())
 
 
 def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
@@ -306,12 +321,18 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
     )
 
 
-def _does_not_fit(config: Config, limit: float) -> ConfigError:
-    table = run_table(config)
-    memory = StageMemory(config, table)
-    sizes = _distribute(config, table, lambda s, first, sizes: memory.bytes(s, sizes))
-    assert sizes is not None, "too few layers for the chunks"
-    needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
+def _does_not_fit(config: Config, limit: float, predictions: Sequence[Prediction]) -> ConfigError:
+    """Return the error of a limit that is too low, also for these predictions."""
+    if predictions:
+        least = min(predictions, key=lambda p: float(p.memory.max()))
+        sizes, needed = least.sizes, least.memory.tolist()
+    else:
+        table = run_table(config)
+        memory = StageMemory(config, table)
+        balanced = _distribute(config, table, lambda s, first, sizes: memory.bytes(s, sizes))
+        assert balanced is not None, "too few layers for the chunks"
+        sizes = balanced
+        needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
     excess = (needed[worst] - limit) / GIB
@@ -336,22 +357,15 @@ def _words(changes: Updates) -> str:
 
 def _fits(config: Config, limit: float) -> bool:
     try:
-        table = run_table(config)
+        return any(_is_within(p, limit) for p in _candidates(config, limit))
     except ScheduleError:
         return False  # a CSV file is for one number of microbatches
-    memory = StageMemory(config, table)
-    return (
-        _distribute(
-            config,
-            table,
-            lambda s, first, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf,
-        )
-        is not None
-    )
 
 
 def _alternatives(c: Config) -> Iterator[Updates]:
     """Yield legal changes that may save memory."""
+    if c.pipeline.unit_times and _follows_times(c):
+        yield {TIMES_KEY: []}
     policy = REMAT_POLICIES[c.pipeline.remat_policy]
     if not (policy.saves_nothing or policy.by_tensor):
         yield {"pipeline.remat_policy": "full"}

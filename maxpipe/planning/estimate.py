@@ -14,16 +14,19 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip
+from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
+    device_parameters,
     first_layers_width,
     held_width,
     itemsize,
     layer_of,
     logits_bytes,
     microbatch_tokens,
+    on_tpus,
     optimizer_bytes,
     residual_width,
     stash_width,
@@ -42,8 +45,8 @@ from maxpipe.planning.stores import (
 )
 from maxpipe.planning.weights_held import Use, weights_held
 
-# Passes over weights and activations: forward, recomputation, gradients for inputs and for weights.
-_PASSES = 4
+# Passes over weights and activations: forward, gradients for inputs and for weights.
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def estimate(config: Config, tpu_memory: float | None) -> Memory:
       tpu_memory: bytes of a device, which decide whether weights are gathered ahead; None if it is
         no TPU, or an unknown one.
     """
+    if tpu_memory is not None:
+        config = on_tpus(config)
     at_rest, use = total_parameters(config), _use(config, tpu_memory)
     trained = weights_of(config, only_trained=True)
     held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
@@ -119,16 +124,16 @@ def estimate(config: Config, tpu_memory: float | None) -> Memory:
 def _use(config: Config, tpu_memory: float | None) -> Use:
     pipeline = config.pipeline
     return Use(
-        pipeline.num_microbatches,
-        pipeline.num_repeats,
-        build_layout(config).layers_per_stage,
-        _delay(config) * num_stages(config),
-        float(pipeline.fsdp_gather == "per_repeat"),
-        float(pipeline.fsdp_gather == "once"),
-        float(gathers_ahead(config, tpu_memory)),
-        splits_backward(config),
-        itemsize(config.model.dtype),
-        itemsize(config.model.param_dtype),
+        microbatches=pipeline.num_microbatches,
+        repeats=pipeline.num_repeats,
+        layers=build_layout(config).layers_per_stage,
+        period=pipeline.forwarding_delay * num_stages(config),
+        per_repeat=float(pipeline.fsdp_gather == "per_repeat"),
+        once=float(pipeline.fsdp_gather == "once"),
+        ahead=float(gathers_ahead(config, tpu_memory)),
+        splits_backward=splits_backward(config),
+        size=itemsize(config.model.dtype),
+        stored=itemsize(config.model.param_dtype),
     )
 
 
@@ -163,8 +168,13 @@ def step_bounds(
 def traffic(config: Config, memory: Memory) -> float:
     """Return the least bytes that a device moves to and from its memory in a step."""
     size, count = itemsize(config.model.dtype), config.pipeline.num_microbatches
+    # The backward may compute what was not saved without the products.
+    passes = _PASSES + remat_policy(config.pipeline).saves_nothing
     # Every device multiplies with all weights of its stage, once a microbatch.
-    weights = _PASSES * size * total_parameters(config, ("fsdp",)) * count
+    multiplied = total_parameters(config, ("fsdp",))
+    if not config.model.tie_embeddings:
+        multiplied -= device_parameters(config, "embed", whole_over=("fsdp",))
+    weights = passes * size * multiplied * count
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
@@ -172,7 +182,7 @@ def traffic(config: Config, memory: Memory) -> float:
     if first := config.model.first_dense_layers:
         widths += first * 2 * layer_of(with_dense_layers(config)).result_width
     # Layers outside the pipeline are divided among the stages, too.
-    return weights + update + _PASSES * size * tokens * widths / config.mesh.size("stage")
+    return weights + update + passes * size * tokens * widths / config.mesh.size("stage")
 
 
 class _Moments(NamedTuple):
@@ -198,7 +208,8 @@ def _moments(config: Config) -> _Moments:
     else:
         microbatches, repeats = pipeline.num_microbatches, pipeline.num_repeats
         by_autodiff = not pipeline.gathers_whole
-        stored = circular_store(stages, microbatches, repeats, _delay(config), by_autodiff)
+        delay = pipeline.forwarding_delay
+        stored = circular_store(stages, microbatches, repeats, delay, by_autodiff)
     first, size = first_layers_width(config), itemsize(model.dtype)
     layers, outside = layout.layers_per_stage, layout.num_outside
     columns = stored_columns(stored, layers, outside, widths, size, first)
@@ -214,8 +225,3 @@ def _moments(config: Config) -> _Moments:
     return _Moments(
         column * float(columns), column * working, logits_bytes(config, tokens / head_shards)
     )
-
-
-def _delay(config: Config) -> int:
-    """Return how many iterations of the circular engine a transfer takes."""
-    return 2 if config.pipeline.delay_activation_forwarding else 1

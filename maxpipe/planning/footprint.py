@@ -13,8 +13,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from maxpipe.config.catalog import ENGINES, OPTIMIZERS
+from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.model.kernels.choose import choose_gating, choose_rotation
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
@@ -91,6 +93,17 @@ def total_parameters(
 def with_dense_layers(config: Config) -> Config:
     """Return the configuration of a model whose layers are all like the first dense ones."""
     return replace(config, model=config.model.dense)
+
+
+def on_tpus(config: Config) -> Config:
+    """Return the configuration with what `auto` makes of a layer on TPUs, which saves less."""
+    return update(
+        config,
+        {
+            "model.rotation": choose_rotation(config, "tpu", lambda line: None),
+            "model.gating": choose_gating(config, "tpu", lambda line: None),
+        },
+    )
 
 
 def layer_of(config: Config) -> Layer:

@@ -15,25 +15,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
+from maxpipe.pipeline.jaxprs import CALLS, CHECKPOINTS, inner_jaxprs, open_jaxpr, shaped
 from maxpipe.planning.jaxpr_flops import equation_flops
 from maxpipe.planning.layer_trace import ATTENTION, GROUPED, ModelTrace, trace_residuals
 
 # Return the devices over which each dimension of a parameter is split while a layer computes.
 DimensionShards = Callable[[ParamSpec], Sequence[int]]
 
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "remat",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_jvp_call",
-)
+_CALLS = (*CALLS, *CHECKPOINTS, "custom_vjp_call", "custom_jvp_call")
 _ALIASES = ("copy", "optimization_barrier", "reshape", "sharding_constraint", "squeeze")
 _ACTIVATION_FUNCTIONS = ("erf", "exp", "integer_pow", "logistic", "max", "square", "tanh")
 _SAME_DIMENSIONS = ("convert_element_type", "copy", "optimization_barrier", "stop_gradient")
@@ -269,7 +258,7 @@ class Layer:
         return ends
 
     def _shared_operand(self, result: Product | Scale) -> Value | None:
-        """Return the operand of a product that is all that is made of a result, if there is one."""
+        """Return the only value made of a result, if it is a product's operand, else None."""
         ends = self._ends.get(result, set())
         return next(iter(ends)) if len(ends) == 1 and self.output not in ends else None
 

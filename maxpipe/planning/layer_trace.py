@@ -63,7 +63,7 @@ def _save_operands(
     return context, (q, k, v, segment_ids, context)
 
 
-def _zero_gradients(
+def _stand_in_gradients(
     saved: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     q, k, v, _, context = saved
@@ -71,7 +71,7 @@ def _zero_gradients(
     return q * used, k * used, v * used, None
 
 
-_planned.defvjp(_save_operands, _zero_gradients)
+_planned.defvjp(_save_operands, _stand_in_gradients)
 
 
 GROUPED = "planned_grouped_product"  # stands for a product of rows with their experts' weights
@@ -94,7 +94,7 @@ def _save_factors(
     return _grouped(rows, weights, assignments), (rows, weights)
 
 
-def _zero_products(
+def _stand_in_products(
     assignments: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     rows, weights = saved
@@ -102,7 +102,7 @@ def _zero_products(
     return rows * used, weights * used
 
 
-_grouped.defvjp(_save_factors, _zero_products)
+_grouped.defvjp(_save_factors, _stand_in_products)
 
 
 def _planned_experts(model: ModelConfig, devices: int) -> ExpertsFn:

@@ -8,7 +8,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB, Device, memory_of_tpus
-from maxpipe.pipeline.manual import BATCH_AXES, MANUAL_AXES
+from maxpipe.pipeline.manual import BATCH_AXES, MANUAL_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import device_parameters, itemsize
 from maxpipe.planning.stores import Number
@@ -25,20 +25,26 @@ def ignore_note(text: str) -> None:
     """Drop a line that nothing should print."""
 
 
-def changes_step(engine: Engine, size: Callable[[str], int]) -> bool:
+def changes_step(engine: Engine, size: Callable[[str], int], repeats: int = 1) -> bool:
     """Return whether the modes of `pipeline.fsdp_gather` differ for an engine on a mesh.
 
     Args:
       engine: that runs the model.
       size: mesh axis -> its size.
+      repeats: of a stage, V.
     """
     is_split = engine.has_stages and size("fsdp") > 1
-    return is_split or (engine.is_differentiated and bool(sharing_axes(size)))
+    return is_split or (engine.is_differentiated and bool(sharing_axes(size, repeats)))
 
 
-def sharing_axes(size: Callable[[str], int]) -> list[str]:
-    """Return the mesh axes along which devices have the same weights and other tokens."""
-    return [axis for axis in BATCH_AXES if axis != "fsdp" and size(axis) > 1]
+def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
+    """Return the mesh axes along which a differentiated loop sums up gradients in each iteration.
+
+    Devices have the same weights and other tokens there. Over context XLA sums up once where a
+    stage has several repeats, whose gradients are parts of one array.
+    """
+    axes = BATCH_AXES if repeats == 1 else ROW_AXES
+    return [axis for axis in axes if axis != "fsdp" and size(axis) > 1]
 
 
 def memory_for_gathers(
@@ -53,7 +59,8 @@ def memory_for_gathers(
     """
     memory, pipeline = memory_of_tpus(devices), config.pipeline
     is_auto = "auto" in (pipeline.fsdp_gather, pipeline.fsdp_prefetch)
-    is_open = is_auto and changes_step(ENGINES[pipeline.engine], config.mesh.size)
+    engine, repeats = ENGINES[pipeline.engine], pipeline.num_repeats
+    is_open = is_auto and changes_step(engine, config.mesh.size, repeats)
     if memory is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
         note(f"weights are not gathered early on auto: the memory of {kind} is not known")

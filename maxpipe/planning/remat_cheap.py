@@ -13,7 +13,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens
+from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens, on_tpus
 from maxpipe.planning.prefetch import IDLE_SHARE, Note, ignore_note, splits_backward
 
 KEY = "pipeline.remat_cheap"
@@ -54,7 +54,7 @@ def _has_choice(config: Config) -> bool:
 def _is_scarce(config: Config, tpu_memory: float, note: Note) -> bool:
     """Return whether cheap values of all layers but one would take more memory than is idle."""
     others = build_layout(config).layers_per_stage - 1
-    cheap = cheap_width(config) * itemsize(config.model.dtype) * microbatch_tokens(config)
+    cheap = cheap_width(on_tpus(config)) * itemsize(config.model.dtype) * microbatch_tokens(config)
     held = others * cheap
     is_scarce = estimate(config, tpu_memory).total + held > IDLE_SHARE * tpu_memory
     note(

@@ -85,9 +85,17 @@ def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
     free = replace(task, lockstep=False)
     if not task.costs.head or task.placement != "loop":
         return solve(free, seconds, progress)
+    begin, fastest, least = time.monotonic(), math.inf, math.inf
+
+    def report(_: float, makespan: float, bound: float) -> None:
+        nonlocal fastest
+        fastest = min(fastest, makespan)
+        progress(time.monotonic() - begin, fastest, min(bound, least, fastest))
+
     # Lockstep tables are fewer; most of them are solved in a short time.
-    in_lockstep = solve(replace(task, lockstep=True), seconds / 2, progress)
-    running_free = solve(free, seconds / 2, progress)
+    in_lockstep = solve(replace(task, lockstep=True), seconds / 2, report)
+    least = in_lockstep.bound
+    running_free = solve(free, seconds / 2, report)
     return replace(
         min(running_free, in_lockstep, key=lambda solution: solution.run.makespan),
         bound=min(in_lockstep.bound, running_free.bound),

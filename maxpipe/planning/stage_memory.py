@@ -1,12 +1,12 @@
 """Estimate the memory of a stage's devices under a schedule: which numbers of layers fit.
 
-Counted are parameters, optimizer state and sums of gradients; what the schedule keeps in flight on
+It counts parameters, optimizer state and sums of gradients; what the schedule keeps in flight on
 the stage, more on earlier stages; and what the largest unit works with, gathered weights included.
 Offloaded residuals take memory of the device while they are used, and those of one unit more while
 they are copied to the host or back.
-What the compiler adds for its programs and loses between buffers is not. Compared with programs
-that libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), the estimate of
-what an I hands to its W is 3 % low, and of what a B works with a third high.
+It leaves out what the compiler adds for its programs and loses between buffers. Compared with
+programs that libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), the
+estimate of what an I hands to its W is 3 % low, and of what a B works with a third high.
 """
 
 from collections.abc import Sequence
@@ -134,7 +134,8 @@ class StageMemory:
         projection = "embed" if config.model.tie_embeddings else "head"
         if self._gathers_once:
             # They are part of the stage's state; the head's gradient is not.
-            return self._parameters(projection, gathered=True) * size * self._is_last(stage)
+            head = self._parameters(projection, gathered=True, only_trained=True)
+            return head * size * self._is_last(stage)
         if self._is_first(stage):
             ends = self._parameters("embed", gathered=True) * size
         if self._is_last(stage):

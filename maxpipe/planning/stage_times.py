@@ -1,10 +1,10 @@
 """Compute the times of units from FLOPs: what a stage with some number of layers takes.
 
-Counted are products with weights, and attention, of which a causal query does half. The backward of
+These are products with weights, and attention, of which a causal query does half. The backward of
 a product with weights is one for its input and one for its weight; that of attention belongs to the
 input gradient.
 
-Left out are norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
+They leave out norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
 real widths, and the embedding: a lookup in the forward, and in the backward a sum that moves bytes
 and multiplies nothing. A chunk that is recomputed as a whole need not repeat its very last product,
 which is counted here. The kernel that runs without accelerators computes attention's masked half

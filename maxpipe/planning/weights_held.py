@@ -117,14 +117,17 @@ def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
     chunk = use.layers * weights.layer_gathered
     # F and B, and W, have a set each if they gather ahead; otherwise one after the other has one.
     sets = 1.0 + use.ahead * (1.0 + use.splits_backward)
+    # Weights that are whole are cast before the loop, all layers at once.
+    is_whole = np.equal(weights.layer_gathered, weights.layer_at_rest) * (use.size < use.stored)
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
     return Held(
-        # Of what is gathered ahead XLA casts all shards before the loop.
-        use.ahead * _cast_layers(weights, use) + use.once * use.size * weights.gathered,
+        # Of what is gathered ahead XLA casts all shards before the loop, too.
+        np.maximum(use.ahead, each * is_whole) * _cast_layers(weights, use)
+        + use.once * use.size * weights.gathered,
         _SUM * (each * trained.at_rest + use.once * trained.gathered),
-        each * use.size * sets * chunk + _SUM * gradients,
+        each * (1.0 - is_whole) * use.size * sets * chunk + _SUM * gradients,
         each * use.size * weights.projection + _SUM * trained.projection,
     )
 
@@ -132,20 +135,20 @@ def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
 def _circular(weights: Weights, trained: Weights, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once
     chunk = use.layers * weights.layer_gathered
-    trained_chunk = use.layers * trained.layer_gathered
     # A repeat's weights are gathered during the one before, or the one before that.
     lookahead = 1.0 + np.equal(use.microbatches, use.period)
     sets = np.minimum(use.repeats, lookahead + 1.0) * use.per_repeat
     sums = np.minimum(use.repeats, 2.0) * use.per_repeat
-    at_rest = each + use.per_repeat
-    # Logits of all microbatches are made of one copy, which has one gradient.
-    head = use.size * (weights.projection + trained.projection)
+    # The sums of the repeats at work, two at a switch, become gradients at rest when they are done.
+    done = trained.at_rest - sums * trained.layers_at_rest / use.repeats
+    whole = use.layers * sums * trained.layer_gathered + use.once * trained.gathered
     return Held(
         each * _cast_layers(weights, use)
         + use.size * (sets * chunk + use.once * weights.gathered)
-        + head,
-        _SUM * (at_rest * trained.at_rest + sums * trained_chunk + use.once * trained.gathered),
-        # A chunk's weights, and its gradient.
-        use.size * (each * chunk + trained_chunk),
-        0.0,
+        # Of the logits of all microbatches, which are made at once.
+        + use.size * trained.projection,
+        _SUM * ((1.0 - use.once) * done + whole),
+        # A chunk's weights, and a layer's gradient before it is added.
+        use.size * (each * chunk + trained.layer_gathered),
+        use.size * weights.projection,
     )

@@ -6,6 +6,7 @@ from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import SHOWN, Plan
 from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.written import BASES, versions
 
 HEADER = (
@@ -133,7 +134,7 @@ def _bases(plan: Plan) -> list[str]:
     by = _probed_lines(plan)
     if proofs:
         return [
-            "by compiled: seconds and GiB are the compiler's; their parts are not",
+            "by compiled: seconds, their parts and GiB are the compiler's",
             *by,
             "by closed: closed forms",
         ]
@@ -181,8 +182,6 @@ def as_json(plan: Plan) -> dict[str, object]:
 
 def _row_json(plan: Plan, row: Row) -> dict[str, object]:
     candidate, is_timed = row.candidate, plan.request.machine.is_timed
-    products, communication, bubble = (float(part) for part in candidate.seconds)
-    parts = {"products": products, "communication": communication, "bubble": bubble}
     seconds = row.probed.seconds if row.probed else None
     return {
         "keys": candidate.updates(),
@@ -191,7 +190,7 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
         "closed_form_memory_bytes": candidate.memory,
         "predicted_step_seconds": row.seconds if is_timed else None,
         "closed_form_seconds": float(candidate.seconds.step) if is_timed else None,
-        "closed_form_parts": parts if is_timed else None,
+        "closed_form_parts": _parts_json(candidate.seconds) if is_timed else None,
         "probed_memory_bytes": row.probed.memory if row.probed else None,
         "probed_seconds": float(seconds.step) if seconds else None,
         "closed_form_scale": row.scale,
@@ -199,8 +198,12 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
         "mfu": plan.mfu(row) if is_timed else None,
         "reason": reason_text(plan, row),
         "unprobed": row.unprobed or None,
-        "proof": row.proof._asdict() if row.proof else None,
+        "proof": row.proof and row.proof._asdict() | {"parts": _parts_json(row.proof.parts)},
     }
+
+
+def _parts_json(seconds: Seconds | None) -> dict[str, float] | None:
+    return seconds and {name: float(part) for name, part in seconds._asdict().items()}
 
 
 def slice_lines(costs: Sequence[tuple[str, int, float, float]]) -> list[str]:

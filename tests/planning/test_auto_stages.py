@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from maxpipe.config import ConfigError
 from maxpipe.config.options import update
+from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table, load_schedule, times_of_chunks
@@ -24,6 +25,7 @@ from maxpipe.planning.auto_stages import (
     predict,
     run_table,
     uniform_sizes,
+    with_unit_times,
 )
 from maxpipe.planning.stage_times import unit_times
 
@@ -274,6 +276,20 @@ def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_he
         max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory)
         <= 0.6 * least
     )
+
+
+def test_order_by_unit_times_that_needs_more_than_the_published_one_is_refused_with_both():
+    timed = {"pipeline.schedule": "zb_v", "pipeline.remat_policy": "minimal"}
+    config = with_unit_times(config_of(**timed, **LARGE_HEAD, **{"pipeline.unit_times": [-1]}))
+    limit = 0.97 * max(plan_stages(config, inf).memory)
+    with pytest.raises(ConfigError) as error:
+        plan_stages(config, limit)
+    (problem,) = error.value.problems
+    too_much = re.search(r"(\S+) GiB too much; what would help: pipeline", problem.message)
+    assert 0 < float(too_much[1]) < 0.04 * limit / GIB
+    assert "pipeline.unit_times=[]" in problem.message
+    published = update(config, {"pipeline.unit_times": []})
+    assert max(plan_stages(published, limit).memory) <= limit
 
 
 def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_path):

@@ -8,7 +8,7 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import Memory, estimate, traffic
-from maxpipe.planning.footprint import total_parameters, weights_of
+from maxpipe.planning.footprint import device_parameters, itemsize, total_parameters, weights_of
 
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
@@ -124,6 +124,39 @@ def test_first_dense_layers_keep_what_dense_layers_keep(policy):
         assert dense != pytest.approx(of_experts, rel=0.1)
 
 
+def test_layers_save_less_on_tpus_which_compute_gates_once():
+    """Of a gate TPUs in bfloat16 save what goes in and what comes out, not what is between."""
+    values = {"pipeline.remat_policy": "none", "model.dtype": "bfloat16", "model.mlp_dim": 4096}
+    config = config_of(**values)
+    elsewhere, on_tpu = (estimate(config, m).activations for m in (None, 95e9))
+    assert on_tpu < 0.8 * elsewhere
+    same = config_of(**values, **{"model.gating": "separate", "model.rotation": "product"})
+    assert estimate(same, None).activations == on_tpu
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_traffic_of_weights_counts_products_that_nothing_spares(policy, passes, tied):
+    """An embedding that is no projection as well is looked up, not multiplied with."""
+    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+
+    def moved(vocabulary):
+        config = config_of(
+            **{
+                "pipeline.remat_policy": policy,
+                "model.tie_embeddings": tied,
+                "model.vocab_size": vocabulary,
+            }
+        )
+        return traffic(config, nothing) / config.pipeline.num_microbatches
+
+    config = config_of()
+    size = config.model.vocab_size
+    of_head = config.model.embed_dim * size / config.mesh.size("stage")
+    added = moved(2 * size) - moved(size)
+    assert added == pytest.approx(passes * itemsize(config.model.dtype) * of_head)
+
+
 def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
     experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
     nothing = Memory(0.0, 0.0, 0.0, 0.0)
@@ -134,7 +167,10 @@ def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
         values |= {"model.first_dense_layers": first, "pipeline.num_repeats": 1}
         config = config_of(**values)
         count = config.pipeline.num_microbatches
-        weights = 4 * 4.0 * total_parameters(config, ("fsdp",)) * count
+        whole = ("fsdp",)
+        multiplied = total_parameters(config, whole)
+        multiplied -= device_parameters(config, "embed", whole_over=whole)
+        weights = 4 * 4.0 * multiplied * count
         return traffic(config, nothing) - weights
 
     two_first = moved(6, 2, **experts) - moved(4, 0, **experts)

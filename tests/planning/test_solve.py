@@ -36,6 +36,17 @@ def found(task, seconds=0.0):
     return solve(task, seconds, lambda *state: None)
 
 
+def test_progress_of_both_forms_is_that_of_one_search():
+    states = []
+    task = Task(3, 5, 1, "loop", None, 4, CHEAP_B)
+    solution = solve(task, 0.4, lambda *state: states.append(state))
+    seconds, makespans, bounds = zip(*states, strict=True)
+    assert [*seconds] == sorted(seconds)
+    assert [*makespans] == sorted(makespans, reverse=True)
+    assert makespans[-1] >= solution.run.makespan - 1e-6
+    assert bounds[-1] <= solution.bound + 1e-6
+
+
 @pytest.mark.parametrize("costs", [SPLIT, CHEAP_B, UNEVEN])
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if "mpmd" in SCHEDULES[n].engines])
 def test_timed_orders_agree_with_the_simulation(name, costs):

@@ -35,10 +35,21 @@ def held(engine, **changes):
 
 def test_loops_that_xla_writes_hold_all_layers_cast():
     assert held("sequential").copies == 2 * 160
-    assert held("circular").copies == 2 * 160 + 2 * 2 * 100  # and the projection with its gradient
+    assert held("circular").copies == 2 * 160 + 2 * 100  # and the projection's gradient
     assert held("sequential", stored=2.0).copies == 0
     assert held("scheduled").copies == 0
     assert held("scheduled", ahead=1.0).copies == 2 * 160
+
+
+def test_weights_that_are_whole_are_cast_before_the_loop_of_a_lockstep_engine():
+    whole = WEIGHTS._replace(layer_at_rest=40.0, layers_at_rest=640.0)
+    cast, same = (
+        weights_held(ENGINES["scheduled"], whole, USE._replace(stored=stored))
+        for stored in (4.0, 2.0)
+    )
+    assert cast.copies == 2 * 640
+    assert same.copies == 0
+    assert same.unit - cast.unit == 2 * 2 * 40  # a chunk
 
 
 def test_gradients_of_a_microbatch_wait_where_there_are_several():
@@ -56,14 +67,16 @@ def test_weights_gathered_once_a_repeat_are_there_two_or_three_times(
 ):
     found = held("circular", microbatches=microbatches, repeats=repeats, per_repeat=1.0)
     chunk = 2 * 40
-    assert found.copies == 2 * sets * chunk + 2 * 2 * 100
-    assert found.gradients == 4 * (170 + sums * chunk)
+    assert found.copies == 2 * sets * chunk + 2 * 100
+    # Of the repeats at work there are whole sums, and no gradients at rest yet.
+    assert found.gradients == 4 * (170 - sums * 160 / repeats + sums * chunk)
+    assert found.head == 2 * 100
 
 
 @pytest.mark.parametrize("engine", ["circular", "scheduled"])
 def test_weights_gathered_once_are_whole_with_their_gradients(engine):
     found = held(engine, once=1.0)
-    assert found.copies - 2 * 680 == (2 * 2 * 100 if engine == "circular" else 0)
+    assert found.copies - 2 * 680 == (2 * 100 if engine == "circular" else 0)
     assert found.gradients == 4 * 680
 
 

@@ -97,13 +97,13 @@ def along(values: np.ndarray | list[float], dimension: str) -> np.ndarray:
 def block_of_configuration(config: Config) -> Block | None:
     """Return a resolved configuration as a block of one; None if its schedule is a file."""
     pipeline = config.pipeline
-    if ENGINES[pipeline.engine].has_stages and pipeline.schedule not in SCHEDULES:
+    has_stages = ENGINES[pipeline.engine].has_stages
+    if has_stages and pipeline.schedule not in SCHEDULES:
         return None
     ici, dcn = (
         tuple(getattr(level, axis) for axis in MESH_AXES)
         for level in (config.mesh.ici, config.mesh.dcn)
     )
-    has_stages = ENGINES[pipeline.engine].has_stages
     layers = config.model.stacked_layers
     chunks = config.mesh.size("stage") * pipeline.num_repeats
     inside = pipeline.parallel_layers if has_stages else layers

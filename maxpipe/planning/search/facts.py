@@ -22,6 +22,7 @@ from maxpipe.planning.footprint import (
     itemsize,
     layer_of,
     offloaded_width,
+    on_tpus,
     optimizer_bytes,
     residual_width,
     stash_width,
@@ -31,6 +32,7 @@ from maxpipe.planning.footprint import (
     working_width,
 )
 from maxpipe.planning.layer_trace import trace_model
+from maxpipe.planning.search.machine import CPU
 from maxpipe.planning.search.space import Axes
 from maxpipe.planning.weights_held import Weights
 from maxpipe.sharding.collectives import EXPERT_AXIS
@@ -47,7 +49,7 @@ class Parameters(NamedTuple):
       whole_over_experts: those that each device along mesh axis `expert` has.
       gathered: all of them, whole over fsdp.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
-      outer_at_rest, outer_gathered: those of embedding and head, likewise.
+      outer_at_rest: those of embedding and head.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
       embed_of_stage, head_of_stage: those of each where it lies on the devices of one stage.
       weights: the same as the closed forms of memory take them.
@@ -123,11 +125,14 @@ class Facts:
     """What is known of one model, read when it is first needed.
 
     Args:
-      config: its model, sequence length, logical axis rules and what candidates do not change.
+      config: its model, sequence length, logical axis rules and what candidates do not change;
+        its `compile.topology` says whether devices are TPUs.
     """
 
     def __init__(self, config: Config):
         self.config = config
+        is_tpu = config.compile.topology not in ("", CPU)
+        self._traced = on_tpus(config) if is_tpu else config
         self._parameters: dict[Axes, Parameters] = {}
         self._layers: dict[Axes, LayerCosts] = {}
         self._savings: dict[tuple[Axes, str, str], Saving] = {}
@@ -257,7 +262,7 @@ class Facts:
     def _on(self, axes: Axes) -> Config:
         """Return the configuration on a mesh of these sizes."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
-        return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+        return update(self._traced, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
 
 
 def _recomputed(config: Config) -> float:

@@ -102,7 +102,7 @@ class Legality:
         stages = grid.size("stage")
         fits_engine = np.ones(microbatches.shape, bool)
         if ENGINES[engine].has_stages and ENGINES[engine].whole_rounds:
-            least = stages * (2 if self._config.pipeline.delay_activation_forwarding else 1)
+            least = stages * self._config.pipeline.forwarding_delay
             fits_engine = (microbatches % stages == 0) & (microbatches >= least)
         divides = batch % (microbatches * grid.batch_shards) == 0
         evaluation = self._config.eval

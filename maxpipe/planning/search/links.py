@@ -1,7 +1,8 @@
 """Find the links of a chip that each mesh axis can use, from the shape of the slice alone.
 
 JAX lays mesh axes along the dimensions of the torus, the last axis first; this follows the same
-preference: as many whole dimensions as fit, else parts of them.
+preference: as many whole dimensions as fit, else parts of them. On small slices of chips with two
+dimensions it takes the devices in an order of its own instead (`jax.experimental.mesh_utils`).
 """
 
 import itertools
@@ -9,8 +10,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from maxpipe.config.rules.rule import divisors
 from maxpipe.devices.chips import Chip
+
+# Places in the order of the mesh, counted along the first dimension first.
+_SMALL_SLICES: dict[tuple[int, ...], tuple[int, ...]] = {
+    (2, 2): (0, 1, 3, 2),
+    (2, 4): (0, 1, 2, 3, 7, 6, 5, 4),
+}
 
 
 class AxisLinks(NamedTuple):
@@ -32,17 +41,41 @@ def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dic
     if chip.torus is None:
         return {axis: AxisLinks(chip.links, chip.links) for axis in sizes}
     rings = chip.torus.rings(grid)
-    links = {}
-    for axis, places in _places(sizes, grid).items():
-        spans = [
-            (span, ring and span == size)
-            for span, size, ring in zip(places, grid, rings, strict=True)
-            if span > 1
+    places = _small_slice_places(sizes, grid) if chip.torus.dimensions == 2 else None
+    if places is None:
+        places = {axis: [spans] for axis, spans in _places(sizes, grid).items()}
+    # The group with the fewest links decides. A permute goes to the next device, in one dimension.
+    return {
+        axis: AxisLinks(max(1, min(links_of(spans, grid, rings) for spans in groups)), 1)
+        for axis, groups in places.items()
+    }
+
+
+def links_of(spans: Sequence[int], grid: Sequence[int], rings: Sequence[bool]) -> int:
+    """Return the links of a group that spans so many chips in each dimension."""
+    return sum(
+        2 if is_ring and span == size else 1
+        for span, size, is_ring in zip(spans, grid, rings, strict=True)
+        if span > 1
+    )
+
+
+def _small_slice_places(
+    sizes: Mapping[str, int], grid: Sequence[int]
+) -> dict[str, list[tuple[int, ...]]] | None:
+    """Return the chips that each group of each axis spans in each dimension; None if not small."""
+    order = _SMALL_SLICES.get(tuple(grid))
+    if order is None:
+        return None
+    coordinates = np.array([(place % grid[0], place // grid[0]) for place in order])
+    mesh = np.arange(len(order)).reshape([*sizes.values()])
+    places = {}
+    for number, axis in enumerate(sizes):
+        groups = np.moveaxis(mesh, number, -1).reshape(-1, mesh.shape[number])
+        places[axis] = [
+            tuple(len(np.unique(column)) for column in coordinates[group].T) for group in groups
         ]
-        collectives = sum(2 if is_ring else 1 for _, is_ring in spans)
-        # A permute goes to the next device, in one dimension.
-        links[axis] = AxisLinks(max(collectives, 1), 1)
-    return links
+    return places
 
 
 def _places(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -78,16 +78,16 @@ def kept_columns(sizes: BlockSizes) -> Number:
 
 def _use(sizes: BlockSizes) -> Use:
     return Use(
-        sizes.microbatches,
-        sizes.repeats,
-        sizes.layers,
-        sizes.delay * sizes.stages,
-        sizes.gathers("per_repeat"),
-        sizes.gathers("once"),
-        sizes.gathers_ahead(),
-        sizes.splits_backward,
-        sizes.itemsize,
-        itemsize(sizes.config.model.param_dtype),
+        microbatches=sizes.microbatches,
+        repeats=sizes.repeats,
+        layers=sizes.layers,
+        period=sizes.config.pipeline.forwarding_delay * sizes.stages,
+        per_repeat=sizes.gathers("per_repeat"),
+        once=sizes.gathers("once"),
+        ahead=sizes.gathers_ahead(),
+        splits_backward=sizes.splits_backward,
+        size=sizes.itemsize,
+        stored=itemsize(sizes.config.model.param_dtype),
     )
 
 
@@ -97,7 +97,8 @@ def _store(sizes: BlockSizes) -> Store:
     if not sizes.engine.lockstep:
         by_autodiff = sizes.gathers("per_iteration")
         counts = sizes.stages, sizes.microbatches, sizes.repeats
-        return circular_store(*counts, sizes.delay, by_autodiff)
+        delay = sizes.config.pipeline.forwarding_delay
+        return circular_store(*counts, delay, by_autodiff)
     residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 

@@ -40,17 +40,17 @@ class Pattern(NamedTuple):
         W, the same two for the first chunk alone, and the inputs and gradients that may wait.
     """
 
-    idle_forward: float
-    idle_backward: float
-    idle_weight: float
-    idle: float
-    idle_recomputed: float
-    transfers: float
-    residuals: float
-    arrivals: float
-    stash: float
-    turns_back: float
-    in_flight: np.ndarray
+    idle_forward: float = 0.0
+    idle_backward: float = 0.0
+    idle_weight: float = 0.0
+    idle: float = 0.0
+    idle_recomputed: float = 0.0
+    transfers: float = 0.0
+    residuals: float = 0.0
+    arrivals: float = 0.0
+    stash: float = 0.0
+    turns_back: float = 0.0
+    in_flight: np.ndarray = _NOTHING
 
 
 def pattern(
@@ -82,7 +82,7 @@ def pattern(
         idle = float(delay * (stages - 1))
         # Every iteration waits for its transfer, unless that is delayed.
         waits = 2.0 * (microbatches * repeats + idle) if delay == 1 else 0.0
-        return Pattern(idle, idle, idle, 0.0, 0.0, waits, 0.0, 0.0, 0.0, 0.0, _NOTHING)
+        return Pattern(idle_forward=idle, idle_backward=idle, idle_weight=idle, transfers=waits)
     if microbatches % period or microbatches <= 2 * period:
         return _of_table(schedule, engine, stages, microbatches, repeats, *options)
     if ENGINES[engine].lockstep:  # none of its numbers depends on how many periods there are
@@ -119,18 +119,14 @@ def _lockstep(table: Table) -> Pattern:
     backward = spans.get("B", spans.get("I", 0.0))
     slots = activation_slots(table)
     return Pattern(
-        spans["F"],
-        backward,
-        spans.get("W", backward),
-        0.0,
-        0.0,
+        idle_forward=spans["F"],
+        idle_backward=backward,
+        idle_weight=spans.get("W", backward),
         # In other ticks a transfer runs while units of the other kind compute.
-        spans["F"] + backward if table.forwarding_delay == 1 else 0.0,
-        slots.residuals.size,
-        slots.activations.size + slots.gradients.size,
-        slots.stash.size,
-        0.0,
-        _NOTHING,
+        transfers=spans["F"] + backward if table.forwarding_delay == 1 else 0.0,
+        residuals=slots.residuals.size,
+        arrivals=slots.activations.size + slots.gradients.size,
+        stash=slots.stash.size,
     )
 
 
@@ -139,17 +135,11 @@ def _free_running(table: Table) -> Pattern:
     recomputed = simulate(table, Costs(backward=3.0, input_gradient=2.0))
     hops = 2.0 * (table.num_stages - 1)
     return Pattern(
-        0.0,
-        0.0,
-        0.0,
-        float(plain.makespan - plain.work.max()),
-        float(recomputed.makespan - recomputed.work.max()),
-        hops,
-        0.0,
-        0.0,
-        0.0,
-        float(table.stage_of_chunk[0] == table.stage_of_chunk[-1]),
-        _in_flight(table),
+        idle=float(plain.makespan - plain.work.max()),
+        idle_recomputed=float(recomputed.makespan - recomputed.work.max()),
+        transfers=hops,
+        turns_back=float(table.stage_of_chunk[0] == table.stage_of_chunk[-1]),
+        in_flight=_in_flight(table),
     )
 
 

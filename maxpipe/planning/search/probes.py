@@ -11,6 +11,7 @@ forms leave out or count elsewhere: these are taken out. No figure is taken from
 step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -31,13 +32,16 @@ from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes, working_of
 from maxpipe.planning.search.seconds import Seconds, Units
 from maxpipe.planning.search.sizes import BlockSizes
-from maxpipe.planning.search.timing import composed, head_wait, unit_waits, units_of, waits_of
+from maxpipe.planning.search.timing import composed
 from maxpipe.planning.search.traffic import residual_seconds
+from maxpipe.planning.search.units import units_of
+from maxpipe.planning.search.waits import head_wait, unit_waits, waits_of
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.stores import Number
 
 # Of a probed chunk: in a chunk of several, each layer is rematerialised by itself as well.
 MOST_LAYERS = 2
+LEAST_CHUNKS = 3  # the first, one in the middle, and the last
 MIDDLE = 1  # the chunk that is neither first nor last
 _SECTIONS = ("model.", "mesh.", "pipeline.", "sharding.")
 _KEYS = (
@@ -128,7 +132,7 @@ class Probing:
     def _probe(self, config: Config) -> Probe:
         sizes = self._sizes
         stages = sizes.stages
-        repeats = max(1, -(-3 // stages))
+        repeats = math.ceil(LEAST_CHUNKS / stages)
         layers = min(int(sizes.layers.flat[0]), MOST_LAYERS)
         if not sizes.engine.has_stages:
             layers = 1  # each is rematerialised on its own there
@@ -136,8 +140,8 @@ class Probing:
         has_none = sizes.block.grid.size("fsdp") == 1
         is_within = not sizes.engine.has_stages or has_none or sizes.gathers("per_iteration").all()
         gather = "per_iteration" if is_within and not sizes.gathers_ahead().any() else "once"
-        names = (
-            ("interleaved_zb", "zb_h1") if sizes.splits_backward else ("interleaved_1f1b", "1f1b")
+        plain, interleaved = (
+            ("zb_h1", "interleaved_zb") if sizes.splits_backward else ("1f1b", "interleaved_1f1b")
         )
         rows = sizes.block.batch // int(sizes.microbatches.flat[0])
         # An option that the mpmd engine does not take has nothing to do with a unit.
@@ -145,7 +149,7 @@ class Probing:
         changes: dict[str, object] = {key: OPTIONS[key].default for key in unused}
         changes |= {
             "pipeline.engine": "mpmd",
-            "pipeline.schedule": names[repeats == 1],
+            "pipeline.schedule": plain if repeats == 1 else interleaved,
             "pipeline.num_repeats": repeats,
             "pipeline.num_microbatches": stages,
             "pipeline.fsdp_gather": gather,

@@ -37,7 +37,7 @@ class Request:
       machine: the devices; with `smallest` those of the smallest slice.
       batches: global batches to try, in sequences.
       choices: values of searched keys that the user gave.
-      margin: share of a device's memory that stays free.
+      margin: share of a device's memory that closed forms leave free.
       smallest: slices to try, the smallest first; empty where the user names one.
       imports: modules with variants of the user's own.
     """

@@ -19,6 +19,7 @@ class Proof(NamedTuple):
       fits: whether it fits the device.
       failure: why there is no result; "" if there is one.
       compiled_in: seconds of compiling.
+      parts: of the predicted step; None if unknown.
     """
 
     memory: float | None
@@ -26,6 +27,7 @@ class Proof(NamedTuple):
     fits: bool
     failure: str
     compiled_in: float
+    parts: Seconds | None = None
 
 
 class Probed(NamedTuple):
@@ -66,6 +68,13 @@ class Row:
 
     @property
     def parts(self) -> Seconds:
+        """Return the parts of the step, the compiler's if there are some."""
+        if self.proof and self.proof.parts:
+            return self.proof.parts
+        return self.predicted_parts
+
+    @property
+    def predicted_parts(self) -> Seconds:
         """Return the parts of the step before it was compiled."""
         if self.probed and self.probed.seconds:
             return self.probed.seconds
@@ -75,7 +84,7 @@ class Row:
     def seconds(self) -> float:
         """Return the predicted step, the compiler's if there is one."""
         proved = self.proof.seconds if self.proof else None
-        return float(self.parts.step) if proved is None else proved
+        return float(self.predicted_parts.step) if proved is None else proved
 
     @property
     def memory(self) -> float:
@@ -113,6 +122,7 @@ def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
 
 
 def fits(row: Row, request: Request) -> bool:
+    """Return whether a row fits: by the compiler if it was compiled, else by prediction."""
     if row.proof is not None:
         return row.proof.fits
     return request.limit is None or row.predicted_memory <= request.limit
@@ -125,7 +135,11 @@ def loss_of(row: Row, best: Row) -> str:
     if row.proof is not None and not row.proof.fits:
         return "does not fit, says the compiler"
     slower = row.per_sequence / best.per_sequence - 1
-    per_sequence = [[float(part) / r.candidate.batch for part in r.parts] for r in (row, best)]
+    are_compiled = all(r.proof and r.proof.parts for r in (row, best))
+    per_sequence = [
+        [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.predicted_parts)]
+        for r in (row, best)
+    ]
     if slower <= -5e-4:
         return f"{-slower:.1%} faster"
     losses = [a - b for a, b in zip(*per_sequence, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxpipe.planning.stores import Number
 
-# Products in the kernels of attention's backward for each two of its forward (splash attention).
+# Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
 ATTENTION_BACKWARD = 3.5
 
 

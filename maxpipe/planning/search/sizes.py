@@ -91,7 +91,7 @@ class BlockSizes:
                     self.stages,
                     int(m),
                     int(v),
-                    delay=self.delay,
+                    delay=self.config.pipeline.forwarding_delay,
                     slack=int(config.pipeline.overlap_slots),
                 )
                 for v in block.repeats
@@ -110,9 +110,9 @@ class BlockSizes:
         return np.moveaxis(values, (0, 1), (-2, -1))[..., None, None, None]
 
     @property
-    def delay(self) -> int:
-        """Return how many iterations of the circular engine a transfer takes."""
-        return 2 if self.config.pipeline.delay_activation_forwarding else 1
+    def is_unrolled(self) -> bool:
+        """Return whether layers without stages are compiled each by itself."""
+        return not self.engine.has_stages and not self.block.scans
 
     @property
     def is_written_out(self) -> bool:

@@ -32,7 +32,8 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
     by_layer = sizes.engine.is_differentiated and sizes.config.pipeline.scan_layers_per_stage
     if sizes.engine.one_program and (sizes.block.grid.size("tensor") > 1 or by_layer):
-        # Stores that the partitioner splits are filled, except by a differentiated loop.
+        # Stores that the partitioner splits are filled, and those that a loop over layers saves,
+        # unless autodiff makes them.
         loops = sizes.engine.is_differentiated * sizes.gathers("per_iteration")
         zeros = zeros + (1.0 - loops) * sizes.tokens * kept_columns(sizes)
     return seconds + zeros / machine.zeros_rate
@@ -46,7 +47,8 @@ def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     """
     if not sizes.engine.is_differentiated:
         return 0.0
-    iterations = (sizes.repeats - 1) * sizes.delay * (sizes.stages - 1)
+    delay = sizes.config.pipeline.forwarding_delay
+    iterations = (sizes.repeats - 1) * delay * (sizes.stages - 1)
     count = sizes.layers * sizes.parameters.layer_gathered
     selected = 2 * 3 * sizes.itemsize * count / machine.stream_rate(sizes.itemsize)
     added = 3 * FLOAT32 * count / machine.stream_rate(FLOAT32)

@@ -55,8 +55,9 @@ def layer_traffic(
       stored: width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)
-    # Programs of their own hand residuals over.
-    each = sizes.engine.one_program * residual_seconds(sizes, machine, stored)
+    # Programs of their own hand residuals over, and unrolled layers keep no stores.
+    has_stores = sizes.engine.one_program and not sizes.is_unrolled
+    each = has_stores * residual_seconds(sizes, machine, stored)
     forward, backward = _weights(sizes, machine, parameters)
     copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")

@@ -92,6 +92,11 @@ def _refusal(key: str, value: object) -> str:
 
 
 def share_of(text: str) -> float:
+    """Return a share that is written as "10%" or "0.1".
+
+    Raises:
+      ValueError: it is none from 0 to below 1.
+    """
     number = text.removesuffix("%")
     try:
         share = float(number) / (100 if text.endswith("%") else 1)

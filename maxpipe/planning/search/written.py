@@ -5,12 +5,14 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from maxpipe.config.from_hf import VOCABULARY
 from maxpipe.config.model_places import split_scheme
 from maxpipe.config.options import OPTIONS, get, is_set, update
 from maxpipe.config.paths import LISTS, MIXTURE, NAMES
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
+from maxpipe.hf.family import SHAPE_DEFAULTS
 from maxpipe.planning.search.plan import OWN, Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
@@ -40,7 +42,7 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
         prediction = "no seconds, since the speed of this machine is not known"
     memory = f"{row.memory / GIB:.3g} GiB a device"
     if machine.capacity:
-        memory += f" of {machine.capacity / GIB:.3g}, of which {margin:.0%} were to stay free"
+        memory += f" of {machine.capacity / GIB:.3g}, of which closed forms leave {margin:.0%} free"
     command = shlex.join(["python", "-m", "maxpipe.plan", *words])
     lines = [
         command,
@@ -73,9 +75,9 @@ def _keys(row: Row) -> set[str]:
     keys = {key for key in OPTIONS if is_set(config, key)}
     if row.name != OWN:
         keys |= {*SEARCHED} - {*MESH_KEYS, *DERIVED}
-    if config.model.from_hf:  # whose config.json has the shape
-        keys -= {key for key in keys if key.startswith("model.")}
-        keys |= {"model.from_hf", "model.dtype", "model.param_dtype", "model.logit_tiles"}
+    if config.model.from_hf:  # whose config.json has the shape, but for padding of the vocabulary
+        keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
+        keys.add(VOCABULARY)
     return keys
 
 

@@ -37,10 +37,10 @@ CHOICES = {
 }
 
 
-def candidates(config, devices, seed):
+def candidates(config, topology, slices, seed):
     """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
-    machine = machine_of(f"cpu:{devices}", 1, config)
-    space = Space(config, machine.devices, 1, CHOICES, is_tpu=True)
+    machine = machine_of(topology, slices, config)
+    space = Space(config, machine.devices, slices, CHOICES, is_tpu=True)
     legality, facts, draw = Legality(config, machine.hosts), Facts(config), random.Random(seed)
     blocks = [
         (grid, engine, schedule, scans)
@@ -61,16 +61,29 @@ def candidates(config, devices, seed):
         yield candidate_of(block, index, nothing, Seconds(*[nothing] * 3), facts), mask.flat[index]
 
 
+EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+
+
 @pytest.mark.parametrize(
-    ("count", "overrides"), [(700, {}), (300, {"pipeline.delay_activation_forwarding": True})]
+    ("count", "topology", "slices", "overrides"),
+    [
+        (700, "cpu:12", 1, {}),
+        (300, "cpu:12", 1, {"pipeline.delay_activation_forwarding": True}),
+        (300, "cpu:12", 1, EXPERTS | {"model.first_dense_layers": 2, "model.num_layers": 14}),
+        (300, "v6e:2x2", 3, {}),
+        (300, "v6e:2x2", 3, EXPERTS),
+    ],
 )
-def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(count, overrides):
-    config = replace(Config(), **SIZES, **overrides)
+def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(
+    count, topology, slices, overrides
+):
+    config = replace(Config(), **(SIZES | overrides))
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     outcomes = []
-    for candidate, is_legal in itertools.islice(candidates(config, 12, SEED), count):
+    drawn = candidates(config, topology, slices, SEED)
+    for candidate, is_legal in itertools.islice(drawn, count):
         try:
-            resolve(candidate.config(config), 12, 1)
+            resolve(candidate.config(config), 12, slices)
             passes, why = True, ""
         except ConfigError as error:
             passes, why = False, str(error)

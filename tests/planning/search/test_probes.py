@@ -11,8 +11,10 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes, working_of
 from maxpipe.planning.search.probes import Probing, UnitFigures
 from maxpipe.planning.search.request import shared_config
-from maxpipe.planning.search.timing import head_wait, step_seconds, unit_waits, units_of, waits_of
+from maxpipe.planning.search.timing import step_seconds
 from maxpipe.planning.search.traffic import residual_seconds
+from maxpipe.planning.search.units import units_of
+from maxpipe.planning.search.waits import head_wait, unit_waits, waits_of
 
 SIZES = {
     "model.num_layers": 16,

@@ -1,13 +1,12 @@
-"""What a step waits for, by closed forms: who sums gradients when, and what the head reads."""
+"""The step by closed forms: who sums gradients when, and what the head reads."""
 
 import numpy as np
 import pytest
 from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
-from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.timing import step_seconds, units_of, waits_of
+from maxpipe.planning.search.timing import step_seconds
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())
 
@@ -58,46 +57,3 @@ def test_every_tile_of_logits_reads_the_head_and_adds_to_its_gradients(
     assert sixteen - four == pytest.approx(runs * 12 * (read + added))
     # A single tile has nothing to add to, but the sum over microbatches.
     assert four - one == pytest.approx(runs * (3 * read + 4 * added))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "by_layer", "capacity", "same_as"),
-    [
-        ("lockstep_1f1b", False, 95 * GIB, "false"),
-        ("lockstep_1f1b", False, 1.0, "true"),
-        ("lockstep_1f1b", True, 95 * GIB, "true"),
-        ("lockstep_zb", False, 95 * GIB, "true"),  # its W computes them either way
-    ],
-)
-def test_cheap_values_are_computed_again_as_the_run_decides(schedule, by_layer, capacity, same_as):
-    machine = machine_of("v5p:2x2x2", 1, Config())._replace(capacity=capacity)
-
-    def seconds(choice):
-        fixed = {
-            "model.num_layers": 16,
-            "pipeline.remat_cheap": choice,
-            "pipeline.scan_layers_per_stage": by_layer,
-        }
-        sizes = sizes_of("scheduled", schedule, fixed=fixed, remat_policy=["full"])
-        return float(np.ravel(units_of(sizes, machine).input_gradient)[0])
-
-    assert seconds("auto") == seconds(same_as)
-    if schedule == "lockstep_1f1b" and not by_layer:
-        assert seconds("false") < seconds("true")
-    else:
-        assert seconds("false") == seconds("true")
-
-
-def test_circular_sums_gradients_over_expert_in_every_iteration_or_once():
-    machine = machine_of("v5p:2x2x2", 1, Config())
-    experts = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
-    mesh = {"stage": 2, "data": 1, "expert": 2}
-
-    def waits(gather):
-        sizes = sizes_of("circular", "circular", mesh=mesh, fixed=experts, fsdp_gather=[gather])
-        return waits_of(sizes, machine)
-
-    each, once = waits("per_iteration"), waits("once")
-    assert np.all(each.gradient > 0)
-    assert np.all(once.gradient == 0)
-    assert np.all(each.reduction < once.reduction)

@@ -41,6 +41,13 @@ def test_residuals_are_written_to_a_store_and_copied_out_of_it_in_one_program(en
     assert value(traffic.read) == pytest.approx(2 * expected)
 
 
+@pytest.mark.parametrize("scans", [True, False])
+def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop(scans):
+    choices = {"scan_layers": [scans], "remat_policy": ["none"]}
+    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, **choices), stored=100.0)
+    assert (value(traffic.written) > 0) == (value(traffic.read) > 0) == scans
+
+
 @pytest.mark.parametrize(
     ("repeats", "layers", "scan", "copies"),
     [(1, 4, False, 0), (2, 8, True, 1), (1, 8, True, 0), (1, 8, False, 1), (2, 16, False, 2)],

@@ -1,0 +1,135 @@
+"""Compute the times of a block's units: a layer's forward and backward, and the head."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.devices.chips import ATTENTION_BLOCK
+from maxpipe.planning.prefetch import IDLE_SHARE
+from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
+from maxpipe.planning.search.block import along
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.memory import memory_bytes
+from maxpipe.planning.search.seconds import ATTENTION_BACKWARD, Units, roofline
+from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
+from maxpipe.planning.search.traffic import layer_traffic
+from maxpipe.planning.stores import Number
+
+
+class _Layer(NamedTuple):
+    """Times of a layer for one microbatch, as of `Units`."""
+
+    forward: Number
+    input_gradient: Number
+    weight_gradient: Number
+
+
+def units_of(sizes: BlockSizes, machine: Machine) -> Units:
+    """Return the times of a layer and of the head for one microbatch."""
+    again = _computes_cheap_again(sizes, machine)
+    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
+    return Units(*layer, _head(sizes, machine))
+
+
+def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of all first dense layers for one microbatch."""
+    facts = sizes.facts.of_first_layers
+    if facts is None:
+        return 0.0
+    stored: Number = 0.0
+    if not sizes.engine.lockstep:
+        stored = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
+    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
+    # A lockstep engine begins their backward at the tokens.
+    return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
+
+
+def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return 1 where a backward of several layers computes what is cheap once more, else 0.
+
+    It holds the results of products alone then, see `planning.remat_cheap`.
+    """
+    pipeline, engine = sizes.config.pipeline, sizes.engine
+    several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    if not engine.has_stages or not np.any(several):
+        return 0.0
+    chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
+    by_layer = pipeline.scan_layers_per_stage or pipeline.remat_layers
+    has_choice = chosen != "true" and not by_layer and not sizes.splits_backward
+    if has_choice and chosen == "false":
+        return 0.0
+    if not has_choice or machine.tpu_memory is None:
+        return several
+    held = (sizes.layers - 1) * sizes.cheap * sizes.itemsize * sizes.tokens
+    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu_memory)
+
+
+def _head(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of logits, loss and their gradients for one microbatch.
+
+    Of the devices of a pipeline in one program each has a share: of every microbatch's tokens on a
+    lockstep engine, else of the microbatches.
+    """
+    engine, size, count = sizes.engine, sizes.itemsize, sizes.parameters.head_gathered
+    tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
+    tiles = along(sizes.block.tiles, "tiles")
+    flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
+    peak = machine.peak * machine.matrix_efficiency
+    # Autodiff computes logits again. Every tile reads the weights, and adds to their gradients.
+    products = 3 if sizes.is_written_out else 4
+    seconds = products * tiles * roofline(flops / tiles, peak, size * count, machine.hbm)
+    sums = tiles * (tiles > 1)
+    if engine.has_stages:
+        sums = sums + 1  # over microbatches
+    seconds = seconds + 2 * FLOAT32 * count * sums / machine.stream_rate(FLOAT32)
+    return seconds / (sizes.stages if engine.is_differentiated else 1)
+
+
+def _layer(
+    sizes: BlockSizes,
+    machine: Machine,
+    facts: Facts,
+    recomputed: Number,
+    again: Number,
+    stored: Number,
+) -> _Layer:
+    """Return the times of a layer of a model.
+
+    Args:
+      sizes: of the block.
+      machine: that runs it.
+      facts: of the model.
+      recomputed: share of the forward that the backward computes again.
+      again: how often it makes what lies between products once more.
+      stored: width of the residuals that go to a store.
+    """
+    axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
+    layer, parameters = facts.layer(axes), facts.parameters(axes)
+    peak = machine.peak * machine.matrix_efficiency
+    moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
+    # Experts run in kernels, whose share of the peak is taken to be that of attention's.
+    of_experts = layer.expert_flops / machine.attention_peak()
+    others = (layer.weight_flops - layer.expert_flops) / peak
+    products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
+    # With few tokens the gradients of weights take longer to write than to compute.
+    written = size * parameters.layer_gathered / machine.stream_rate(size)
+    length = sizes.config.data.sequence_length
+    masked = 1 + min(ATTENTION_BLOCK, length) / length
+    attention = masked * tokens * layer.attention_flops / machine.attention_peak()
+    # What norms make, and every product's result once more: it is rotated, activated or added.
+    between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
+    traffic = layer_traffic(sizes, machine, parameters, layer, stored)
+    forward = products + attention + between + traffic.keys + traffic.rows
+    return _Layer(
+        forward + traffic.written + traffic.forward,
+        products
+        + ATTENTION_BACKWARD * attention
+        + (2 + again) * between
+        + traffic.keys
+        + traffic.row_gradients
+        + recomputed * forward
+        + traffic.read
+        + traffic.backward,
+        np.maximum(products, written) + traffic.gradients,
+    )

@@ -1,0 +1,114 @@
+"""Compute the times of a block's transfers: of weights, gradients, activations and tokens."""
+
+import numpy as np
+
+from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.seconds import Units, Waits, exposed
+from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
+from maxpipe.planning.stores import Number
+from maxpipe.sharding.collectives import EXPERT_AXIS
+
+
+def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
+    """Return the seconds of transfers."""
+    grid, parameters = sizes.block.grid, sizes.parameters
+    links = machine.links(grid)
+
+    def cost(axis: str) -> float:
+        return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
+
+    moved = parameters.layer_gathered - parameters.layer_at_rest
+    gradient_size = 4.0 if sizes.is_written_out else sizes.itemsize
+    activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
+    tensor, context = grid.size("tensor"), grid.size("context")
+    experts = grid.size(EXPERT_AXIS)
+    # Two sums of activations over tensor in a forward, each as a scatter and a gather.
+    summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
+    keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * (context - 1) * cost("context")
+    # Every device gets the tokens of all, and the sums over devices go back, float32.
+    sums = sizes.tokens * 4.0 * sizes.config.model.embed_dim
+    exchanged = (activations + sums) * (experts - 1) * cost(EXPERT_AXIS)
+    outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    # Devices that share weights sum up their gradients, by autodiff in every unit.
+    over_data, over_context = (
+        2 * (n - 1) / n * cost(axis)
+        for axis, n in (("data", grid.size("data")), ("context", context))
+    )
+    sharing = grid.size("data") * context
+    summed_once = 2 * (sharing - 1) / sharing * _joint(cost("data"), cost("context"))
+    # Where a stage has several repeats, a differentiated loop sums up over context once.
+    is_once = sizes.engine.has_stages * np.greater(sizes.repeats, 1)
+    in_units = np.where(is_once, over_data, summed_once)
+    by_autodiff = _by_autodiff(sizes)
+    units = 1.0 if sizes.engine.has_stages else sizes.microbatches
+    # So do devices that share experts, of the other weights.
+    over_experts = 2 * (experts - 1) / experts * cost(EXPERT_AXIS)
+    of_layer = (parameters.layer_gathered - sizes.layer.expert_weights) / grid.size("fsdp")
+    once_over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts
+    once_over_experts = once_over_experts + by_autodiff * parameters.outer_at_rest
+    once = 4.0 * (1.0 - by_autodiff) * parameters.at_rest
+    once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
+    after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
+    return Waits(
+        gather=sizes.itemsize * moved * cost("fsdp"),
+        scatter=gradient_size * moved * cost("fsdp"),
+        forward=summed + keys + exchanged,
+        # Sums of keys' gradients are float32; keys of other devices are gathered again.
+        backward=(summed + exchanged) * (1 + sizes.recomputed)
+        + keys * (2.0 + np.greater(sizes.recomputed, 0)),
+        gradient=by_autodiff
+        * sizes.itemsize
+        * (parameters.layer_at_rest * in_units + of_layer * over_experts),
+        permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
+        reduction=once * summed_once
+        + 4.0 * after * over_context
+        + 4.0 * once_over_experts * over_experts,
+        outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
+    )
+
+
+def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the seconds of transfers of the head's parameters in units of the mpmd engine.
+
+    The last chunk's units gather them over fsdp, and sum up their gradients, for each microbatch.
+    """
+    grid, parameters = sizes.block.grid, sizes.parameters
+    size = grid.size("fsdp")
+    if size == 1:
+        return 0.0
+    count = parameters.head_gathered
+    if sizes.config.model.tie_embeddings:
+        count += parameters.embed_gathered
+    cost = machine.collective_cost(grid, machine.links(grid), "fsdp")
+    moved = (sizes.itemsize + FLOAT32) * count * (size - 1) / size
+    return sizes.gathers("per_iteration") * moved * cost
+
+
+def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
+    """Return the seconds that the F and the backward of a chunk wait for transfers."""
+    layers = sizes.layers if sizes.engine.has_stages else 1.0
+    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
+    ahead = sizes.gathers_ahead()
+    # The backward of unrolled layers reads what their forward has gathered.
+    moved = (not sizes.is_unrolled) * waits.gather + waits.scatter
+    backward = units.input_gradient + units.weight_gradient
+    # Where weights are gathered in the unit that reads them, the transfers follow its computation.
+    before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)
+    before += (1.0 - ahead) * layers * waits.gather
+    after = ahead * exposed(layers * moved, waits.scatter, layers * backward)
+    after += (1.0 - ahead) * layers * moved
+    in_backward = layers * (waits.backward + waits.gradient)
+    return layers * waits.forward + each * before, in_backward + each * after
+
+
+def _by_autodiff(sizes: BlockSizes) -> Number:
+    """Return 1 where JAX differentiates the loop over layers or iterations, else 0."""
+    if not sizes.engine.has_stages:
+        return 1.0
+    return 0.0 if sizes.is_written_out else sizes.gathers("per_iteration")
+
+
+def _joint(*costs: float) -> float:
+    """Return the seconds of a byte in collectives along several axes, which use all their links."""
+    rates = [1 / cost for cost in costs if cost]
+    return 1 / sum(rates) if rates else 0.0

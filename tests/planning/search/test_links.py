@@ -1,0 +1,48 @@
+"""Links of mesh axes by the shape of a slice are those of the devices that JAX lays there."""
+
+import itertools
+import math
+
+import pytest
+from helpers.compile_command import tpu_aot
+
+from maxpipe.compiling import topology
+from maxpipe.config import Config, replace
+from maxpipe.devices.chips import chip_of
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning.search.links import axis_links
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grid", "topology", "expected"),
+    [
+        # A whole dimension that is a ring has two links, an open line one.
+        ({"stage": 8, "fsdp": 16}, (4, 4, 8), "v5p:4x4x8", {"stage": 2, "fsdp": 4}),
+        ({"data": 4, "fsdp": 4}, (4, 4), "v5e:4x4", {"data": 1, "fsdp": 1}),
+        ({"stage": 2, "fsdp": 8}, (4, 4), "v5e:4x4", {"fsdp": 2}),
+    ],
+)
+def test_links_of_an_axis_are_those_of_its_dimensions(sizes, grid, topology, expected):
+    links = axis_links(sizes, grid, chip_of(topology))
+    assert {axis: links[axis].collectives for axis in expected} == expected
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("name", ["v5e:2x2", "v5e:2x4", "v6e:2x4"])
+    def test_links_on_a_small_slice_are_those_of_every_mesh(self, name):
+        """JAX lays these devices in an order of its own, where an axis may run diagonally."""
+        grid = tuple(int(size) for size in name.partition(":")[2].split("x"))
+        chip, axes = chip_of(name), ("stage", "fsdp", "tensor")
+        config = replace(Config(), **{"compile.topology": name, "mesh.ici.fsdp": 1})
+        devices = topology.devices_of(config)
+        for sizes in itertools.product((1, 2, 4, 8), repeat=len(axes)):
+            if math.prod(sizes) != len(devices):
+                continue
+            keys = {f"mesh.ici.{axis}": size for axis, size in zip(axes, sizes, strict=True)}
+            mesh = build_mesh(replace(config, **keys), devices)
+            links = axis_links(mesh.shape, grid, chip)
+            for axis, size in mesh.shape.items():
+                expected = topology.axis_links(mesh, chip, axis) if size > 1 else 1
+                assert links[axis].collectives == expected, (sizes, axis)

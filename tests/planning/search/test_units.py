@@ -1,0 +1,84 @@
+"""Times of units by closed forms: what a backward computes again."""
+
+import itertools
+
+import numpy as np
+import pytest
+from helpers.plan_blocks import sizes_of
+
+from maxpipe.config import Config, ConfigError, resolve
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.remat_cheap import with_remat_cheap
+from maxpipe.planning.search.candidate import candidate_of
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.units import units_of
+
+
+@pytest.mark.parametrize(
+    ("engine", "schedule", "policy"),
+    [
+        ("scheduled", "lockstep_1f1b", "full"),
+        ("scheduled", "lockstep_1f1b", "minimal"),
+        ("scheduled", "lockstep_1f1b", "none"),
+        ("scheduled", "lockstep_zb", "minimal"),
+        ("circular", "circular", "full"),
+        ("circular", "circular", "minimal"),
+        ("circular", "circular", "none"),
+    ],
+)
+def test_cheap_values_are_computed_again_as_the_configuration_decides(engine, schedule, policy):
+    """Chunks of one layer and of four, loops, and devices that are full or nearly empty."""
+    compared = 0
+    plain = {"pipeline.scan_layers_per_stage": False, "pipeline.remat_layers": False}
+    loop, by_layer = ({**plain, key: True} for key in plain)
+    for layers, options, capacity in itertools.product(
+        (4, 16), (plain, loop, by_layer), (95 * GIB, 2e6)
+    ):
+        machine = machine_of("v5p:2x2x2", 1, Config())._replace(capacity=capacity)
+
+        def seconds_of(choice, fixed=options | {"model.num_layers": layers}, machine=machine):
+            fixed = fixed | {"pipeline.remat_cheap": choice}
+            sizes = sizes_of(engine, schedule, fixed=fixed, remat_policy=[policy])
+            return float(np.ravel(units_of(sizes, machine).input_gradient)[0]), sizes
+
+        seconds, sizes = seconds_of("auto")
+        nothing = np.zeros(sizes.block.shape).ravel()
+        no_seconds = Seconds(nothing, nothing, nothing)
+        candidate = candidate_of(sizes.block, 0, nothing, no_seconds, sizes.facts)
+        try:
+            config = resolve(candidate.config(sizes.config), 8, 1)
+        except ConfigError:  # nothing is computed again, so that it cannot be by layer
+            continue
+        decided = with_remat_cheap(config, machine.tpu_memory).pipeline.remat_cheap
+        assert seconds == seconds_of(decided)[0], (layers, options, capacity)
+        compared += 1
+    assert compared >= 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_layer", "capacity", "same_as"),
+    [
+        ("lockstep_1f1b", False, 95 * GIB, "false"),
+        ("lockstep_1f1b", False, 1.0, "true"),
+        ("lockstep_1f1b", True, 95 * GIB, "true"),
+        ("lockstep_zb", False, 95 * GIB, "true"),  # its W computes them either way
+    ],
+)
+def test_cheap_values_are_computed_again_as_the_run_decides(schedule, by_layer, capacity, same_as):
+    machine = machine_of("v5p:2x2x2", 1, Config())._replace(capacity=capacity)
+
+    def seconds(choice):
+        fixed = {
+            "model.num_layers": 16,
+            "pipeline.remat_cheap": choice,
+            "pipeline.scan_layers_per_stage": by_layer,
+        }
+        sizes = sizes_of("scheduled", schedule, fixed=fixed, remat_policy=["full"])
+        return float(np.ravel(units_of(sizes, machine).input_gradient)[0])
+
+    assert seconds("auto") == seconds(same_as)
+    if schedule == "lockstep_1f1b" and not by_layer:
+        assert seconds("false") < seconds("true")
+    else:
+        assert seconds("false") == seconds("true")

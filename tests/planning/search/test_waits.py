@@ -1,0 +1,54 @@
+"""What a step waits for, by closed forms."""
+
+import numpy as np
+import pytest
+from helpers.plan_blocks import sizes_of
+
+from maxpipe.config import Config
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.units import units_of
+from maxpipe.planning.search.waits import unit_waits, waits_of
+
+
+def test_circular_sums_gradients_over_expert_in_every_iteration_or_once():
+    machine = machine_of("v5p:2x2x2", 1, Config())
+    experts = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
+    mesh = {"stage": 2, "data": 1, "expert": 2}
+
+    def waits(gather):
+        sizes = sizes_of("circular", "circular", mesh=mesh, fixed=experts, fsdp_gather=[gather])
+        return waits_of(sizes, machine)
+
+    each, once = waits("per_iteration"), waits("once")
+    assert np.all(each.gradient > 0)
+    assert np.all(once.gradient == 0)
+    assert np.all(each.reduction < once.reduction)
+
+
+@pytest.mark.parametrize(("repeats", "in_units"), [(1, True), (2, False)])
+def test_circular_sums_gradients_over_context_in_every_iteration_of_one_repeat(repeats, in_units):
+    machine = machine_of("v5p:2x2x2", 1, Config())
+    choices = {"fsdp_gather": ["per_iteration"], "num_repeats": [repeats]}
+    mesh = {"data": 1, "context": 2}
+    fixed = {"data.sequence_length": 8}
+    waits = waits_of(sizes_of("circular", "circular", mesh=mesh, fixed=fixed, **choices), machine)
+    assert bool(np.all(waits.gradient > 0)) == in_units
+    once = waits_of(
+        sizes_of("scheduled", "lockstep_1f1b", mesh=mesh, fixed=fixed, **choices), machine
+    )
+    if not in_units:  # float32 sums of all layers, and those of embedding and head
+        assert np.all(waits.reduction > 0.9 * once.reduction)
+
+
+def test_backward_of_unrolled_layers_reads_what_their_forward_has_gathered():
+    machine = machine_of("v5p:2x2x2", 1, Config())
+
+    def waiting(scans):
+        mesh = {"stage": 1, "data": 1, "fsdp": 8}
+        sizes = sizes_of("sequential", "", mesh=mesh, scan_layers=[scans])
+        waits = waits_of(sizes, machine)
+        backward = unit_waits(sizes, units_of(sizes, machine), waits)[1]
+        return float(np.ravel(backward)[0]), waits
+
+    (loop, waits), (unrolled, _) = waiting(True), waiting(False)
+    assert loop - unrolled == pytest.approx(float(np.ravel(waits.gather)[0]))
