@@ -47,6 +47,7 @@ TINY: Row = {
     "num_microbatches": 2,
 }
 POLICIES = ("none", "minimal", "full")
+ATTENTION = ("cudnn", "dot_product")  # every kernel that runs on GPUs
 STEPS = 8
 
 
@@ -69,7 +70,11 @@ def run(
     Raises:
       ValueError: there is no GPU.
     """
-    workers = {f"maxpipe, remat {policy}": [str(HERE / "gpu.py"), policy] for policy in POLICIES}
+    workers = {
+        f"maxpipe, remat {policy}, {attention}": [str(HERE / "gpu.py"), policy, attention]
+        for attention in ATTENTION
+        for policy in POLICIES
+    }
     if importlib.util.find_spec("torch"):
         workers["PyTorch"] = [str(HERE / "torch_llama.py")]
     else:
@@ -146,7 +151,7 @@ def model_values(shape: Row) -> Row:
     }
 
 
-def measure(policy: str, shape: Row) -> Row:
+def measure(policy: str, attention: str, shape: Row) -> Row:
     """Train in this process; return the median step, its device and its peak memory."""
     import jax
     import numpy as np
@@ -166,6 +171,7 @@ def measure(policy: str, shape: Row) -> Row:
         "data.global_batch_size": rows,
         "data.sequence_length": length,
         "eval.every": 0,
+        "model.attention": attention,
         "pipeline.engine": "sequential",
         "pipeline.num_microbatches": shape["num_microbatches"],
         "pipeline.remat_policy": policy,
@@ -208,10 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="One turn of maxpipe; scripts/benchmark/run.py --gpu starts it."
     )
     parser.add_argument("policy", choices=POLICIES)
+    parser.add_argument("attention", choices=ATTENTION)
     parser.add_argument("shape", type=json.loads)
     options = parser.parse_args(argv)
     try:
-        print(json.dumps(measure(options.policy, options.shape)))
+        print(json.dumps(measure(options.policy, options.attention, options.shape)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -78,6 +78,8 @@ class Case(NamedTuple):
 
 
 THEIRS = {"MaxText": (), "MaxText, ag_once": ("pipeline_fsdp_ag_once=true",)}
+# MaxText takes it with one layer on each stage.
+PER_REPEAT = {"MaxText, ag_per_repeat": ("pipeline_fsdp_ag_per_repeat=true",)}
 
 
 def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
@@ -85,8 +87,9 @@ def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
     layers = 16 // (4 * repeats)
     theirs = (f"num_layers_per_pipeline_stage={layers}", f"num_pipeline_repeats={repeats}")
     ours = (*MAXPIPE_PIPELINE, f"pipeline.num_repeats={repeats}")
+    labels_of_theirs = THEIRS | (PER_REPEAT if layers == 1 else {})
     return Case(
-        {name: (*MAXTEXT_PIPELINE, *theirs, *words) for name, words in THEIRS.items()},
+        {name: (*MAXTEXT_PIPELINE, *theirs, *words) for name, words in labels_of_theirs.items()},
         {name: (*ours, *words) for name, words in labels.items()},
     )
 

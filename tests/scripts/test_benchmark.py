@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config import Config, replace, resolve
+from maxpipe.config.model_facts import KERNELS
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 
@@ -122,10 +123,17 @@ def test_benchmark_gpu_without_a_gpu_exits_with_2(capsys):
 def test_benchmark_gpu_without_need_of_a_gpu_runs_on_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))
+    monkeypatch.setattr(benchmark_gpu, "ATTENTION", ("dot_product",))
     monkeypatch.setattr(benchmark_gpu, "STEPS", 3)
     rows = benchmark_gpu.run(1, lambda text: None, {"tiny": benchmark_gpu.TINY}, need_gpu=False)
     assert rows[0]["tokens_per_second"] > 0
-    assert "| tiny | maxpipe, remat full |" in benchmark_gpu.table(rows)
+    assert "| tiny | maxpipe, remat full, dot_product |" in benchmark_gpu.table(rows)
+
+
+def test_benchmark_gpu_measures_every_kernel_of_gpus():
+    assert {name for name, kernel in KERNELS.items() if "gpu" in kernel.platforms} == {
+        *benchmark_gpu.ATTENTION
+    }
 
 
 def test_benchmark_torch_llama_starts_at_the_loss_of_uniform_predictions():
