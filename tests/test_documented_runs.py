@@ -32,7 +32,7 @@ SMALL = [*TINY_MODEL, "eval.every=2", "eval.batches=1", "checkpoint.every=2"]
 # What has to be small for a model or a slice that does not fit a laptop; layers stay.
 LAPTOP = [
     "mesh.simulated_devices=8",
-    "mesh.ici.fsdp=4",
+    "mesh.ici.fsdp=-1",
     "model.head_dim=8",
     "model.vocab_size=320",
     "model.unpadded_vocab_size=-1",
