@@ -6,8 +6,10 @@ Letters: M microbatches, B sequences of the global batch, T tokens of each.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from types import MappingProxyType
 from typing import NamedTuple, TypedDict
 
@@ -17,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
+from maxpipe.devices.chips import coordinates, slice_of
 from maxpipe.devices.transfers import absent, is_here
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
@@ -39,6 +42,7 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 
 ArraysByPath = dict[KeyPath, jax.Array]
+_MODULE_NAME = re.compile(r"module @\S+")  # F1 and F2 may have the same program
 
 
 class Arguments(TypedDict):
@@ -77,7 +81,7 @@ class CompiledUnit(NamedTuple):
     Attributes:
       stage: that runs it.
       name: kind and chunk.
-      compiled: the executable.
+      compiled: the executable, or that of a chunk whose program differs in nothing but its devices.
       offloaded: bytes on a device that it takes from the host's memory or leaves to it.
     """
 
@@ -85,6 +89,23 @@ class CompiledUnit(NamedTuple):
     name: UnitName
     compiled: jax.stages.Compiled
     offloaded: int = 0
+
+
+class _Compiler:
+    """Compile programs, those that differ in nothing but their devices only once."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[bytes, Sequence[tuple[int, ...]]], jax.stages.Compiled] = {}
+
+    def compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+        """Return an executable for devices that lie to each other as those of the mesh do."""
+        text = _MODULE_NAME.sub("", lowered.as_text(), count=1)
+        first, *others = ((slice_of(d), *coordinates(d)) for d in mesh.devices.flat)
+        places = tuple(tuple(map(int.__sub__, other, first)) for other in others)
+        key = sha256(text.encode()).digest(), places
+        if key not in self._compiled:
+            self._compiled[key] = lowered.compile()
+        return self._compiled[key]
 
 
 class StagedProgram:
@@ -263,7 +284,7 @@ class StagedProgram:
           before its units and reduces its gradients after them is `gather1`, and `reduce1`, of
           chunk 1.
         """
-        specs = dict(self._specs)
+        specs, compiler = dict(self._specs), _Compiler()
 
         def is_wanted(name: UnitName) -> bool:
             return names is None or name in names
@@ -274,18 +295,19 @@ class StagedProgram:
             # The first unit of a chunk is its forward; its weights have to be there by then.
             gather = UnitName("gather", name.chunk)
             if name.kind == "F" and name.chunk in self.runner.gathers and is_wanted(gather):
-                yield CompiledUnit(stage, gather, self._compiled_gather(name.chunk))
+                yield CompiledUnit(stage, gather, self._compiled_gather(name.chunk, compiler))
             if not is_wanted(name):
                 for v in executable.writes:
                     specs[v] = sent_spec(self.program, v, self._parts)
                 continue
-            compiled = executable.run.lower(
+            lowered = executable.run.lower(
                 [self._sum(stage, output) for output in executable.outputs],
                 [self._value(v, specs, mesh) for v in executable.donated],
                 [self._value(v, specs, mesh) for v in executable.retained],
                 [self._input(v, specs, mesh) for v in executable.fixed],
                 [self._input(v, specs, mesh) for v in executable.varying],
-            ).compile()
+            )
+            compiled = compiler.compile(lowered, mesh)
             # Later computations read these values in the layout that XLA has chosen for them.
             _, written, _ = compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
@@ -296,19 +318,21 @@ class StagedProgram:
             if not is_wanted(UnitName("reduce", chunk)):
                 continue
             stage = self._stage_of_chunk[chunk]
-            compiled = reduce.lower([self._sum(stage, output) for output in outputs]).compile()
+            lowered = reduce.lower([self._sum(stage, output) for output in outputs])
+            compiled = compiler.compile(lowered, self._meshes[stage])
             yield CompiledUnit(stage, UnitName("reduce", chunk), compiled)
 
-    def _compiled_gather(self, chunk: int) -> jax.stages.Compiled:
+    def _compiled_gather(self, chunk: int, compiler: _Compiler) -> jax.stages.Compiled:
         inputs, gather = self.runner.gathers[chunk]
         mesh = self._meshes[self._stage_of_chunk[chunk]]
         at_rest = [self._at_rest[self._path_of[v]] for v in inputs]
-        return gather.lower(
+        lowered = gather.lower(
             [
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
                 for x, spec in at_rest
             ]
-        ).compile()
+        )
+        return compiler.compile(lowered, mesh)
 
     def _sum(self, stage: int, output: int) -> jax.ShapeDtypeStruct:
         sharding = self._sum_shardings[stage][output]

@@ -54,6 +54,19 @@ def test_mpmd_engine_with_tied_embeddings_on_both_stages_equals_sequential():
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
+@pytest.mark.parametrize(("chunks", "same"), [([1, 1, 1, 1], True), ([1, 1, 2, 1], False)])
+def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same):
+    """All four stages have two devices; the ends have the embedding and the head."""
+    engine = MpmdUnderTest(config_of(stages=4, chunks=chunks, fsdp=2)).engine
+    units = {str(unit.name): unit for unit in engine.compile()}
+    assert {unit.stage for unit in units.values()} == {0, 1, 2, 3}
+    for kind in ("F", "B"):
+        compiled = [units[f"{kind}{chunk}"].compiled for chunk in range(4)]
+        assert (compiled[1] is compiled[2]) == same
+        assert compiled[0] is not compiled[1]
+        assert compiled[3] is not compiled[2]
+
+
 def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential():
     """Split backwards, uneven chunks."""
     config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
