@@ -23,7 +23,6 @@ TERA = 1e12
 
 # What predictions assume; neither is tuned on a measured step.
 ATTENTION_EFFICIENCY = 0.5  # share of the peak that attention kernels reach
-ATTENTION_BLOCK = 512  # of queries and keys: half of the blocks on the diagonal is computed masked
 LINK_EFFICIENCY = 0.9  # share of a link's bandwidth that transfers reach
 MATRIX_EFFICIENCY = 0.9  # share of the peak that matrix products reach on chips without their own
 

@@ -28,7 +28,7 @@ from maxpipe.compiling.collectives import (
 from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
 from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.topology import PERMUTE, axis_links
-from maxpipe.devices.chips import ATTENTION_BLOCK, Chip
+from maxpipe.devices.chips import Chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
 _INDEX_BYTES = 64  # operands of slices up to this say where they begin
@@ -77,6 +77,10 @@ _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
 _ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# The blocks of such a kernel, in tokens: their names end with its word, that of the forward with
+# none. JAX writes them next to it; taken where it does not is the default of the option.
+_DEFAULT_BLOCK = 512
+_BLOCKS = r'block_(?:q|kv){}\\*": (\d+)'
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
@@ -229,7 +233,7 @@ class Prices:
         # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
         # keys under the causal mask, and the masked half of the blocks on the diagonal.
         queries, keys = math.prod(shapes[0]), shapes[1][-2]
-        met = 0.5 * (keys + min(ATTENTION_BLOCK, keys))
+        met = 0.5 * (keys + min(_largest_block(instruction, words[0]), keys))
         flops = 2.0 * queries * met * _ATTENTION_PRODUCTS[words[0]]
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         return Price(Part.ATTENTION, flops / peak)
@@ -271,6 +275,12 @@ class Prices:
         instructions = [i for c in computations for i in c.instructions.values()]
         named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
         return dict(sorted((int(call[2]), int(call[1])) for call in named if call))
+
+
+def _largest_block(kernel: Instruction, word: str) -> int:
+    """Return the larger of an attention kernel's blocks of queries and of keys, in tokens."""
+    pattern = _BLOCKS.format("" if word == "fwd" else f"_{word}")
+    return max(map(int, re.findall(pattern, kernel.attributes)), default=_DEFAULT_BLOCK)
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.devices.chips import ATTENTION_BLOCK
 from maxpipe.planning.prefetch import IDLE_SHARE
 from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
 from maxpipe.planning.search.block import along
@@ -115,7 +114,7 @@ def _layer(
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
     length = sizes.config.data.sequence_length
-    masked = 1 + min(ATTENTION_BLOCK, length) / length
+    masked = 1 + min(sizes.config.model.attention_block_size, length) / length
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm

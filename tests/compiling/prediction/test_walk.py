@@ -1,5 +1,6 @@
 """The clocked walk and its prices, on a program whose times are worked out by hand, in ns."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,21 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
     flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
     assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "largest"),
+    [({"block_q": 128, "block_kv": 256, "block_q_dq": 1024}, 256), ({"block_q_dq": 1024}, 512)],
+)
+def test_prices_of_attention_kernels_count_the_blocks_that_they_name(blocks, largest):
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
+    call = '%k, %k), custom_call_target="tpu_custom_call"'
+    timeline = walked(
+        text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
+    )
+    flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * largest / 2)
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
 
 
 @pytest.mark.parametrize(("flops", "used", "seconds"), [(8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)])
