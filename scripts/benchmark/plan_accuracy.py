@@ -66,12 +66,19 @@ class Predicted(NamedTuple):
     seconds: float
 
 
-def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
-    """Return legal candidates of different meshes, engines and schedules, drawn at random."""
+def drawn(request: Request, count: int, seed: int, *, per_engine: bool = False) -> list[Candidate]:
+    """Return legal candidates of different meshes, engines and schedules, drawn at random.
+
+    Args:
+      request: what is asked for.
+      count: of candidates.
+      seed: of the draw.
+      per_engine: draw as many of each engine, instead of each engine and schedule.
+    """
     space, machine = request.space(), request.machine
     legality, facts = Legality(request.config, machine.hosts), Facts(request.config)
     batch, draw = request.batches[0], random.Random(seed)
-    kinds: dict[tuple[str, str], list[Candidate]] = {}
+    kinds: dict[tuple[str, ...], list[Candidate]] = {}
     for grid in space.grids():
         if legality.of_mesh(grid):
             continue
@@ -83,8 +90,9 @@ def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
             if priced := price(block, legality, facts, machine, Outcome().fallen):
                 index = draw.choice(np.flatnonzero(priced.legal).tolist())
                 candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
-                kinds.setdefault((engine, schedule), []).append(candidate)
-    # As many of each engine and schedule, in turn.
+                kind = (engine,) if per_engine else (engine, schedule)
+                kinds.setdefault(kind, []).append(candidate)
+    # As many of each kind, in turn.
     chosen: list[Candidate] = []
     while len(chosen) < count and kinds:
         for key in [*kinds]:
@@ -226,6 +234,11 @@ def main() -> None:
     parser.add_argument("--topology", required=True)
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--per-engine",
+        action="store_true",
+        help="draw as many of each engine, instead of each engine and schedule",
+    )
     parser.add_argument("--results", type=Path, help="file of the candidates, made or gone on with")
     parser.add_argument("--stored", action="store_true", help="compare what the file holds")
     parser.add_argument("--probes", type=Path, help="directory of probes, made or gone on with")
@@ -243,10 +256,12 @@ def main() -> None:
         "topology": flags.topology,
         "seed": flags.seed,
         "count": flags.count,
+        "per_engine": flags.per_engine,
     }
     candidates = stored(flags.results, source)
     if not candidates:
-        candidates = [Compiled(c.updates()) for c in drawn(request, flags.count, flags.seed)]
+        chosen = drawn(request, flags.count, flags.seed, per_engine=flags.per_engine)
+        candidates = [Compiled(c.updates()) for c in chosen]
         save(flags.results, source, candidates)
     print(f"seed {flags.seed}, {flags.topology}, {flags.config} {' '.join(flags.overrides)}")
     units = ("GiB", "s")
