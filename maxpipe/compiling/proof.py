@@ -1,5 +1,6 @@
 """Prove the best rows of a plan: compile each in a process of its own, and rank them again."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from maxpipe.compiling.compile_process import Note, compile_configuration
@@ -10,8 +11,12 @@ from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
 from maxpipe.planning.search.written import BASES, file_text
 
 
+# By how much closed forms may misjudge one engine against another, as a share of a step.
+ENGINES_APART = 0.2
+
+
 def prove(plan: Plan, count: int, note: Note) -> Plan:
-    """Compile the first rows until so many fit, and the user's own configuration.
+    """Compile the finalists until so many fit, and the user's own configuration.
 
     Args:
       plan: with at least one row.
@@ -25,7 +30,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     Raises:
       ConfigError: none of the rows could be compiled.
     """
-    rows = [*plan.rows]
+    rows = finalists(plan.rows)
     proved: list[Row] = []
     for number, row in enumerate(rows[: 2 * count], 1):
         proved.append(_proved(plan, row, f"{number} of up to {min(2 * count, len(rows))}", note))
@@ -39,7 +44,8 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     own = plan.own
     if isinstance(own, Row):
         own = _proved(plan, own, own.name, note)
-    uncompiled = rows[len(proved) :]
+    tried = {id(row) for row in rows[: len(proved)]}
+    uncompiled = [row for row in plan.rows if id(row) not in tried]
     if not good:
         return replace(plan, rows=(), misfits=bad, own=own, uncompiled=len(uncompiled))
     ranked = with_reasons(good, plan.request)
@@ -52,6 +58,21 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
         own=own,
         uncompiled=len(uncompiled),
     )
+
+
+def finalists(rows: Sequence[Row]) -> list[Row]:
+    """Return ranked rows in the order in which they are compiled.
+
+    The second one is the best of another engine, if it is less than `ENGINES_APART` slower: closed
+    forms err alike on rows of one engine, so its next rows would be no second opinion.
+    """
+    best, *others = rows
+    limit = (1 + ENGINES_APART) * best.per_sequence
+    engine = best.candidate.engine
+    second = next((row for row in others if row.candidate.engine != engine), None)
+    if second is None or second.per_sequence >= limit:
+        return [*rows]
+    return [best, second, *(row for row in others if row is not second)]
 
 
 def _fits(row: Row) -> bool:

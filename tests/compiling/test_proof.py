@@ -8,7 +8,7 @@ import pytest
 from maxpipe.compiling import proof
 from maxpipe.compiling.compile_process import compile_configuration
 from maxpipe.compiling.plan import launch
-from maxpipe.compiling.proof import prove
+from maxpipe.compiling.proof import finalists, prove
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
@@ -60,6 +60,37 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
         reason_text(ranked, row).startswith("not compiled; by closed forms +")
         for row in ranked.rows[3:]
     )
+
+
+def of_engine(row, engine):
+    return dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("slower", "order"),
+    [({}, [0, 1, 2, 3, 4]), ({3: 1.1, 4: 1.1}, [0, 3, 1, 2, 4]), ({4: 1.3}, [0, 1, 2, 3, 4])],
+)
+def test_the_best_of_another_engine_is_compiled_second_unless_it_is_far_slower(plan, slower, order):
+    rows = [
+        dataclasses.replace(of_engine(plan.rows[0], "scheduled"), reason=str(number))
+        for number in range(5)
+    ]
+    for number, scale in slower.items():
+        rows[number] = dataclasses.replace(of_engine(rows[number], "circular"), scale=scale)
+    assert [int(row.reason) for row in finalists(rows)] == order
+
+
+def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
+    rows = [of_engine(row, "scheduled") for row in plan.rows]
+    scale = rows[0].seconds / rows[3].seconds
+    moved = rows[3] = dataclasses.replace(of_engine(rows[3], "circular"), scale=scale)
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
+    assert ranked.rows[0].candidate is moved.candidate
+    assert ranked.uncompiled == len(rows) - 2
+    assert [row.candidate for row in ranked.rows[2:]] == [
+        row.candidate for row in [*rows[1:3], *rows[4:]]
+    ]
 
 
 def test_compiled_rows_show_the_compilers_parts_and_lose_by_them(plan, monkeypatch):
