@@ -178,10 +178,14 @@ class Prices:
     def _candidates(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield an instruction, and those of a computation that a fusion or a start wraps."""
+        """Yield an instruction, and those of a computation that a fusion or a start wraps.
+
+        A call that is started runs on the chip's sparse cores.
+        """
         yield computation, instruction
-        if instruction.opcode in ("fusion", "async-start"):
-            for name in instruction.called().get("calls", []):
+        if instruction.opcode in ("fusion", "async-start", "call-start"):
+            called = instruction.called()
+            for name in (*called.get("calls", ()), *called.get("to_apply", ())):
                 inside = self._module.computations[name]
                 for inner in inside.instructions.values():
                     yield inside, inner

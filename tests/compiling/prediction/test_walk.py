@@ -149,6 +149,15 @@ def test_walk_says_what_it_cannot_price():
     ]
 
 
+def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
+    timeline = walked((HLO / "sparse_cores.hlo").read_text(encoding="utf-8"))
+    (waited,) = collectives_of(timeline)
+    # Of 100 bytes either device of a pair sends half twice, of which 60 ns are hidden.
+    assert (waited.kind, waited.axes) == ("all-reduce", "fsdp")
+    assert waited.seconds == pytest.approx(40 * NANOSECOND)
+    assert timeline.seconds == pytest.approx(100 * NANOSECOND)
+
+
 def test_prices_of_attention_kernels_come_from_causal_flops():
     text = (HLO / "attention.hlo").read_text(encoding="utf-8")
     timeline = walked(text)
