@@ -114,10 +114,15 @@ def layer_of(config: Config) -> Layer:
 def residual_width(config: Config) -> float:
     """Return the width of a layer's residuals, without the input of its chunk.
 
-    Probabilities of attention are not counted: kernels for accelerators never hold them all.
+    Probabilities of attention are not counted: kernels for accelerators never hold them all. Where
+    each layer is compiled by itself, XLA keeps the results of products, and computes the rest again
+    within the operations that read it, but for norms and sums that devices along `tensor` share.
     """
     layer, pipeline = layer_of(config), config.pipeline
     policy = remat_policy(pipeline)
+    if policy.everything and not (ENGINES[pipeline.engine].has_stages or pipeline.scan_layers):
+        is_shared = config.mesh.size("tensor") > 1
+        return layer.result_width + is_shared * layer.elementwise_width
     by_layer = not pipeline.remat_iterations and ENGINES[pipeline.engine].has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return layer.residual_bytes() / itemsize(config.model.dtype)

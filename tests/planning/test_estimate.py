@@ -8,7 +8,13 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import Memory, estimate, traffic
-from maxpipe.planning.footprint import device_parameters, itemsize, total_parameters, weights_of
+from maxpipe.planning.footprint import (
+    device_parameters,
+    itemsize,
+    layer_of,
+    total_parameters,
+    weights_of,
+)
 
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
@@ -132,6 +138,30 @@ def test_layers_save_less_on_tpus_which_compute_gates_once():
     assert on_tpu < 0.8 * elsewhere
     same = config_of(**values, **{"model.gating": "separate", "model.rotation": "product"})
     assert estimate(same, None).activations == on_tpu
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal"])
+def test_unrolled_layers_keep_no_more_than_the_results_of_products(policy):
+    """The compiler fuses what is cheap into what reads it; a loop has to store it."""
+    values = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+    values |= {"pipeline.remat_policy": policy, "model.dtype": "bfloat16"}
+
+    def width(scans):
+        configs = [
+            config_of(**values, **{"model.num_layers": n, "pipeline.scan_layers": scans})
+            for n in (5, 6)
+        ]
+        fewer, more = (estimate(config, None).activations for config in configs)
+        config = configs[0]
+        tokens = config.data.global_batch_size // 8 * config.data.sequence_length
+        return (more - fewer) / (2 * tokens) - config.model.embed_dim, layer_of(config)
+
+    (unrolled, layer), (looped, _) = width(False), width(True)
+    if policy == "none":
+        assert unrolled == pytest.approx(layer.result_width)
+        assert looped > 1.5 * unrolled
+    else:
+        assert unrolled == pytest.approx(looped)
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])

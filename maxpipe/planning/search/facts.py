@@ -135,7 +135,7 @@ class Facts:
         self._traced = on_tpus(config) if is_tpu else config
         self._parameters: dict[Axes, Parameters] = {}
         self._layers: dict[Axes, LayerCosts] = {}
-        self._savings: dict[tuple[Axes, str, str], Saving] = {}
+        self._savings: dict[tuple[Axes, str, str, bool], Saving] = {}
         self._splitting = {
             axis
             for name, axes in config.sharding.logical_axis_rules
@@ -225,11 +225,15 @@ class Facts:
             )
         return self._layers[key]
 
-    def saving(self, axes: Axes, engine: str, policy: str) -> Saving:
-        """Return what a policy saves on a device of a mesh."""
-        key = (self._computing(axes), engine, policy)
+    def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool = True) -> Saving:
+        """Return what a policy saves on a device of a mesh; `scans` as of `Block`."""
+        key = (self._computing(axes), engine, policy, scans)
         if key not in self._savings:
-            changes = {"pipeline.engine": engine, "pipeline.remat_policy": policy}
+            changes = {
+                "pipeline.engine": engine,
+                "pipeline.remat_policy": policy,
+                "pipeline.scan_layers": scans,
+            }
             config = update(self._on(key[0]), changes)
             pipeline, passes = config.pipeline, 1
             if ENGINES[engine].has_stages:

@@ -44,7 +44,10 @@ class BlockSizes:
         self.itemsize = itemsize(config.model.dtype)
         self.parameters = facts.parameters(grid.sizes)
         self.layer = facts.layer(grid.sizes)
-        savings = [facts.saving(grid.sizes, block.engine, policy) for policy in block.policies]
+        savings = [
+            facts.saving(grid.sizes, block.engine, policy, scans=block.scans)
+            for policy in block.policies
+        ]
         self.residuals = along([s.residuals for s in savings], "policy")
         self.offloaded = along([s.offloaded for s in savings], "policy")
         self.stash = along([s.stash for s in savings], "policy")

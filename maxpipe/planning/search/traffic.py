@@ -123,7 +123,10 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
     if sizes.is_written_out:
         # Kernels of experts make gradients in the dtype of the weights.
         converted = (sizes.itemsize + FLOAT32) * layer.expert_weights
-        return (2 * FLOAT32 + FLOAT32) * count + converted
+        # In rings each device copies its part, and adds what arrives to the part that it sends on.
+        part, whole = parameters.layer_at_rest, parameters.layer_gathered
+        ring = sizes.gathers_ahead() * (2 * FLOAT32 * part + 3 * FLOAT32 * (whole - part))
+        return 3 * FLOAT32 * count + ring + converted
     if not sizes.engine.has_stages:
         return (sizes.itemsize + FLOAT32) * count  # the loop over layers puts them into a stack
     return (2 * FLOAT32 + sizes.itemsize) * count

@@ -95,7 +95,10 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     # Where weights are gathered in the unit that reads them, the transfers follow its computation.
     before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)
     before += (1.0 - ahead) * layers * waits.gather
-    after = ahead * exposed(layers * moved, waits.scatter, layers * backward)
+    # A backward ends with attention, when most of the last layer's gradients are on their way.
+    # Those of a W follow all its products, since XLA puts them off to the end of a tick.
+    last = layers * waits.scatter if sizes.splits_backward else 0.5 * waits.scatter
+    after = ahead * exposed(layers * moved, last, layers * backward)
     after += (1.0 - ahead) * layers * moved
     in_backward = layers * (waits.backward + waits.gradient)
     return layers * waits.forward + each * before, in_backward + each * after
