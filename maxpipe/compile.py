@@ -10,11 +10,16 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
+import os
 from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.imports import import_words, install_command
 from maxpipe.config.paths import unwritable
+from maxpipe.config.sections import CompileConfig
 
 
 @exit_on_config_error()
@@ -48,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--profile-trace": flags.profile_trace,
     }
     _check_files(keys.save, files)
+    if flags.tune_flags:
+        _check_tuning(keys, flags)
+        from maxpipe.compiling import flag_tuning
+
+        words = [arguments.path, *flags.overrides, *import_words(flags.imports)]
+        note = partial(print, flush=True)
+        return flag_tuning.launch(words, keys.topology, os.environ, flags.json, note)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
     from maxpipe.compiling.launch import launch
@@ -79,6 +91,32 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--units", metavar="F1,B1", help="mpmd: compile these units alone, each with its time"
     )
+    parser.add_argument(
+        "--tune-flags",
+        action="store_true",
+        help="TPUs: compile with several sets of compiler flags, and print which is the fastest",
+    )
+
+
+def _check_tuning(keys: CompileConfig, flags: argparse.Namespace) -> None:
+    """Raise ConfigError if the flags of a compiler cannot be tuned, or more is asked for."""
+    others = {
+        "compile.save": keys.save,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
+        "--programs": flags.programs,
+        "--units": flags.units,
+    }
+    message = "is of one program, and --tune-flags compiles several; leave one of them out"
+    problems = [Problem(key, message) for key, value in others.items() if value]
+    if keys.topology == "cpu":
+        message = "is for a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
+        problems.append(Problem("--tune-flags", message))
+    elif find_spec("libtpu") is None:
+        problems.append(Problem("--tune-flags", f"needs libtpu: {install_command('tpu')}"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _check_files(save: str, reports: dict[str, str | None]) -> None:

@@ -78,6 +78,11 @@ def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path)
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
         (["compile.topology=cpu", "--profile=p.html"], "--profile: needs the estimates of a TPU's"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
+        (["compile.topology=cpu", "--tune-flags"], "--tune-flags: is for a TPU's compiler"),
+        (
+            ["compile.topology=v5p:2x2x1", "--hlo=step.hlo", "--tune-flags"],
+            "--hlo: is of one program, and --tune-flags compiles several",
+        ),
         (
             [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "compile.save=step.bin"],
             "compile.save: is for a train step in one program",
@@ -295,6 +300,21 @@ class TestTpu:
         assert all(between)
         assert len(gathers) >= 8
         assert all(gathers)
+
+    @pytest.mark.slow
+    def test_tuned_flags_are_those_of_the_fastest_compilation(self, tmp_path):
+        small = (*NARROW, "model.num_layers=2", "mesh.ici.stage=1", "mesh.ici.fsdp=4")
+        words = (BASE, "compile.topology=v6e:2x2", *small, "pipeline.num_microbatches=1")
+        report, text = report_of(tmp_path, *words, "--tune-flags", environment=QUICK)
+        tried = {row["name"]: row["predicted_step_seconds"] for row in report["tried"]}
+        assert len(tried) >= 4
+        assert report["predicted_step_seconds"] == tried[report["best"]]
+        assert report["predicted_step_seconds"] <= 1.005 * min(tried.values())
+        assert all(f"compiling   with {name}" in text for name in tried)
+        # Pasted into a shell, they lead to the same prediction.
+        flags = {"LIBTPU_INIT_ARGS": report["LIBTPU_INIT_ARGS"]}
+        again, _ = report_of(tmp_path, *words, environment=QUICK | flags)
+        assert again["predicted_step_seconds"] == report["predicted_step_seconds"]
 
     @pytest.mark.parametrize(
         "words",

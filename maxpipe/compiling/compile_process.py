@@ -1,13 +1,14 @@
 """Compile a configuration in a process of its own, and read what the compiler says."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,8 +31,22 @@ def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = (
       note: prints a line every now and then.
       imports: modules with variants of the user's own.
     """
+    with _written(yaml_text) as file:
+        return compile_command([file, *import_words(imports)], note)
+
+
+def compile_command(
+    words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
+) -> Proof:
+    """Run `maxpipe.compile` with these words in a process of its own.
+
+    Args:
+      words: the command line after the command.
+      note: prints a line every now and then.
+      environment: variables besides those of this process.
+    """
     started = time.perf_counter()
-    report = run_compile(yaml_text, import_words(imports), note)
+    report = report_of(words, note, environment or {})
     took = time.perf_counter() - started
     if isinstance(report, str):
         return Proof(None, None, False, f"not compiled: {report}", took)
@@ -49,18 +64,42 @@ def run_compile(yaml_text: str, words: Sequence[str], note: Note) -> dict[str, o
     Returns:
       Its JSON report; or why there is none.
     """
-    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
-        file, report = Path(directory, "candidate.yml"), Path(directory, "report.json")
-        file.write_text(yaml_text, encoding="utf-8")
-        command = [sys.executable, "-m", "maxpipe.compile", str(file), "--json", str(report)]
-        log = Path(directory, "log")
+    with _written(yaml_text) as file:
+        return report_of([file, *words], note, {})
+
+
+def report_of(
+    words: Sequence[str], note: Note, environment: Mapping[str, str]
+) -> dict[str, object] | str:
+    """Run `maxpipe.compile` with these words, and return its JSON report; or why there is none.
+
+    Args:
+      words: the command line after the command.
+      note: prints a line every now and then.
+      environment: variables besides those of this process.
+    """
+    with tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory:
+        report, log = Path(directory, "report.json"), Path(directory, "log")
+        command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
+        variables = {**os.environ, **environment}
         with log.open("wb") as output:
-            process = subprocess.Popen([*command, *words], stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=variables
+            )
             code = _wait(process, note)
         if code not in (FITS, DOES_NOT_FIT) or not report.exists():
             return _last_problem(log.read_text(encoding="utf-8", errors="replace"))
         content: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
         return content
+
+
+@contextmanager
+def _written(yaml_text: str) -> Iterator[str]:
+    """Write a configuration to a file, and remove it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
+        file = Path(directory, "candidate.yml")
+        file.write_text(yaml_text, encoding="utf-8")
+        yield str(file)
 
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:

@@ -10,7 +10,6 @@ from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
 from maxpipe.planning.search.written import BASES, file_text
 
-
 # By how much closed forms may misjudge one engine against another, as a share of a step.
 ENGINES_APART = 0.2
 

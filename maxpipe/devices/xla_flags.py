@@ -1,4 +1,4 @@
-"""Recommend flags of XLA from which a pipeline gains, by chip. Imports no JAX.
+"""Recommend XLA flags from which a pipeline gains, by chip, and name others to try, without JAX.
 
 maxpipe does not set them: they trade memory for overlap, and XLA reads them once, when it is
 loaded.
@@ -6,7 +6,7 @@ loaded.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from maxpipe.devices.chips import chip_for
 
@@ -61,6 +61,29 @@ _GPU = Recommended(
     },
 )
 
+
+class FlagSet(NamedTuple):
+    """Flags that belong together."""
+
+    name: str
+    flags: Mapping[str, str]
+
+
+# More of a chip's own memory for each kernel: from it some products gain and others lose.
+_KERNEL_MEMORY = tuple(
+    FlagSet(f"{mib} MiB for kernels", {"xla_tpu_scoped_vmem_limit_kib": str(1024 * mib)})
+    for mib in (64, 96)
+)
+# Collectives run on cores of their own, next to computation.
+_OFFLOADED = FlagSet(
+    "collectives on sparse cores",
+    {
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
+        for kind in ("all_gather", "all_reduce", "reduce_scatter")
+    },
+)
+_SPARSE_CORES = ("v4", "v5p", "v6e", "tpu7x")  # chips that have some
+
 # By chip, and for every GPU.
 RECOMMENDED = {
     "v4": _TPU,
@@ -70,6 +93,19 @@ RECOMMENDED = {
     "tpu7x": _TPU,
     "gpu": _GPU,
 }
+
+
+def sets_to_try(chip: str) -> list[FlagSet]:
+    """Return what may make a step faster on a TPU, or slower: `maxpipe.compile --tune-flags`."""
+    recommended = FlagSet("overlap, as recommended", RECOMMENDED[chip].flags)
+    offloaded = [_OFFLOADED] if chip in _SPARSE_CORES else []
+    return [recommended, *offloaded, *_KERNEL_MEMORY]
+
+
+def flags_in(text: str) -> dict[str, str]:
+    """Return the flags by name that a variable of the environment holds."""
+    pairs = (word.lstrip("-").partition("=") for word in text.split())
+    return {name: value or "true" for name, _, value in pairs}
 
 
 def recommended_for(device: Device) -> Recommended | None:
@@ -94,9 +130,8 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     recommended = recommended_for(device)
     if recommended is None:
         return []
-    words = environment.get(recommended.variable, "").split()
-    named = {word.lstrip("-").partition("=")[0] for word in words}
-    if named >= set(recommended.flags):
+    if flags_in(environment.get(recommended.variable, "")).keys() >= recommended.flags.keys():
         return []
-    kind = device.device_kind
-    return [f"XLA flags for overlap on {kind}, at the price of memory:", recommended.assignment()]
+    compared = "; maxpipe.compile --tune-flags compares them" if device.platform == "tpu" else ""
+    said = f"XLA flags for overlap on {device.device_kind}, at the price of memory{compared}:"
+    return [said, recommended.assignment()]

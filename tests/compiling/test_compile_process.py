@@ -61,7 +61,7 @@ def test_parts_of_a_compiled_step_are_those_of_its_report(
         "predicted_step_seconds": 2.0,
         "predicted": {"bubble": bubble, "parts": {"matrix products": 1.5, "collectives": 0.5}},
     }
-    monkeypatch.setattr(compile_process, "run_compile", lambda *_: report)
+    monkeypatch.setattr(compile_process, "report_of", lambda *_: report)
     proof = compile_process.compile_configuration("", print)
     assert proof.seconds == 2.0
     assert proof.parts == pytest.approx(expected)

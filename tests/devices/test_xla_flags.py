@@ -10,7 +10,13 @@ import pytest
 from helpers.compile_command import tpu_aot
 
 from maxpipe.devices.chips import CHIPS
-from maxpipe.devices.xla_flags import RECOMMENDED, advice
+from maxpipe.devices.xla_flags import (
+    RECOMMENDED,
+    Recommended,
+    advice,
+    flags_in,
+    sets_to_try,
+)
 
 # A JAX device kind of every chip in the table.
 KINDS = {
@@ -53,6 +59,19 @@ def test_advice_for_cpus_and_unknown_tpus_is_empty(kind, platform):
     assert advice(SimpleNamespace(device_kind=kind, platform=platform), {}) == []
 
 
+def test_flags_are_read_as_they_are_written():
+    flags = {"xla_a": "true", "xla_b": "3"}
+    assert flags_in(Recommended("XLA_FLAGS", flags).text()) == flags
+    assert flags_in("--xla_a  -xla_b=3") == flags
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_sets_to_try_begin_with_what_is_recommended(name):
+    first, *others = sets_to_try(name)
+    assert first.flags == RECOMMENDED[name].flags
+    assert len({choice.name for choice in others}) == len(others) >= 2
+
+
 # Gathers of sharded weights in a loop of matrix products, for each slice that is named.
 COMPILE = """
 import sys
@@ -74,20 +93,22 @@ for topology in sys.argv[1:]:
     jax.jit(run).lower(w, x).compile()
     print("compiled", topology, devices[0].device_kind, flush=True)
 """
-FLAG_SETS = {RECOMMENDED[name].text(): [] for name in SLICES}
+# The chips that each set of flags is for: what is recommended, and what --tune-flags tries.
+FLAG_SETS: dict[str, list[str]] = {}
 for _name in SLICES:
-    FLAG_SETS[RECOMMENDED[_name].text()].append(_name)
+    for _choice in sets_to_try(_name):
+        _text = Recommended("LIBTPU_INIT_ARGS", _choice.flags).text()
+        FLAG_SETS.setdefault(_text, []).append(_name)
 
 
 class TestTpu:
     pytestmark = tpu_aot
 
-    @pytest.mark.parametrize("chips", FLAG_SETS.values(), ids=" ".join)
-    def test_the_installed_libtpu_compiles_with_the_recommended_flags(self, chips):
-        recommended = RECOMMENDED[chips[0]]
+    @pytest.mark.parametrize(("flags", "chips"), FLAG_SETS.items())
+    def test_the_installed_libtpu_compiles_with_the_flags_of_a_chip(self, flags, chips):
         done = subprocess.run(
             [sys.executable, "-c", COMPILE, *(f"{name}:{SLICES[name]}" for name in chips)],
-            env={**os.environ, recommended.variable: recommended.text()},
+            env={**os.environ, "LIBTPU_INIT_ARGS": flags},
             capture_output=True,
             text=True,
         )
