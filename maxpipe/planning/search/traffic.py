@@ -134,5 +134,8 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
 
 def gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
     """Return the parameters of a layer whose gradients one unit adds to a sum."""
-    is_whole = sizes.gathers("once") if sizes.engine.has_stages else 0.0
+    is_whole: Number = 0.0
+    if sizes.engine.has_stages:
+        # Those of the repeats at work are summed whole, and become shards when they are done.
+        is_whole = sizes.gathers("once") + sizes.gathers("per_repeat")
     return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest

@@ -158,3 +158,28 @@ def test_experts_are_copied_unless_they_are_those_of_a_single_layer(fsdp, layers
     traffic = traffic_of(sizes)
     assert value(traffic.forward) - before == pytest.approx(copies * copied)
     assert value(traffic.backward) - before == pytest.approx(copies * copied)
+
+
+def test_circular_sums_whole_gradients_of_the_repeats_at_work():
+    def gradients(gather):
+        mesh = {"data": 1, "fsdp": 2}
+        sizes = sizes_of("circular", "circular", mesh=mesh, fsdp_gather=[gather])
+        return value(traffic_of(sizes).gradients), sizes.parameters
+
+    (each, parameters), (repeat, _), (once, _) = map(
+        gradients, ("per_iteration", "per_repeat", "once")
+    )
+    assert repeat == once
+    assert repeat / each == pytest.approx(parameters.layer_gathered / parameters.layer_at_rest)
+
+
+def test_rings_of_gradients_add_what_arrives_to_the_part_that_they_send_on():
+    def gradients(prefetch):
+        fixed = {"pipeline.fsdp_prefetch": prefetch}
+        choices = {"mesh": {"data": 1, "fsdp": 2}, "fsdp_gather": ["per_iteration"]}
+        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
+        return value(traffic_of(sizes).gradients), sizes.parameters.layer_at_rest
+
+    (rings, part), (collectives, _) = gradients("true"), gradients("false")
+    # A copy of one of two parts; and two are read, and their sum is written.
+    assert rings - collectives == pytest.approx((2 + 3) * 4 * part / WIDE, rel=0.01)
