@@ -13,11 +13,10 @@ import argparse
 import os
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.imports import import_words, install_command
+from maxpipe.config.imports import import_words, install_command, is_installed
 from maxpipe.config.paths import unwritable
 from maxpipe.config.sections import CompileConfig
 
@@ -28,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
     """
+    own_flags = os.environ.get("LIBTPU_INIT_ARGS", "")  # to which JAX adds when it is imported
     arguments = parse_args(
         argv,
         prog="python -m maxpipe.compile",
@@ -55,16 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_files(keys.save, files)
     if flags.tune_flags:
         _check_tuning(keys, flags)
-        from maxpipe.compiling import flag_tuning
-
-        words = [arguments.path, *flags.overrides, *import_words(flags.imports)]
-        note = partial(print, flush=True)
-        return flag_tuning.launch(words, keys.topology, os.environ, flags.json, note)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
+    from maxpipe.compiling.flag_tuning import launch as tune_flags
     from maxpipe.compiling.launch import launch
     from maxpipe.training.stored_step import write
 
+    if flags.tune_flags:
+        words = [arguments.path, *flags.overrides, *import_words(flags.imports)]
+        return tune_flags(words, keys.topology, own_flags, flags.json, partial(print, flush=True))
     return launch(arguments.loaded, flags, build_trainer, write)
 
 
@@ -108,12 +107,12 @@ def _check_tuning(keys: CompileConfig, flags: argparse.Namespace) -> None:
         "--programs": flags.programs,
         "--units": flags.units,
     }
-    message = "is of one program, and --tune-flags compiles several; leave one of them out"
+    message = "is for a single compilation; leave it out, or --tune-flags"
     problems = [Problem(key, message) for key, value in others.items() if value]
     if keys.topology == "cpu":
         message = "is for a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
         problems.append(Problem("--tune-flags", message))
-    elif find_spec("libtpu") is None:
+    elif not is_installed("libtpu"):
         problems.append(Problem("--tune-flags", f"needs libtpu: {install_command('tpu')}"))
     if problems:
         raise ConfigError(*problems)

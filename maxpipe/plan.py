@@ -97,7 +97,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="compile the N best for the slice and rank them by the compiler's estimates (3)",
+        help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
     parser.add_argument(
         "--probe",

@@ -16,7 +16,7 @@ from maxpipe import compile as command
 from maxpipe.compiling.collectives import ASYNC_FUSION
 from maxpipe.compiling.hlo import executions, parse
 from maxpipe.config import load, resolve
-from maxpipe.devices.xla_flags import RECOMMENDED
+from maxpipe.devices.xla_flags import RECOMMENDED, added_to
 from maxpipe.planning.estimate import estimate
 from maxpipe.training.stored_step import read
 
@@ -81,7 +81,7 @@ def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path)
         (["compile.topology=cpu", "--tune-flags"], "--tune-flags: is for a TPU's compiler"),
         (
             ["compile.topology=v5p:2x2x1", "--hlo=step.hlo", "--tune-flags"],
-            "--hlo: is of one program, and --tune-flags compiles several",
+            "--hlo: is for a single compilation; leave it out, or --tune-flags",
         ),
         (
             [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "compile.save=step.bin"],
@@ -277,7 +277,11 @@ class TestTpu:
         )
         recommended = RECOMMENDED["v5e"]
         done = run(
-            BASE, *words, "--hlo", file, environment={recommended.variable: recommended.text()}
+            BASE,
+            *words,
+            "--hlo",
+            file,
+            environment={recommended.variable: added_to("", recommended.flags)},
         )
         assert done.returncode == 0, done.stderr
         module = parse(file.read_text())
@@ -309,7 +313,7 @@ class TestTpu:
         tried = {row["name"]: row["predicted_step_seconds"] for row in report["tried"]}
         assert len(tried) >= 4
         assert report["predicted_step_seconds"] == tried[report["best"]]
-        assert report["predicted_step_seconds"] <= 1.005 * min(tried.values())
+        assert report["predicted_step_seconds"] <= 1.005 * min(filter(None, tried.values()))
         assert all(f"compiling   with {name}" in text for name in tried)
         # Pasted into a shell, they lead to the same prediction.
         flags = {"LIBTPU_INIT_ARGS": report["LIBTPU_INIT_ARGS"]}

@@ -29,7 +29,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     Raises:
       ConfigError: none of the rows could be compiled.
     """
-    rows = finalists(plan.rows)
+    rows = finalists(plan.rows) if count > 1 else [*plan.rows]
     proved: list[Row] = []
     for number, row in enumerate(rows[: 2 * count], 1):
         proved.append(_proved(plan, row, f"{number} of up to {min(2 * count, len(rows))}", note))

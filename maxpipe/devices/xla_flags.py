@@ -4,21 +4,30 @@ maxpipe does not set them: they trade memory for overlap, and XLA reads them onc
 loaded.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from maxpipe.devices.chips import chip_for
+from maxpipe.devices.chips import Device, chip_for
 
 
-class Device(Protocol):
-    """The facts of a `jax.Device` that are read here."""
+def assignment(variable: str, text: str) -> str:
+    """Return a variable of the environment as a line for a shell."""
+    return f"{variable}={shlex.quote(text)}" if set(text) & set('"$`\\') else f'{variable}="{text}"'
 
-    @property
-    def device_kind(self) -> str: ...
 
-    @property
-    def platform(self) -> str: ...
+def added_to(text: str, flags: Mapping[str, str]) -> str:
+    """Return a variable's text with those flags added that it does not name."""
+    named = names_in(text)
+    words = [f"--{name}={value}" for name, value in flags.items() if name not in named]
+    return " ".join([text, *words] if text else words)
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names of the flags that a variable's text sets, as `--a=1`, `--a 1` or `--noa`."""
+    words = [word.lstrip("-").partition("=")[0] for word in text.split() if word.startswith("-")]
+    return {*words, *(word.removeprefix("no") for word in words)}
 
 
 @dataclass(frozen=True)
@@ -27,14 +36,6 @@ class Recommended:
 
     variable: str
     flags: Mapping[str, str]
-
-    def assignment(self) -> str:
-        """Return the flags as a line for a shell."""
-        return f'{self.variable}="{self.text()}"'
-
-    def text(self) -> str:
-        """Return the flags as the variable's value."""
-        return " ".join(f"--{name}={value}" for name, value in self.flags.items())
 
 
 # Collectives run during matrix products, cut into pieces where that helps. The head's tokens are
@@ -102,12 +103,6 @@ def sets_to_try(chip: str) -> list[FlagSet]:
     return [recommended, *offloaded, *_KERNEL_MEMORY]
 
 
-def flags_in(text: str) -> dict[str, str]:
-    """Return the flags by name that a variable of the environment holds."""
-    pairs = (word.lstrip("-").partition("=") for word in text.split())
-    return {name: value or "true" for name, _, value in pairs}
-
-
 def recommended_for(device: Device) -> Recommended | None:
     """Return the flags for a device; None for CPUs and for chips that are not in the table."""
     if device.platform == "gpu":
@@ -130,8 +125,12 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     recommended = recommended_for(device)
     if recommended is None:
         return []
-    if flags_in(environment.get(recommended.variable, "")).keys() >= recommended.flags.keys():
+    own = environment.get(recommended.variable, "")
+    text = added_to(own, recommended.flags)
+    if text == own:
         return []
-    compared = "; maxpipe.compile --tune-flags compares them" if device.platform == "tpu" else ""
+    chip = chip_for(device.device_kind)
+    is_timed = chip is not None and chip.products_per_cycle is not None
+    compared = "; maxpipe.compile --tune-flags compares them" if is_timed else ""
     said = f"XLA flags for overlap on {device.device_kind}, at the price of memory{compared}:"
-    return [said, recommended.assignment()]
+    return [said, assignment(recommended.variable, text)]

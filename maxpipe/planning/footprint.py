@@ -114,20 +114,30 @@ def layer_of(config: Config) -> Layer:
 def residual_width(config: Config) -> float:
     """Return the width of a layer's residuals, without the input of its chunk.
 
-    Probabilities of attention are not counted: kernels for accelerators never hold them all. Where
-    each layer is compiled by itself, XLA keeps the results of products, and computes the rest again
-    within the operations that read it, but for norms and sums that devices along `tensor` share.
+    Probabilities of attention are not counted: kernels for accelerators never hold them all.
     """
     layer, pipeline = layer_of(config), config.pipeline
     policy = remat_policy(pipeline)
-    if policy.everything and not (ENGINES[pipeline.engine].has_stages or pipeline.scan_layers):
-        is_shared = config.mesh.size("tensor") > 1
-        return layer.result_width + is_shared * layer.elementwise_width
     by_layer = not pipeline.remat_iterations and ENGINES[pipeline.engine].has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
-        return layer.residual_bytes() / itemsize(config.model.dtype)
+        return everything_width(config, layer)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
+
+
+def everything_width(config: Config, layer: Layer) -> float:
+    """Return the width of the residuals of a layer that saves all that its backward needs.
+
+    Where each layer is compiled by itself, XLA keeps the results of products and gathers, and
+    computes the rest again within the operations that read it, except norms and sums that devices
+    along `tensor` exchange.
+    """
+    pipeline = config.pipeline
+    if ENGINES[pipeline.engine].has_stages or pipeline.scan_layers:
+        return layer.residual_bytes() / itemsize(config.model.dtype)
+    is_exchanged = config.mesh.size("tensor") > 1
+    kept = layer.elementwise_width if is_exchanged else layer.gathered_width
+    return layer.result_width + kept
 
 
 def first_layers_width(config: Config) -> float:
@@ -140,7 +150,7 @@ def first_layers_width(config: Config) -> float:
         return 0.0
     layer, policy = layer_of(with_dense_layers(config)), remat_policy(config.pipeline)
     if policy.everything:
-        saved = layer.residual_bytes() / itemsize(config.model.dtype)
+        saved = everything_width(config, layer)
     else:
         saved = layer.saved_width(policy.device)
     return first * (config.model.embed_dim + saved)

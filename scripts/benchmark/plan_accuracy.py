@@ -256,8 +256,9 @@ def main() -> None:
         "topology": flags.topology,
         "seed": flags.seed,
         "count": flags.count,
-        "per_engine": flags.per_engine,
     }
+    if flags.per_engine:
+        source["per_engine"] = True
     candidates = stored(flags.results, source)
     if not candidates:
         chosen = drawn(request, flags.count, flags.seed, per_engine=flags.per_engine)

@@ -65,3 +65,19 @@ def test_parts_of_a_compiled_step_are_those_of_its_report(
     proof = compile_process.compile_configuration("", print)
     assert proof.seconds == 2.0
     assert proof.parts == pytest.approx(expected)
+
+
+def test_the_compiler_gets_words_and_variables_and_answers_with_its_last_problem(
+    tmp_path, monkeypatch
+):
+    compiler, seen = tmp_path / "compiler", tmp_path / "seen"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$LIBTPU_INIT_ARGS" "$@" > {seen}\necho config error: x: broken\nexit 2\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    words = ["base.yml", "compile.topology=v5p:2x2x1", "--import", "mine"]
+    proof = compile_process.compile_command(words, print, {"LIBTPU_INIT_ARGS": "--a=1"})
+    assert proof.failure == "not compiled: config error: x: broken"
+    variable, *command = seen.read_text().split()
+    assert (variable, command[:6]) == ("--a=1", ["-m", "maxpipe.compile", *words])

@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from maxpipe.compiling import flag_tuning
+from maxpipe.compiling import flag_trials, flag_tuning
 from maxpipe.compiling.flag_tuning import launch, tune
 from maxpipe.config import ConfigError
 from maxpipe.devices.chips import GIB
-from maxpipe.devices.xla_flags import FlagSet, flags_in
+from maxpipe.devices.xla_flags import FlagSet, names_in
 from maxpipe.planning.search.rows import Proof
 
 SETS = [
@@ -19,23 +19,23 @@ SETS = [
     FlagSet("slower", {"slower": "1"}),
 ]
 FACTORS = {"a": 0.9, "b": 0.8, "slower": 1.2, "own": 0.5, "tiny": 0.996}
+TOO_LARGE = Proof(40 * GIB, None, False, "", 1.0)  # the compiler gives up
 
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Answer by the flags; return what they were, and answers for some of them."""
-    seen: list[dict[str, str]] = []
+    """Answer by the flags; return their texts, and answers for some of them."""
+    seen: list[str] = []
     answers: dict[str, Proof] = {}
 
     def compile_command(words, note, environment):
-        flags = flags_in(environment["LIBTPU_INIT_ARGS"])
-        seen.append(flags)
+        seen.append(environment["LIBTPU_INIT_ARGS"])
+        names = sorted(names_in(seen[-1]) & FACTORS.keys())
         seconds = 2.0
-        for name in flags:
+        for name in names:
             seconds *= FACTORS[name]
-            if name in answers:
-                return answers[name]
-        return Proof(3 * GIB, seconds, True, "", 7.0)
+        known = [answers[name] for name in [*names, ""] if name in answers]
+        return known[0] if known else Proof(3 * GIB, seconds, True, "", 7.0)
 
     monkeypatch.setattr(flag_tuning, "compile_command", compile_command)
     return seen, answers
@@ -46,11 +46,13 @@ def silent(line: str) -> None:
 
 
 def test_sets_that_gain_are_tried_together_and_the_fastest_is_printed_for_a_shell(compiler):
-    tuning = tune(["base.yml"], SETS, {}, silent)
+    said: list[str] = []
+    tuning = tune(["base.yml"], SETS, "", said.append)
     assert [trial.name for trial in tuning.trials] == [
         "none", "a", "b", "b twice", "slower", "b + a",
     ]  # fmt: skip
-    assert tuning.best.flags == {"a": "1", "b": "1"}
+    assert tuning.best.text == "--b=1 --a=1"
+    assert "            1.44 s, 3.00 GiB, compiled in 7 s" in said
     *table, best, assignment = tuning.lines()
     assert table[1].split() == ["none", "2", "1.000", "3.00", "7", "s"]
     assert table[-1].split() == ["b", "+", "a", "1.44", "0.720", "3.00", "7", "s"]
@@ -58,16 +60,19 @@ def test_sets_that_gain_are_tried_together_and_the_fastest_is_printed_for_a_shel
     assert shlex.split(assignment) == ["LIBTPU_INIT_ARGS=--b=1 --a=1"]
 
 
-def test_the_users_own_flags_are_in_every_trial_and_no_set_changes_them(compiler):
+@pytest.mark.parametrize("own", ["--own=x --b=9", "--own --nob", "--own 1 --b 9"])
+def test_the_users_own_flags_are_in_every_trial_as_they_are_written(compiler, own):
     seen, _ = compiler
-    tuning = tune([], SETS, {"own": "x", "b": "9"}, silent)
-    assert all(flags.items() >= {"own": "x", "b": "9"}.items() for flags in seen)
+    said: list[str] = []
+    both = FlagSet("both", {"b": "1", "tiny": "1"})
+    tuning = tune([], [*SETS, both], own, said.append)
+    assert all(text.startswith(own) for text in seen)
     assert [trial.name for trial in tuning.trials] == [
-        "LIBTPU_INIT_ARGS as it is set",
-        "a",
-        "slower",
-    ]
-    assert tuning.best.flags == {"own": "x", "b": "9", "a": "1"}
+        "LIBTPU_INIT_ARGS as it is set", "a", "slower", "both",
+    ]  # fmt: skip
+    assert tuning.best.text == f"{own} --a=1"
+    assert seen[-1] == f"{own} --tiny=1"
+    assert "            both: b as LIBTPU_INIT_ARGS has it" in said
 
 
 def test_no_set_is_chosen_that_gains_next_to_nothing_or_does_not_fit_or_fails(compiler):
@@ -75,7 +80,7 @@ def test_no_set_is_chosen_that_gains_next_to_nothing_or_does_not_fit_or_fails(co
     answers["a"] = Proof(90 * GIB, 0.1, False, "", 7.0)
     answers["b"] = Proof(None, None, False, "not compiled: unknown flag", 1.0)
     sets = [*SETS, FlagSet("tiny", {"tiny": "1"})]
-    tuning = tune([], sets, {}, silent)
+    tuning = tune([], sets, "", silent)
     assert len(tuning.trials) == 1 + len(sets)
     assert tuning.best.name == "none"
     lines = tuning.lines()
@@ -84,13 +89,21 @@ def test_no_set_is_chosen_that_gains_next_to_nothing_or_does_not_fit_or_fails(co
     assert lines[3].endswith("not compiled: unknown flag")
 
 
-def test_a_set_is_chosen_that_alone_fits(compiler, monkeypatch):
-    def compile_command(words, note, environment):
-        fits = "a" in environment["LIBTPU_INIT_ARGS"]
-        return Proof(GIB, 3.0 if fits else 2.0, fits, "", 1.0)
+def test_a_set_is_chosen_that_is_the_only_one_that_fits(compiler):
+    _, answers = compiler
+    answers |= {"": TOO_LARGE, "slower": Proof(GIB, 3.0, True, "", 1.0)}
+    tuning = tune([], SETS, "", silent)
+    assert tuning.best.name == "slower"
+    assert tuning.lines()[1].split() == ["none", "-", "-", "40.00", "1", "s", "does", "not", "fit"]
 
-    monkeypatch.setattr(flag_tuning, "compile_command", compile_command)
-    assert tune([], SETS[:1], {}, silent).best.name == "a"
+
+def test_where_nothing_fits_no_flags_are_printed_and_the_exit_code_says_so(compiler, monkeypatch):
+    _, answers = compiler
+    answers[""] = TOO_LARGE
+    monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
+    lines: list[str] = []
+    assert launch([], "v5p-8", "", None, lines.append) == 3
+    assert lines[-1].splitlines()[-1].startswith("best        none fits")
 
 
 @pytest.mark.parametrize(
@@ -100,31 +113,28 @@ def test_a_set_is_chosen_that_alone_fits(compiler, monkeypatch):
         (Proof(GIB, None, True, "", 1.0), "there is no predicted step"),
     ],
 )
-def test_a_configuration_that_cannot_be_predicted_ends_with_the_reason(
-    compiler, monkeypatch, proof, message
-):
-    monkeypatch.setattr(flag_tuning, "compile_command", lambda *_: proof)
+def test_a_configuration_that_cannot_be_predicted_ends_with_the_reason(compiler, proof, message):
+    _, answers = compiler
+    answers[""] = proof
     with pytest.raises(ConfigError, match=message):
-        tune([], SETS, {}, silent)
+        tune([], SETS, "", silent)
 
 
 def test_what_was_tried_is_written_as_json(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
-    monkeypatch.setattr(flag_tuning, "compiler_version", lambda: "1.2")
+    monkeypatch.setattr(flag_trials, "compiler_version", lambda: "1.2")
     file, lines = tmp_path / "tuned.json", []
-    environment = {"LIBTPU_INIT_ARGS": "--own=1"}
-    assert launch(["base.yml"], "v5p-8", environment, str(file), lines.append) == 0
+    assert launch(["base.yml"], "v5p-8", "--own=1", str(file), lines.append) == 0
     written = json.loads(file.read_text())
     assert written["predicted_step_seconds"] == pytest.approx(0.72)
-    assert flags_in(written["LIBTPU_INIT_ARGS"]) == {"own": "1", "a": "1", "b": "1"}
+    assert written["LIBTPU_INIT_ARGS"] == "--own=1 --b=1 --a=1"
     assert written["libtpu"] == "1.2"
     assert [row["name"] for row in written["tried"]][-1] == "b + a"
-    assert written["tried"][1]["flags"] == {"own": "1", "a": "1"}
-    assert any("LIBTPU_INIT_ARGS=" in line for line in lines)
+    assert written["tried"][1]["LIBTPU_INIT_ARGS"] == "--own=1 --a=1"
 
 
-def test_chips_without_predictions_are_refused(compiler):
+def test_chips_without_predictions_are_refused_with_those_that_have_some(compiler):
     seen, _ = compiler
-    with pytest.raises(ConfigError, match=r"--tune-flags: compares predicted steps"):
-        launch([], "tpu7x:2x2x1", {}, None, silent)
+    with pytest.raises(ConfigError, match=r"--tune-flags: compares predicted steps.*v5p, v6e"):
+        launch([], "tpu7x:2x2x1", "", None, silent)
     assert not seen

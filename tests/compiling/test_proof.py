@@ -88,6 +88,12 @@ def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
     ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
     assert ranked.rows[0].candidate is moved.candidate
     assert ranked.uncompiled == len(rows) - 2
+    # A single one is the best that fits.
+    compiled(monkeypatch, [proved(2.0, fits=False), proved(1.0)])
+    one = prove(dataclasses.replace(plan, rows=rows), 1, lambda line: None)
+    assert one.winner.candidate is rows[1].candidate
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
     assert [row.candidate for row in ranked.rows[2:]] == [
         row.candidate for row in [*rows[1:3], *rows[4:]]
     ]

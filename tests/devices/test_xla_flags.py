@@ -12,9 +12,10 @@ from helpers.compile_command import tpu_aot
 from maxpipe.devices.chips import CHIPS
 from maxpipe.devices.xla_flags import (
     RECOMMENDED,
-    Recommended,
+    added_to,
     advice,
-    flags_in,
+    assignment,
+    names_in,
     sets_to_try,
 )
 
@@ -41,16 +42,19 @@ def test_every_tpu_of_the_table_of_chips_has_flags():
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_advice_for_unset_flags_ends_with_a_line_for_a_shell(name):
     recommended = RECOMMENDED[name]
-    said, assignment = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
+    said, line = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
     assert KINDS[name] in said
-    assert shlex.split(assignment) == [f"{recommended.variable}={recommended.text()}"]
+    assert ("--tune-flags" in said) == (name not in ("gpu", "tpu7x"))  # which has no known clock
+    text = added_to("--xla_other=1", recommended.flags)
+    assert shlex.split(line) == [f"{recommended.variable}={text}"]
 
 
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_advice_is_empty_if_flags_are_set_to_any_value(name):
     recommended, device = RECOMMENDED[name], DEVICES[name]
-    assert advice(device, {recommended.variable: recommended.text()}) == []
-    other = recommended.text().replace("true", "false")
+    text = added_to("", recommended.flags)
+    assert advice(device, {recommended.variable: text}) == []
+    other = text.replace("true", "false")
     assert advice(device, {recommended.variable: other}) == []
 
 
@@ -59,10 +63,24 @@ def test_advice_for_cpus_and_unknown_tpus_is_empty(kind, platform):
     assert advice(SimpleNamespace(device_kind=kind, platform=platform), {}) == []
 
 
-def test_flags_are_read_as_they_are_written():
-    flags = {"xla_a": "true", "xla_b": "3"}
-    assert flags_in(Recommended("XLA_FLAGS", flags).text()) == flags
-    assert flags_in("--xla_a  -xla_b=3") == flags
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("--xla_a=1  -xla_b=x", "ab"), ("--xla_a 65536", "a"), ("--noxla_a", "a"), ("--xla_a=", "a")],
+)
+def test_flags_that_are_set_in_any_form_are_not_added(text, names):
+    added = added_to(text, {f"xla_{name}": "true" for name in "abc"})
+    assert added.startswith(text)
+    assert {f"xla_{name}" for name in names} <= names_in(text)
+    assert added[len(text) :].split() == [
+        f"--xla_{name}=true" for name in "abc" if name not in names
+    ]
+
+
+@pytest.mark.parametrize("text", ["--a=1 --b=2", '--a="x y"', "--a=$HOME"])
+def test_lines_for_a_shell_keep_the_text(text):
+    assert shlex.split(assignment("ARGS", text)) == [f"ARGS={text}"]
+    if "$" not in text and '"' not in text:
+        assert assignment("ARGS", text) == f'ARGS="{text}"'
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -70,6 +88,7 @@ def test_sets_to_try_begin_with_what_is_recommended(name):
     first, *others = sets_to_try(name)
     assert first.flags == RECOMMENDED[name].flags
     assert len({choice.name for choice in others}) == len(others) >= 2
+    assert ("collectives on sparse cores" in {o.name for o in others}) == (name != "v5e")
 
 
 # Gathers of sharded weights in a loop of matrix products, for each slice that is named.
@@ -97,8 +116,7 @@ for topology in sys.argv[1:]:
 FLAG_SETS: dict[str, list[str]] = {}
 for _name in SLICES:
     for _choice in sets_to_try(_name):
-        _text = Recommended("LIBTPU_INIT_ARGS", _choice.flags).text()
-        FLAG_SETS.setdefault(_text, []).append(_name)
+        FLAG_SETS.setdefault(added_to("", _choice.flags), []).append(_name)
 
 
 class TestTpu:

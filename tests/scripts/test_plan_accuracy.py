@@ -107,3 +107,29 @@ def test_stored_without_a_file_is_a_mistake(script, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         script.main()
     assert "--stored needs --results FILE" in capsys.readouterr().err
+
+
+def test_as_many_candidates_are_drawn_of_each_engine_if_asked_for(script, monkeypatch, capsys):
+    proof = Proof(2.0**30, 0.25, True, "", 1.0)
+    monkeypatch.setattr(script, "compile_configuration", lambda text, note: proof)
+
+    def engines(*more: str) -> dict[str, int]:
+        words = ["x", str(BASE), "--topology", "v6e:2x2", "--count", "8", *more]
+        monkeypatch.setattr(sys, "argv", [*words, "data.sequence_length=64"])
+        script.main()
+        rows = [line for line in capsys.readouterr().out.splitlines() if " M=" in line]
+        kinds = {
+            "sequential": "sequential",
+            "lockstep_1f1b": "scheduled",
+            "lockstep_zb": "scheduled",
+        }
+        kinds |= {"circular": "circular"}
+        names = [
+            next((kinds[w] for w in row.replace(",", "").split() if w in kinds), "others")
+            for row in rows
+        ]
+        return {name: names.count(name) for name in names}
+
+    each = engines("--per-engine")
+    assert each["sequential"] == each["scheduled"] == 2
+    assert engines()["sequential"] == 1

@@ -77,8 +77,8 @@ _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
 _ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-# The blocks of such a kernel, in tokens: their names end with its word, that of the forward with
-# none. JAX writes them next to it; taken where it does not is the default of the option.
+# The blocks of such a kernel, in tokens, as JAX writes them next to it: their names end with its
+# word, those of the forward with none. Where it writes none, the option's default is assumed.
 _DEFAULT_BLOCK = 512
 _BLOCKS = r'block_(?:q|kv){}\\*": (\d+)'
 _FREE = {

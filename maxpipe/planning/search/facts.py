@@ -225,7 +225,7 @@ class Facts:
             )
         return self._layers[key]
 
-    def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool = True) -> Saving:
+    def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool) -> Saving:
         """Return what a policy saves on a device of a mesh; `scans` as of `Block`."""
         key = (self._computing(axes), engine, policy, scans)
         if key not in self._savings:

@@ -168,17 +168,22 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "largest"),
-    [({"block_q": 128, "block_kv": 256, "block_q_dq": 1024}, 256), ({"block_q_dq": 1024}, 512)],
+    ("kernel", "products", "largest"),
+    [("fwd", 2, 256), ("dq", 3, 1024), ("dkv", 4, 128), ("other fwd", 2, 512)],
 )
-def test_prices_of_attention_kernels_count_the_blocks_that_they_name(blocks, largest):
+def test_prices_of_attention_kernels_count_the_blocks_that_they_name(kernel, products, largest):
+    blocks = {"block_q": 128, "block_kv": 256, "block_q_dq": 1024, "block_kv_dq": 512}
+    blocks |= {"block_q_dkv": 128, "block_kv_dkv": 128}
+    if kernel == "other fwd":  # which names none of its own
+        blocks = {"block_q_dq": 1024}
     text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    text = text.replace("splash_mha_fwd", f"splash_mha_{kernel.split()[-1]}")
     named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
     call = '%k, %k), custom_call_target="tpu_custom_call"'
     timeline = walked(
         text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
     )
-    flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * largest / 2)
+    flops = 2 * products * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * largest / 2)
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
 
 

@@ -8,7 +8,7 @@ from helpers.compile_command import report_of, tpu_aot
 from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, make_batch, tiny
 
 from maxpipe.compiling.hlo import parse
-from maxpipe.devices.xla_flags import RECOMMENDED
+from maxpipe.devices.xla_flags import RECOMMENDED, added_to
 from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr, read_by
 
 ROWS = 16
@@ -130,7 +130,7 @@ EXPERTS = (
     "model.moe.mlp_dim=512",
     "model.moe.dispatch=all_to_all",
 )
-FLAGS = {RECOMMENDED["v5p"].variable: RECOMMENDED["v5p"].text()}
+FLAGS = {RECOMMENDED["v5p"].variable: added_to("", RECOMMENDED["v5p"].flags)}
 
 
 def scheduled_tick(directory, *words):

@@ -82,3 +82,18 @@ def test_cheap_values_are_computed_again_as_the_run_decides(schedule, by_layer, 
         assert seconds("false") < seconds("true")
     else:
         assert seconds("false") == seconds("true")
+
+
+def test_attention_computes_the_masked_half_of_the_blocks_on_the_diagonal():
+    machine = machine_of("v5p:2x2x2", 1, Config())
+
+    def forward(block):
+        fixed = {"data.sequence_length": 1024, "model.attention_block_size": block}
+        sizes = sizes_of("sequential", "", mesh={"stage": 1}, fixed=fixed)
+        return float(np.ravel(units_of(sizes, machine).forward)[0]), sizes
+
+    (small, sizes), (large, _), (whole, _) = map(forward, (128, 512, 4096))
+    tokens, flops = float(np.ravel(sizes.tokens)[0]), sizes.layer.attention_flops
+    block = tokens * flops / machine.attention_peak() / 8  # an eighth of a sequence
+    assert large - small == pytest.approx(3 * block)
+    assert whole - small == pytest.approx(7 * block)

@@ -91,18 +91,23 @@ class CompiledUnit(NamedTuple):
     offloaded: int = 0
 
 
-class _Compiler:
-    """Compile programs, those that differ in nothing but their devices only once."""
+class UnitCompiler:
+    """Compile the programs of units, those that differ in nothing but their devices only once."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[bytes, Sequence[tuple[int, ...]]], jax.stages.Compiled] = {}
 
     def compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
-        """Return an executable for devices that lie to each other as those of the mesh do."""
+        """Return an executable for devices with the same relative coordinates as the mesh's."""
+        # The text has shapes, shardings and donation, but not the devices.
         text = _MODULE_NAME.sub("", lowered.as_text(), count=1)
-        first, *others = ((slice_of(d), *coordinates(d)) for d in mesh.devices.flat)
+        # Links between them decide how XLA lowers collectives.
+        first, *others = (
+            (slice_of(d), getattr(d, "core_on_chip", 0), *coordinates(d)) for d in mesh.devices.flat
+        )
         places = tuple(tuple(map(int.__sub__, other, first)) for other in others)
         key = sha256(text.encode()).digest(), places
+        # Chunks of as many layers without an end of the model have the same key.
         if key not in self._compiled:
             self._compiled[key] = lowered.compile()
         return self._compiled[key]
@@ -284,7 +289,7 @@ class StagedProgram:
           before its units and reduces its gradients after them is `gather1`, and `reduce1`, of
           chunk 1.
         """
-        specs, compiler = dict(self._specs), _Compiler()
+        specs, compiler = dict(self._specs), UnitCompiler()
 
         def is_wanted(name: UnitName) -> bool:
             return names is None or name in names
@@ -322,7 +327,7 @@ class StagedProgram:
             compiled = compiler.compile(lowered, self._meshes[stage])
             yield CompiledUnit(stage, UnitName("reduce", chunk), compiled)
 
-    def _compiled_gather(self, chunk: int, compiler: _Compiler) -> jax.stages.Compiled:
+    def _compiled_gather(self, chunk: int, compiler: UnitCompiler) -> jax.stages.Compiled:
         inputs, gather = self.runner.gathers[chunk]
         mesh = self._meshes[self._stage_of_chunk[chunk]]
         at_rest = [self._at_rest[self._path_of[v]] for v in inputs]

@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 
 from maxpipe.config.options import update
+from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.slots import activation_slots
@@ -65,6 +68,35 @@ def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same
         assert (compiled[1] is compiled[2]) == same
         assert compiled[0] is not compiled[1]
         assert compiled[3] is not compiled[2]
+
+
+def devices_at(*places):
+    """Return a mesh of devices at these coordinates, in slice 0 if they name none."""
+    devices = [
+        SimpleNamespace(coords=place[:2], slice_index=[*place[2:], 0][0]) for place in places
+    ]
+    return SimpleNamespace(devices=np.array(devices, object))
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "same"),
+    [
+        ("F2", [(2, 3), (3, 3)], True),  # elsewhere, a neighbour in the same direction
+        ("F2", [(0, 0), (0, 1)], False),
+        ("F2", [(1, 0), (0, 0)], False),
+        ("F2", [(0, 0, 1), (1, 0, 1)], True),
+        ("F2", [(0, 0, 0), (1, 0, 1)], False),  # in another slice
+        ("F2 of other values", [(0, 0), (1, 0)], False),
+    ],
+)
+def test_programs_are_the_same_for_devices_with_the_same_relative_coordinates(name, places, same):
+    def lowered(name):
+        text = f"module @jit_{name.replace(' ', ' {', 1)}"
+        return SimpleNamespace(as_text=lambda: text, compile=object)
+
+    compiler = UnitCompiler()
+    first = compiler.compile(lowered("F1"), devices_at((0, 0), (1, 0)))
+    assert (compiler.compile(lowered(name), devices_at(*places)) is first) == same
 
 
 def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential():
