@@ -57,17 +57,15 @@ def layer_traffic(
     rate = machine.stream_rate(sizes.itemsize)
     # Programs of their own hand residuals over, and unrolled layers keep no stores.
     has_stores = sizes.engine.one_program and not sizes.is_unrolled
-    kept = residual_seconds(sizes, machine, stored)
-    each = has_stores * kept
+    each = has_stores * residual_seconds(sizes, machine, stored)
     forward, backward = _weights(sizes, machine, parameters)
     copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")
     sequence = sizes.itemsize * sizes.tokens * context * layer.key_values * (context > 1)
     rows = residual_seconds(sizes, machine, layer.rows)
     return Traffic(
-        # What makes residuals writes them into the store; what reads them gets a copy. Where
-        # unrolled layers save everything, JAX rounds it, which reads and writes it once more.
-        written=each + 2 * sizes.unrolled_whole * kept,
+        # What makes residuals writes them into the store; what reads them gets a copy.
+        written=each,
         read=2 * each,
         forward=forward + copied,
         backward=backward + copied,

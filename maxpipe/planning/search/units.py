@@ -45,16 +45,13 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
 
 
 def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return 1 where a backward computes what is cheap once more, else 0.
+    """Return 1 where a backward of several layers computes what is cheap once more, else 0.
 
-    One of several layers of a stage holds the results of products alone then, see
-    `planning.remat_cheap`; so do unrolled layers that save everything.
+    It holds the results of products alone then, see `planning.remat_cheap`.
     """
-    if not sizes.engine.has_stages:
-        return sizes.unrolled_whole
     pipeline, engine = sizes.config.pipeline, sizes.engine
     several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
-    if not np.any(several):
+    if not engine.has_stages or not np.any(several):
         return 0.0
     chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
     by_layer = pipeline.scan_layers_per_stage or pipeline.remat_layers

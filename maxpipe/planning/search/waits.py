@@ -89,10 +89,8 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
     ahead = sizes.gathers_ahead()
-    # The backward of unrolled layers reads what their forward has gathered, unless they save
-    # everything: that is not merged with what the backward computes again, weights among it.
-    merged = sizes.is_unrolled * (1.0 - sizes.unrolled_whole)
-    moved = (1.0 - merged) * waits.gather + waits.scatter
+    # The backward of unrolled layers reads what their forward has gathered.
+    moved = (not sizes.is_unrolled) * waits.gather + waits.scatter
     backward = units.input_gradient + units.weight_gradient
     # Where weights are gathered in the unit that reads them, the transfers follow its computation.
     before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)

@@ -41,24 +41,11 @@ def test_residuals_are_written_to_a_store_and_copied_out_of_it_in_one_program(en
     assert value(traffic.read) == pytest.approx(2 * expected)
 
 
-@pytest.mark.parametrize(
-    ("scans", "policy", "written", "read"),
-    [
-        (True, "minimal", 1, 2),
-        (True, "none", 1, 2),
-        (False, "minimal", 0, 0),
-        (False, "none", 2, 0),  # they are rounded
-    ],
-)
-def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop(
-    scans, policy, written, read
-):
-    choices = {"scan_layers": [scans], "remat_policy": [policy]}
-    sizes = sizes_of("sequential", "", mesh={"stage": 1}, **choices)
-    traffic = traffic_of(sizes, stored=100.0)
-    each = value(sizes.itemsize * sizes.tokens * 100.0 / MACHINE.stream_rate(sizes.itemsize))
-    assert value(traffic.written) == pytest.approx(written * each)
-    assert value(traffic.read) == pytest.approx(read * each)
+@pytest.mark.parametrize("scans", [True, False])
+def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop(scans):
+    choices = {"scan_layers": [scans], "remat_policy": ["none"]}
+    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, **choices), stored=100.0)
+    assert (value(traffic.written) > 0) == (value(traffic.read) > 0) == scans
 
 
 @pytest.mark.parametrize(

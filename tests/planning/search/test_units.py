@@ -12,7 +12,6 @@ from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.seconds import Seconds
-from maxpipe.planning.search.traffic import layer_traffic
 from maxpipe.planning.search.units import units_of
 
 
@@ -98,24 +97,3 @@ def test_attention_computes_the_masked_half_of_the_blocks_on_the_diagonal():
     block = tokens * flops / machine.attention_peak() / 8  # an eighth of a sequence
     assert large - small == pytest.approx(3 * block)
     assert whole - small == pytest.approx(7 * block)
-
-
-def test_unrolled_layers_that_save_everything_compute_what_is_cheap_again():
-    machine = machine_of("v5p:2x2x2", 1, Config())
-
-    def units(scans, policy):
-        choices = {"scan_layers": [scans], "remat_policy": [policy]}
-        sizes = sizes_of("sequential", "", mesh={"stage": 1}, **choices)
-        again = float(np.ravel(units_of(sizes, machine).input_gradient)[0])
-        return again - float(np.ravel(layer_traffic_read(sizes, machine))[0]), sizes
-
-    (loop, sizes), (unrolled, _) = units(True, "none"), units(False, "none")
-    width = sizes.layer.elementwise + sizes.layer.results
-    between = 2 * sizes.itemsize * float(np.ravel(sizes.tokens)[0]) * width / machine.hbm
-    assert unrolled - loop == pytest.approx(between)
-    assert units(True, "minimal")[0] == pytest.approx(units(False, "minimal")[0])
-
-
-def layer_traffic_read(sizes, machine):
-    traffic = layer_traffic(sizes, machine, sizes.parameters, sizes.layer, sizes.residuals)
-    return traffic.read
