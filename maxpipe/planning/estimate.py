@@ -23,6 +23,7 @@ from maxpipe.planning.footprint import (
     first_layers_width,
     held_width,
     itemsize,
+    keeps_gathered,
     layer_of,
     logits_bytes,
     microbatch_tokens,
@@ -134,6 +135,7 @@ def _use(config: Config, tpu_memory: float | None) -> Use:
         splits_backward=splits_backward(config),
         size=itemsize(config.model.dtype),
         stored=itemsize(config.model.param_dtype),
+        keeps_gathered=float(keeps_gathered(pipeline)),
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from maxpipe.config.catalog import ENGINES, OPTIMIZERS
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
-from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
 from maxpipe.model.kernels.choose import choose_gating, choose_rotation
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
@@ -125,6 +125,15 @@ def residual_width(config: Config) -> float:
     return layer_input + layer.saved_width(policy.device)
 
 
+def keeps_gathered(pipeline: PipelineConfig) -> bool:
+    """Return whether the backward reads the weights that the forward has gathered.
+
+    It does so where each layer is compiled by itself and saves everything.
+    """
+    loops = ENGINES[pipeline.engine].has_stages or pipeline.scan_layers
+    return remat_policy(pipeline).everything and not loops
+
+
 def everything_width(config: Config, layer: Layer) -> float:
     """Return the width of the residuals of a layer that saves all that its backward needs.
 
@@ -132,8 +141,7 @@ def everything_width(config: Config, layer: Layer) -> float:
     computes the rest again within the operations that read it, except norms and sums that devices
     along `tensor` exchange.
     """
-    pipeline = config.pipeline
-    if ENGINES[pipeline.engine].has_stages or pipeline.scan_layers:
+    if not keeps_gathered(config.pipeline):
         return layer.residual_bytes() / itemsize(config.model.dtype)
     is_exchanged = config.mesh.size("tensor") > 1
     kept = layer.elementwise_width if is_exchanged else layer.gathered_width

@@ -44,6 +44,8 @@ class Use(NamedTuple):
       ahead: 1 where they are gathered a slot ahead, else 0.
       splits_backward: whether weight gradients are units of their own.
       size, stored: bytes of a value that is computed with, and at rest.
+      keeps_gathered: 1 where the backward of layers without stages reads the weights that their
+        forward has gathered, else 0.
     """
 
     microbatches: Number
@@ -56,6 +58,7 @@ class Use(NamedTuple):
     splits_backward: bool
     size: float
     stored: float
+    keeps_gathered: Number = 0.0
 
 
 class Held(NamedTuple):
@@ -95,8 +98,9 @@ def weights_held(
 def _sequential(weights: Weights, trained: Weights, use: Use) -> Held:
     # Gradients of a microbatch wait until all are there, and are added then.
     waiting = use.stored * trained.at_rest * np.greater(use.microbatches, 1)
+    whole = weights.layers_at_rest * (weights.layer_gathered / weights.layer_at_rest - 1.0)
     return Held(
-        _cast_layers(weights, use),
+        _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
         _SUM * trained.at_rest + waiting,
         # A layer and its gradient.
         use.size * (weights.layer_gathered + trained.layer_gathered),

@@ -48,7 +48,10 @@ class SequentialEngine(SpmdEngine):
         layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
         self._policy = remat_policy(inputs.config)
         is_loop = self._scan and self._num_layers > 1
-        self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=not is_loop)
+        # Nothing but casts and gathers of weights is computed again where everything is saved. XLA
+        # may merge these with the forward's: what prevents it makes a copy of all that is saved.
+        is_kept_apart = not (is_loop or self._policy.everything)
+        self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=is_kept_apart)
 
     def _prepare_layer(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer))

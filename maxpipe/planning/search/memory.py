@@ -88,6 +88,7 @@ def _use(sizes: BlockSizes) -> Use:
         splits_backward=sizes.splits_backward,
         size=sizes.itemsize,
         stored=itemsize(sizes.config.model.param_dtype),
+        keeps_gathered=sizes.keeps_gathered,
     )
 
 
