@@ -138,14 +138,11 @@ def everything_width(config: Config, layer: Layer) -> float:
     """Return the width of the residuals of a layer that saves all that its backward needs.
 
     Where each layer is compiled by itself, XLA keeps the results of products and gathers, and
-    computes the rest again within the operations that read it, except norms and sums that devices
-    along `tensor` exchange.
+    computes the rest again within the operations that read it.
     """
     if not keeps_gathered(config.pipeline):
         return layer.residual_bytes() / itemsize(config.model.dtype)
-    is_exchanged = config.mesh.size("tensor") > 1
-    kept = layer.elementwise_width if is_exchanged else layer.gathered_width
-    return layer.result_width + kept
+    return layer.result_width + layer.gathered_width
 
 
 def first_layers_width(config: Config) -> float:
