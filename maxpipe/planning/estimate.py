@@ -219,7 +219,8 @@ def _moments(config: Config) -> _Moments:
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
     others = layers - 1 if engine.has_stages else 0
-    working = working_width(config) + others * held_width(config)
+    # What a backward holds and has not computed itself it reads in its store.
+    working = working_width(config) + others * (held_width(config) - residual_width(config))
     if model.first_dense_layers:
         share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
         working = max(working, float(share) * working_width(with_dense_layers(config)))

@@ -11,6 +11,7 @@ from maxpipe.planning.estimate import Memory, estimate, traffic
 from maxpipe.planning.footprint import (
     device_parameters,
     itemsize,
+    residual_width,
     total_parameters,
     weights_of,
 )
@@ -127,6 +128,19 @@ def test_first_dense_layers_keep_what_dense_layers_keep(policy):
     if policy != "full":
         of_experts = activations(6, **experts) - activations(5, **experts)
         assert dense != pytest.approx(of_experts, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal"])
+def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store(policy):
+    """Seven microbatches in flight, and a slot more for idle ones, but no copies of a chunk."""
+    values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.remat_policy": policy}
+    values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 8}
+    values |= {"data.global_batch_size": 16}
+    configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
+    two, three = (estimate(config, None).activations for config in configs)
+    tokens = configs[0].data.sequence_length
+    layer = tokens * itemsize(configs[0].model.dtype) * residual_width(configs[0])
+    assert (three - two) / layer == pytest.approx(8)
 
 
 def test_layers_save_less_on_tpus_which_compute_gates_once():

@@ -113,7 +113,8 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
 
     working: Number = width(sizes.layer)
     if sizes.engine.one_program and sizes.engine.has_stages:
-        working = working + (sizes.layers - 1) * sizes.held
+        # What a backward holds and has not computed itself it reads in its store.
+        working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
     if sizes.facts.of_first_layers is None:
         return working
     first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
