@@ -94,7 +94,9 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
         return gathered + each * cast, gathered + each * cast
     if not sizes.engine.has_stages:
         return gathered, gathered
-    copy = 2 * size * gradient_parameters(sizes, parameters) / rate
+    once = sizes.gathers("once")
+    copied = once * parameters.layer_gathered + (1.0 - once) * parameters.layer_at_rest
+    copy = 2 * size * copied / rate
     # A chunk is copied out of its stage's, and each of its layers out of the chunk.
     unrolled = (sizes.layers > 1) & (not sizes.config.pipeline.scan_layers_per_stage)
     copies = (sizes.repeats > 1) * copy + unrolled * copy
