@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from maxpipe.comparison.recorded import Number, Recorded, changed_keys, differing_keys
 from maxpipe.config.values import as_written
+from maxpipe.render.columns import columns
 from maxpipe.telemetry.console import format_seconds
 
 HEADER = ("run", "step", "loss", "eval loss", "best eval", "tokens/s", "MFU")
@@ -103,15 +104,10 @@ def _rate(value: Number) -> str:
     return f"{value:.3g}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines) + "\n"
-
-
 def _width(text: str) -> int:
     return max(map(len, text.splitlines()))
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells in columns, as text."""
+    return "\n".join(columns(rows)) + "\n"

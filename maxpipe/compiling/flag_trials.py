@@ -8,6 +8,7 @@ from maxpipe.compiling.prediction.constants import compiler_version
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import assignment
 from maxpipe.planning.search.rows import Proof
+from maxpipe.render.columns import columns
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 MIN_GAIN = 0.005  # share of a step; predictions that differ by less are the same
@@ -69,19 +70,8 @@ class Tuning:
     def lines(self) -> list[str]:
         """Return the table, the best set, and its line for a shell."""
         first = self.trials[0].proof.seconds
-        rows = [[*_HEADER], *(trial.cells(first) for trial in self.trials)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        remarks = ["", *(trial.remark for trial in self.trials)]
-        lines = [
-            "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)),
-                    remark,
-                ]
-            ).rstrip()
-            for row, remark in zip(rows, remarks, strict=True)
-        ]
+        rows = [[*trial.cells(first), trial.remark] for trial in self.trials]
+        lines = columns([[*_HEADER, ""], *rows], left=(0, len(_HEADER)))
         if not self.best.proof.fits:
             return [
                 *lines,

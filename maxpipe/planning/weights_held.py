@@ -58,7 +58,7 @@ class Use(NamedTuple):
     splits_backward: bool
     size: float
     stored: float
-    keeps_gathered: Number = 0.0
+    keeps_gathered: Number
 
 
 class Held(NamedTuple):

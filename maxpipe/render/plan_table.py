@@ -8,6 +8,7 @@ from maxpipe.planning.search.plan import SHOWN, Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.written import BASES, versions
+from maxpipe.render.columns import columns
 
 HEADER = (
     "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "by", "= comp",
@@ -27,14 +28,7 @@ def table_lines(plan: Plan) -> list[str]:
     if not plan.request.machine.is_timed:
         header[HEADER.index("seconds")] = "x fastest"
     cells = [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if i in _LEFT else text.rjust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = columns(cells, _LEFT)
     if isinstance(plan.own, str) and plan.own:
         lines.append(plan.own)
     return lines

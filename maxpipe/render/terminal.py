@@ -9,6 +9,7 @@ from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
+from maxpipe.render.columns import columns
 
 MAX_BLOCKS = 6
 
@@ -186,11 +187,5 @@ def _engines(table: Table) -> Sequence[str]:
 
 def comparison_text(runs: Sequence[Simulation]) -> str:
     """Return the rows as aligned text; numbers to the right."""
-    rows = [HEADER, *comparison_rows(runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
-        lines.append("  ".join(cells))
+    lines = columns([HEADER, *comparison_rows(runs)], left=(0, len(HEADER) - 1))
     return "\n".join([*lines, "", FOOTNOTE]) + "\n"

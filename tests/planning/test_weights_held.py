@@ -26,6 +26,7 @@ USE = Use(
     splits_backward=False,
     size=2.0,
     stored=4.0,
+    keeps_gathered=0.0,
 )
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
 from maxpipe.planning.prefetch import KEY as PREFETCH
@@ -55,9 +55,7 @@ class BlockSizes:
         self.held = along([s.held for s in savings], "policy")
         self.cheap = along([s.cheap for s in savings], "policy")
         self.recomputed = along([s.recomputed for s in savings], "policy")
-        # 1 where the backward reads the weights that the forward has gathered, else 0.
-        everything = [REMAT_POLICIES[policy].everything for policy in block.policies]
-        self.keeps_gathered = self.is_unrolled * along([float(e) for e in everything], "policy")
+        self.keeps_gathered = along([s.keeps_gathered for s in savings], "policy")
         # What all first dense layers keep of a microbatch, with their inputs.
         self.first_kept = along([s.first_kept for s in savings], "policy")
         self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
