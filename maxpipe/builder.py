@@ -27,7 +27,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.prefetch import gathers_ahead, ignore_note, memory_for_gathers
+from maxpipe.planning.prefetch import gathers_in_steps, ignore_note, memory_for_gathers
 from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
@@ -73,7 +73,7 @@ def build_engine_inputs(
         mesh=mesh,
         batch_shape=(config.data.global_batch_size, config.data.sequence_length),
         table=table,
-        gathers_ahead=gathers_ahead(config, tpu_memory, note),
+        gathers_in_steps=gathers_in_steps(config, tpu_memory, note),
     )
 
 

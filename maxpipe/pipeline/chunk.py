@@ -8,7 +8,7 @@ anyway, and a pipeline would save a copy in every iteration.
 Letters: see `maxpipe.pipeline`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -133,7 +133,6 @@ def apply_layers(
     key: jax.Array | None,
     *,
     scan: bool,
-    gathered: Sequence[Params] | None = None,
 ) -> tuple[jax.Array, AuxiliaryLosses]:
     """Apply consecutive layers.
 
@@ -145,8 +144,6 @@ def apply_layers(
       side: side inputs of the microbatch.
       key: key of the step or None.
       scan: compile one layer in a loop; otherwise L copies.
-      gathered: the parameters of each layer in full, if they are gathered ahead of it, without
-        `scan`; `layer_fn` then takes {"shards", "gathered"}.
 
     Returns:
       (activations, auxiliary losses summed over layers and sequences).
@@ -166,8 +163,6 @@ def apply_layers(
         layer = (
             layers[i] if isinstance(layers, tuple) else jax.tree.map(lambda p, i=i: p[i], layers)
         )
-        if gathered is not None:
-            layer = {"shards": layer, "gathered": gathered[i]}
         x, aux = layer_fn(layer, index[i], x, side, key)
         of_layers.append(aux)
     return x, jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_layers)

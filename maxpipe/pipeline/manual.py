@@ -62,7 +62,6 @@ class Gather:
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
       in_use: mesh axes that split the parameter in use, too; it is not gathered over them.
-      in_steps: whether `gathered` scatters the gradient from neighbour to neighbour.
 
     Attributes:
       spec: as given.
@@ -78,7 +77,6 @@ class Gather:
         manual: Collection[str] = MANUAL_AXES,
         *,
         in_use: Collection[str] = (),
-        in_steps: bool = False,
     ):
         self._dtype = dtype
         self.spec = spec
@@ -93,23 +91,10 @@ class Gather:
             lambda shard: (self.gather(shard), None),
             lambda _, gradient: (self.scatter(gradient).astype(param_dtype),),
         )
-        scatter = self.scatter_in_steps if in_steps else self.scatter
-        self._gathered = jax.custom_vjp(lambda full, shard: full)
-        self._gathered.defvjp(
-            lambda full, shard: (full, None),
-            lambda _, gradient: (None, scatter(gradient).astype(param_dtype)),
-        )
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Return the full parameter in `dtype`; its gradient is summed in float32 and scattered."""
         return self._differentiable(shard)
-
-    def gathered(self, full: jax.Array, shard: jax.Array) -> jax.Array:
-        """Return the full parameter as `__call__` does, given what `gather` has made of the shard.
-
-        The gradient goes to the shard, as that of `__call__`.
-        """
-        return self._gathered(full, shard)
 
     def gather(self, shard: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
         """Return the full parameter, [..., n, ...] -> [..., n * devices, ...]; not differentiable.
@@ -132,24 +117,20 @@ class Gather:
         """Return the dtype in which a parameter is gathered: integers stay as they are."""
         return self._dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
-    def gather_in_steps(self, shard: jax.Array, into: jax.Array) -> jax.Array:
-        """Return what `gather` returns, sent from neighbour to neighbour.
+    def gather_in_steps(self, shard: jax.Array) -> jax.Array:
+        """Return what `gather` returns for a shard without leading dimensions, in steps.
 
-        TPU compilers run such transfers while other operations compute, which they do not do with
-        an all-gather.
-
-        Args:
-          shard: this device's part, without leading layer dimensions.
-          into: of the result's shape and dtype; its memory is used again, its values are not.
+        Shards go from neighbour to neighbour. TPU compilers run such transfers while other
+        operations compute, which they do not do with an all-gather.
         """
 
-        def gather(x: jax.Array, into: jax.Array) -> jax.Array:
-            steps = [(dim, axis) for dim, axes in self._dims for axis in reversed(axes)]
-            for number, (dim, axis) in enumerate(steps, 1):
-                x = _gather_in_steps(x, axis, dim, into if number == len(steps) else None)
+        def gather(x: jax.Array) -> jax.Array:
+            for dim, axes in self._dims:
+                for axis in reversed(axes):
+                    x = _gather_in_steps(x, axis, dim)
             return x
 
-        return self._on_parts(gather)(shard.astype(self._dtype), into)
+        return self._on_parts(gather)(shard.astype(self.dtype_of(shard)))
 
     def scatter(self, gradient: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
         """Sum a full parameter's gradient over the axes that split it; return this device's shard.
@@ -169,7 +150,7 @@ class Gather:
         return self._on_parts(reduce, leading)(x)
 
     def scatter_in_steps(self, gradient: jax.Array) -> jax.Array:
-        """Return what `scatter` returns but for rounding, sent from neighbour to neighbour."""
+        """Return what `scatter` returns but for rounding, in steps as `gather_in_steps`."""
 
         def reduce(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
@@ -177,7 +158,7 @@ class Gather:
                     x = _scatter_in_steps(x, axis, dim)
             return x
 
-        return self._on_parts(reduce)(gradient.astype(jnp.float32))
+        return self._on_parts(reduce)(gradient).astype(jnp.float32)
 
     def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None] = ()) -> ArrayFunction:
         """Return `f` of arrays of one layout, applied to parts over the partitioner's axes.
@@ -263,11 +244,11 @@ def _padded(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _gather_in_steps(x: jax.Array, axis: str, dim: int, into: jax.Array | None) -> jax.Array:
+def _gather_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return [..., n * devices, ...] of [..., n, ...]; shards go around in both directions."""
     devices, n, index = lax.axis_size(axis), x.shape[dim], lax.axis_index(axis)
-    shape = (*x.shape[:dim], n * devices, *x.shape[dim + 1 :])
-    full = jnp.zeros(shape, x.dtype) if into is None else into
+    # Every part of it is written.
+    full = lax.empty((*x.shape[:dim], n * devices, *x.shape[dim + 1 :]), x.dtype)
     full = lax.dynamic_update_slice_in_dim(full, x, index * n, dim)
     ahead = back = x
     for step in range(1, devices // 2 + 1):
@@ -281,18 +262,33 @@ def _gather_in_steps(x: jax.Array, axis: str, dim: int, into: jax.Array | None) 
 
 
 def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Return this device's [..., n, ...] of the sum of all devices' [..., n * devices, ...]."""
+    """Return this device's [..., n, ...] of the sum of all devices' [..., n * devices, ...].
+
+    With several devices it is float32, whatever the dtype of `x`.
+    """
     devices, index = lax.axis_size(axis), lax.axis_index(axis)
     n = x.shape[dim] // devices
 
-    def part(number: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, number % devices * n, n, dim)
+    def summed(start: int, size: int, shift: int) -> jax.Array:
+        """Return rows start ... start + size - 1 of this device's part."""
 
-    # The sum of part p starts on the device after p and ends, all the way around, on p.
-    total = part(index - 1)
-    for step in range(2, devices + 1):
-        total = ring(total, devices, +1, axis) + part(index - step)
-    return total
+        def part(number: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, number % devices * n + start, size, dim)
+
+        # The sum of part p starts on the device after p, counted along `shift`, and ends, all the
+        # way around, on p. It leaves there in the dtype of x, which holds all of it.
+        total = part(index - shift)
+        for step in range(2, devices + 1):
+            total = ring(total, devices, shift, axis).astype(jnp.float32) + part(
+                index - step * shift
+            )
+        return total
+
+    if devices == 2 or n == 1:
+        return summed(0, n, +1)
+    # Half of each part goes around in one direction and half in the other, over other links.
+    half = n // 2
+    return jnp.concatenate([summed(0, half, +1), summed(half, n - half, -1)], dim)
 
 
 def ring(x: Tree, size: int, shift: int, axis: str = "stage") -> Tree:

@@ -36,7 +36,7 @@ from maxpipe.planning.footprint import (
     with_dense_layers,
     working_width,
 )
-from maxpipe.planning.prefetch import gathers_ahead, splits_backward
+from maxpipe.planning.prefetch import gathers_in_steps, splits_backward
 from maxpipe.planning.stores import (
     Widths,
     circular_store,
@@ -101,8 +101,8 @@ def estimate(config: Config, tpu_memory: float | None) -> Memory:
 
     Args:
       config: resolved.
-      tpu_memory: bytes of a device, which decide whether weights are gathered ahead; None if it is
-        no TPU, or an unknown one.
+      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one. Weights are gathered
+        in steps on TPUs.
     """
     if tpu_memory is not None:
         config = on_tpus(config)
@@ -131,7 +131,7 @@ def _use(config: Config, tpu_memory: float | None) -> Use:
         period=pipeline.forwarding_delay * num_stages(config),
         per_repeat=float(pipeline.fsdp_gather == "per_repeat"),
         once=float(pipeline.fsdp_gather == "once"),
-        ahead=float(gathers_ahead(config, tpu_memory)),
+        in_steps=float(gathers_in_steps(config, tpu_memory)),
         splits_backward=splits_backward(config),
         size=itemsize(config.model.dtype),
         stored=itemsize(config.model.param_dtype),

@@ -1,6 +1,6 @@
 """Decide how often weights are gathered: `pipeline.fsdp_gather`.
 
-On TPUs a gather in every iteration is exposed, and so is part of one that runs ahead. Gathering all
+On TPUs a gather in every iteration is exposed, and one in steps takes copies. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
 their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
 than two repeats it holds less. On the circular engine the same modes sum up gradients over devices
@@ -100,7 +100,7 @@ def _held(config: Config, mode: str) -> str:
 def _obstacle(config: Config) -> str:
     """Return why this configuration does not go with whole weights; "" if it does."""
     if config.pipeline.fsdp_prefetch == "true":
-        return f"{PREFETCH}=true gathers a slot ahead"
+        return f"{PREFETCH}=true gathers in steps"
     if offloaded_names(config.pipeline):
         # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
         return "TPU compilers fail on whole weights with residuals in the host's memory"

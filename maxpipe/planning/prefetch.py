@@ -1,17 +1,13 @@
-"""Decide whether weights are gathered a slot ahead: `pipeline.fsdp_prefetch`."""
+"""Decide whether weights are gathered in steps: `pipeline.fsdp_prefetch`."""
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import GIB, Device, memory_of_tpus
-from maxpipe.pipeline.manual import BATCH_AXES, MANUAL_AXES, ROW_AXES
+from maxpipe.devices.chips import Device, memory_of_tpus
+from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.planning.footprint import device_parameters, itemsize
-from maxpipe.planning.stores import Number
 
 KEY = "pipeline.fsdp_prefetch"
 MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
@@ -67,17 +63,17 @@ def memory_for_gathers(
     return memory
 
 
-def gathers_ahead(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> bool:
-    """Return whether a chunk's weights are gathered a slot ahead of the unit that reads them.
+def gathers_in_steps(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> bool:
+    """Return whether a chunk's weights are gathered in steps from neighbour to neighbour.
 
-    The chunks of a tick's F, of its B and of its W are then in memory in full, instead of one.
+    Their transfers, and those of their gradients, run while the chunk computes.
 
     Args:
       config: resolved.
       tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
-    if not _can_gather_ahead(config):
+    if not _can_gather_in_steps(config):
         return False
     if config.pipeline.fsdp_prefetch != "auto":
         return config.pipeline.fsdp_prefetch == "true"
@@ -88,18 +84,13 @@ def gathers_ahead(config: Config, tpu_memory: float | None, note: Note = ignore_
     if ring > LONGEST_RING:
         note(
             f"{KEY}=false: every weight takes a transfer to each of {ring} devices of mesh axis "
-            f"fsdp, and with more than {LONGEST_RING} compiling takes long"
+            f"fsdp; more than {LONGEST_RING} are predicted to take as long as they hide"
         )
         return False
-    chunks = gathered_chunks(splits_backward(config))
-    required = chunks * _chunk_bytes(config)
-    does = bool(is_small(required, tpu_memory))
     note(
-        f"{KEY}={str(does).lower()}: {chunks} gathered chunks take {required / GIB:.2f} GiB, "
-        f"{'at most' if does else 'more than'} {MEMORY_SHARE:.0%} of a device's "
-        f"{tpu_memory / GIB:.3g} GiB"
+        f"{KEY}=true: transfers between the {ring} devices of mesh axis fsdp run during computation"
     )
-    return does
+    return True
 
 
 def splits_backward(config: Config) -> bool:
@@ -110,18 +101,8 @@ def splits_backward(config: Config) -> bool:
     return facts.splits_backward if facts else "W" in build_table(config).kinds
 
 
-def gathered_chunks(splits_backward: bool) -> int:
-    """Return how many chunks are in memory in full: those of F, of B and, if there is one, of W."""
-    return 3 if splits_backward else 2
-
-
-def is_small(gathered: Number, tpu_memory: float | None) -> np.ndarray:
-    """Return whether so many bytes are few of a TPU's; never of other devices'."""
-    return np.less_equal(gathered, MEMORY_SHARE * (tpu_memory or 0.0))
-
-
-def _can_gather_ahead(config: Config) -> bool:
-    """Return whether the engine has weights to gather, and can do it a slot ahead."""
+def _can_gather_in_steps(config: Config) -> bool:
+    """Return whether the engine has weights to gather, and can do it in steps."""
     pipeline = config.pipeline
     gathers_layer_by_layer = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
     return (
@@ -130,9 +111,3 @@ def _can_gather_ahead(config: Config) -> bool:
         and not gathers_layer_by_layer
         and config.mesh.size("fsdp") > 1
     )
-
-
-def _chunk_bytes(config: Config) -> float:
-    """Return the bytes of a gathered chunk."""
-    layer = device_parameters(config, "layers", whole_over=MANUAL_AXES)
-    return config.pipeline.num_layers_per_stage * layer * itemsize(config.model.dtype)

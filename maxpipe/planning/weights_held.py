@@ -41,7 +41,7 @@ class Use(NamedTuple):
       microbatches, repeats, layers: M, V, and layers of a chunk.
       period: the fewest microbatches that a conveyor holds, S or twice that.
       per_repeat, once: 1 where weights are gathered so often, else 0.
-      ahead: 1 where they are gathered a slot ahead, else 0.
+      in_steps: 1 where they are gathered in steps, else 0.
       splits_backward: whether weight gradients are units of their own.
       size, stored: bytes of a value that is computed with, and at rest.
       keeps_gathered: 1 where the backward of layers without stages reads the weights that their
@@ -54,7 +54,7 @@ class Use(NamedTuple):
     period: float
     per_repeat: Number
     once: Number
-    ahead: Number
+    in_steps: Number
     splits_backward: bool
     size: float
     stored: float
@@ -119,19 +119,21 @@ def _cast_layers(weights: Weights, use: Use) -> Number:
 def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once  # per iteration; the engine has no repeats to gather for
     chunk = use.layers * weights.layer_gathered
-    # F and B, and W, have a set each if they gather ahead; otherwise one after the other has one.
-    sets = 1.0 + use.ahead * (1.0 + use.splits_backward)
     # Weights that are whole are cast before the loop, all layers at once.
     is_whole = np.equal(weights.layer_gathered, weights.layer_at_rest) * (use.size < use.stored)
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
-    gradients = each * (use.layers * trained.layer_at_rest + whole)
+    gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
+    # In steps those of all layers are there whole, in the dtype of activations.
+    in_steps = use.in_steps * use.layers * trained.layer_gathered
+    # I and W have a set of weights each.
+    sets = 1.0 + use.in_steps * use.splits_backward
     return Held(
-        # Of what is gathered ahead XLA casts all shards before the loop, too.
-        np.maximum(use.ahead, each * is_whole) * _cast_layers(weights, use)
+        # Of what is gathered in steps XLA casts all shards before the loop, too.
+        np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * weights.gathered,
         _SUM * (each * trained.at_rest + use.once * trained.gathered),
-        each * (1.0 - is_whole) * use.size * sets * chunk + _SUM * gradients,
+        each * (1.0 - is_whole) * use.size * (sets * chunk + in_steps) + _SUM * gradients,
         each * use.size * weights.projection + _SUM * trained.projection,
     )
 

@@ -81,19 +81,20 @@ def test_gather_and_scatter_of_any_spec_are_copies_and_sums(spec, num_leading):
 @pytest.mark.parametrize(
     ("spec", "sizes", "transfers"),
     [
-        (P("fsdp"), {"fsdp": 2}, 1),
-        (P(None, "fsdp"), {"fsdp": 3}, 2),
-        (P("fsdp"), {"fsdp": 4}, 3),
-        (P(("stage", "fsdp"), "data"), {"stage": 2, "fsdp": 2, "data": 2}, 3),
+        (P("fsdp"), {"fsdp": 2}, (1, 1)),
+        (P(None, "fsdp"), {"fsdp": 3}, (2, 4)),
+        (P("fsdp"), {"fsdp": 4}, (3, 6)),
+        (P(("stage", "fsdp"), "data"), {"stage": 2, "fsdp": 2, "data": 2}, (3, 3)),
     ],
     ids=str,
 )
-def test_gather_and_scatter_in_steps_send_each_shard_over_each_link_once(spec, sizes, transfers):
+def test_gather_and_scatter_in_steps_are_copies_and_sums(spec, sizes, transfers):
+    """Sums of three and more devices go around in both directions, half of each part in either."""
     gather = Gather(spec, jnp.float32, jnp.float32)
     weight, scales = random(12, 12), np.arange(1, 9, dtype=np.float32)[: math.prod(sizes.values())]
 
     def in_steps(shard, scale):
-        full = gather.gather_in_steps(shard, jnp.full((12, 12), jnp.nan))
+        full = gather.gather_in_steps(shard)
         return full, gather.scatter_in_steps(full * scale[0])
 
     f = run(in_steps, (spec, P(MANUAL_AXES)), (P(), spec), **sizes)
@@ -101,7 +102,28 @@ def test_gather_and_scatter_in_steps_send_each_shard_over_each_link_once(spec, s
     np.testing.assert_array_equal(full, weight)
     np.testing.assert_allclose(total, weight * scales.sum(), rtol=1e-6)
     sent = str(jax.make_jaxpr(f)(weight, scales)).count("ppermute[")
-    assert sent == 2 * transfers
+    assert sent == sum(transfers)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_scatter_in_steps_of_bfloat16_sums_in_float32(size):
+    """One large and many small gradients: bfloat16 sums would lose the small ones."""
+    gather = Gather(P("fsdp"), jnp.float32, jnp.bfloat16)
+    values = np.array([256] + [1] * (size - 1), np.float32)
+
+    def f(value):
+        return gather.scatter_in_steps(jnp.full((16, 2), value[0], jnp.bfloat16))
+
+    sums = run(f, P("fsdp"), P("fsdp"), fsdp=size)(values)
+    assert sums.dtype == jnp.float32
+    np.testing.assert_array_equal(sums, np.full((16, 2), 255 + size, np.float32))
+
+
+def test_gather_in_steps_of_integers_keeps_their_dtype():
+    gather = Gather(P("fsdp"), jnp.int32, jnp.bfloat16)
+    full = run(gather.gather_in_steps, P("fsdp"), P(), fsdp=4)(np.arange(1000, 1004))
+    assert full.dtype == jnp.int32
+    np.testing.assert_array_equal(full, np.arange(1000, 1004))
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -102,12 +102,13 @@ def test_share_of_memory_is_what_once_takes_more(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
-def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead(monkeypatch):
-    ahead, unit = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
-    assert ahead < unit
-    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (ahead + unit) / 2)
-    assert decided()[0] == "once"
-    assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
+def test_once_is_compared_with_what_per_iteration_holds_of_chunks(monkeypatch):
+    in_steps, in_units = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
+    assert in_steps != in_units
+    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (in_steps + in_units) / 2)
+    modes = ("once", "per_iteration")
+    expected = modes if in_steps < in_units else modes[::-1]
+    assert (decided()[0], decided(**{"pipeline.fsdp_prefetch": "false"})[0]) == expected
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
@@ -178,7 +179,7 @@ def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
         ({"pipeline.fsdp_prefetch": "true"}, "fsdp_prefetch=true"),
         (CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"}, "the host's memory"),
     ],
-    ids=["gathered_ahead", "offloaded"],
+    ids=["in_steps", "offloaded"],
 )
 def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weights(values, reason):
     mode, (note,) = decided(**values)
@@ -223,12 +224,12 @@ def test_estimate_takes_auto_for_per_iteration():
 class TestTpu:
     pytestmark = tpu_aot
 
-    def test_engine_gets_the_mode_and_gathers_nothing_ahead(self):
+    def test_engine_gets_the_mode_and_gathers_nothing_in_steps(self):
         config = config_of(**{"compile.topology": "v5p:2x2x2"})
         notes = []
         mesh = build_mesh(config, devices_of(config))
         inputs = build_engine_inputs(config, mesh, note=notes.append)
         assert inputs.config.fsdp_gather == "once"
-        assert not inputs.gathers_ahead
+        assert not inputs.gathers_in_steps
         (note,) = (note for note in notes if "fsdp" in note)
         assert note.startswith("pipeline.fsdp_gather=once: ")

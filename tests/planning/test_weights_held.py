@@ -22,7 +22,7 @@ USE = Use(
     period=4,
     per_repeat=0.0,
     once=0.0,
-    ahead=0.0,
+    in_steps=0.0,
     splits_backward=False,
     size=2.0,
     stored=4.0,
@@ -39,7 +39,7 @@ def test_loops_that_xla_writes_hold_all_layers_cast():
     assert held("circular").copies == 2 * 160 + 2 * 100  # and the projection's gradient
     assert held("sequential", stored=2.0).copies == 0
     assert held("scheduled").copies == 0
-    assert held("scheduled", ahead=1.0).copies == 2 * 160
+    assert held("scheduled", in_steps=1.0).copies == 2 * 160
 
 
 def test_weights_that_are_whole_are_cast_before_the_loop_of_a_lockstep_engine():
@@ -81,14 +81,14 @@ def test_weights_gathered_once_are_whole_with_their_gradients(engine):
     assert found.gradients == 4 * 680
 
 
-def test_every_slot_that_gathers_ahead_has_a_chunk():
-    plain, ahead = held("scheduled"), held("scheduled", ahead=1.0)
+def test_gradients_of_a_chunk_that_is_gathered_in_steps_are_there_whole():
+    plain, in_steps = held("scheduled"), held("scheduled", in_steps=1.0)
     chunk = 2 * 40
     # A chunk, the gradients of its shards, and one layer's whole gradient.
     assert plain.unit == 2 * chunk + 4 * (2 * 10 + 40)
-    assert ahead.unit - plain.unit == 2 * chunk
-    split = held("scheduled", ahead=1.0, splits_backward=True)
-    assert split.unit - ahead.unit == 2 * chunk
+    assert in_steps.unit == 2 * chunk + 2 * chunk
+    split = held("scheduled", in_steps=1.0, splits_backward=True)
+    assert split.unit - in_steps.unit == 2 * chunk
     assert plain.head == (2 + 4) * 100
 
 

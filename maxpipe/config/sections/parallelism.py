@@ -215,9 +215,8 @@ class PipelineConfig:
     )
     fsdp_prefetch: str = option(
         "auto",
-        "with fsdp_gather=per_iteration, gather a chunk's weights one slot ahead, while another "
-        "unit computes; auto = on TPUs with fsdp of at most 4, where two gathered chunks (three "
-        "if backwards are split) take at most 5 % of a device's memory",
+        "with fsdp_gather=per_iteration, send a chunk's weights and its gradients from neighbour "
+        "to neighbour while it computes; auto = on TPUs with fsdp of at most 4",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(

@@ -42,7 +42,7 @@ class EngineInputs:
       mesh: all devices.
       batch_shape: (B, T) of training batches.
       table: the schedule; None without a pipeline.
-      gathers_ahead: whether a chunk's weights are gathered a slot ahead, where the engine can.
+      gathers_in_steps: whether a chunk's weights are gathered in steps, where the engine can.
     """
 
     program: ModelProgram
@@ -52,7 +52,7 @@ class EngineInputs:
     mesh: Mesh
     batch_shape: tuple[int, int]
     table: Table | None = None
-    gathers_ahead: bool = False
+    gathers_in_steps: bool = False
 
     @property
     def context(self) -> int:

@@ -84,7 +84,7 @@ def _use(sizes: BlockSizes) -> Use:
         period=sizes.config.pipeline.forwarding_delay * sizes.stages,
         per_repeat=sizes.gathers("per_repeat"),
         once=sizes.gathers("once"),
-        ahead=sizes.gathers_ahead(),
+        in_steps=sizes.gathers_in_steps(),
         splits_backward=sizes.splits_backward,
         size=sizes.itemsize,
         stored=itemsize(sizes.config.model.param_dtype),

@@ -5,7 +5,7 @@ the pipeline, and of the last chunk, which has the head. Its mesh, its microbatc
 the candidate's own, so that many candidates share it, whatever their schedule.
 
 What another engine does besides is what its closed form says more than that of the same chunk on
-the mpmd engine: a store of residuals, gathers a slot ahead, sums of gradients by autodiff. Their
+the mpmd engine: a store of residuals, gathers in steps, sums of gradients by autodiff. Their
 figures have residuals that units hand over, and transfers of the head's parameters, which closed
 forms leave out or count elsewhere: these are taken out. No figure is taken from a whole compiled
 step.
@@ -139,7 +139,7 @@ class Probing:
         # Where gathers run elsewhere than in the unit that needs them, its program has none.
         has_none = sizes.block.grid.size("fsdp") == 1
         is_within = not sizes.engine.has_stages or has_none or sizes.gathers("per_iteration").all()
-        gather = "per_iteration" if is_within and not sizes.gathers_ahead().any() else "once"
+        gather = "per_iteration" if is_within and not sizes.gathers_in_steps().any() else "once"
         plain, interleaved = (
             ("zb_h1", "interleaved_zb") if sizes.splits_backward else ("1f1b", "interleaved_1f1b")
         )

@@ -87,7 +87,7 @@ def roofline(flops: Number, peak: float, moved: Number, bandwidth: float) -> Num
 
 
 def exposed(transfer: Number, last: Number, compute: Number) -> Number:
-    """Return what is left of transfers that run a unit ahead, next to computation.
+    """Return what is left of transfers that run during computation.
 
     Args:
       transfer: all of a unit's.

@@ -11,7 +11,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
 from maxpipe.planning.prefetch import KEY as PREFETCH
-from maxpipe.planning.prefetch import LONGEST_RING, gathered_chunks, is_small
+from maxpipe.planning.prefetch import LONGEST_RING
 from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.patterns import Pattern, pattern
@@ -71,17 +71,15 @@ class BlockSizes:
         is_split = self.parameters.layer_gathered > self.parameters.layer_at_rest
         return self.gathers("once") * is_split
 
-    def gathers_ahead(self) -> np.ndarray:
-        """Return 1 where weights are gathered a slot ahead, by the rules of `planning.prefetch`."""
+    def gathers_in_steps(self) -> np.ndarray:
+        """Return 1 where weights are gathered in steps, by the rules of `planning.prefetch`."""
         pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
         prefetch = pipeline.fsdp_prefetch
         if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":
             return np.zeros((1,) * len(DIMENSIONS))
-        chunk = self.layers * self.parameters.layer_gathered * self.itemsize
-        fits = is_small(gathered_chunks(self.splits_backward) * chunk, self.tpu_memory)
         scans = (self.layers > 1) & pipeline.scan_layers_per_stage
-        ahead = (fits & (ring <= LONGEST_RING)) | (prefetch == "true")
-        return (ahead & ~scans) * self.gathers("per_iteration")
+        does = prefetch == "true" or (self.tpu_memory is not None and ring <= LONGEST_RING)
+        return does * ~scans * self.gathers("per_iteration")
 
     @cached_property
     def patterns(self) -> list[list[Pattern]]:

@@ -125,10 +125,11 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
     if sizes.is_written_out:
         # Kernels of experts make gradients in the dtype of the weights.
         converted = (sizes.itemsize + FLOAT32) * layer.expert_weights
-        # In rings each device copies its part, and adds what arrives to the part that it sends on.
+        # In rings each device copies a part to send it, adds what arrives to those that it sends
+        # on, and reads what arrives last.
         part, whole = parameters.layer_at_rest, parameters.layer_gathered
-        ring = sizes.gathers_ahead() * (2 * FLOAT32 * part + 3 * FLOAT32 * (whole - part))
-        return 3 * FLOAT32 * count + ring + converted
+        ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * (whole - 2 * part)
+        return 3 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
     if not sizes.engine.has_stages:
         return (sizes.itemsize + FLOAT32) * count  # the loop over layers puts them into a stack
     return (2 * FLOAT32 + sizes.itemsize) * count

@@ -18,7 +18,6 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
 
     moved = parameters.layer_gathered - parameters.layer_at_rest
-    gradient_size = 4.0 if sizes.is_written_out else sizes.itemsize
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     tensor, context = grid.size("tensor"), grid.size("context")
     experts = grid.size(EXPERT_AXIS)
@@ -51,7 +50,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
     return Waits(
         gather=sizes.itemsize * moved * cost("fsdp"),
-        scatter=gradient_size * moved * cost("fsdp"),
+        scatter=_gradient_bytes(sizes) * moved * cost("fsdp"),
         forward=summed + keys + exchanged,
         # Sums of keys' gradients are float32; keys of other devices are gathered again.
         backward=(summed + exchanged) * (1 + sizes.recomputed)
@@ -63,7 +62,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         reduction=once * summed_once
         + 4.0 * after * over_context
         + 4.0 * once_over_experts * over_experts,
-        outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
+        outer=(sizes.itemsize + _summed_bytes(sizes)) * outer * _joint(cost("fsdp"), cost("stage")),
     )
 
 
@@ -88,20 +87,31 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     """Return the seconds that the F and the backward of a chunk wait for transfers."""
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
-    ahead = sizes.gathers_ahead()
+    in_steps = sizes.gathers_in_steps()
     # The backward of unrolled layers reads what their forward has gathered.
     moved = (not sizes.is_unrolled) * waits.gather + waits.scatter
     backward = units.input_gradient + units.weight_gradient
     # Where weights are gathered in the unit that reads them, the transfers follow its computation.
-    before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)
-    before += (1.0 - ahead) * layers * waits.gather
+    before = in_steps * exposed(layers * waits.gather, 0.0, layers * units.forward)
+    before += (1.0 - in_steps) * layers * waits.gather
     # A backward ends with attention, when most of the last layer's gradients are on their way.
-    # Those of a W follow all its products, since XLA puts them off to the end of a tick.
-    last = layers * waits.scatter if sizes.splits_backward else 0.5 * waits.scatter
-    after = ahead * exposed(layers * moved, last, layers * backward)
-    after += (1.0 - ahead) * layers * moved
+    after = in_steps * exposed(layers * moved, 0.5 * waits.scatter, layers * backward)
+    after += (1.0 - in_steps) * layers * moved
     in_backward = layers * (waits.backward + waits.gradient)
     return layers * waits.forward + each * before, in_backward + each * after
+
+
+def _gradient_bytes(sizes: BlockSizes) -> Number:
+    """Return the bytes of a gradient that is on its way to be summed up over fsdp."""
+    # In steps the first goes as it was computed, to the neighbour that adds to it in float32.
+    steps = max(sizes.block.grid.size("fsdp") - 1, 1)
+    in_steps = (sizes.itemsize + FLOAT32 * (steps - 1)) / steps
+    return np.where(sizes.gathers_in_steps(), in_steps, _summed_bytes(sizes))
+
+
+def _summed_bytes(sizes: BlockSizes) -> float:
+    """Return the bytes of a gradient that a collective sums up."""
+    return FLOAT32 if sizes.is_written_out else sizes.itemsize
 
 
 def _by_autodiff(sizes: BlockSizes) -> Number:

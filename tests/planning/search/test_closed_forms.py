@@ -11,7 +11,7 @@ from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import KEY as GATHER_MODE
-from maxpipe.planning.prefetch import gathers_ahead
+from maxpipe.planning.prefetch import gathers_in_steps
 from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
@@ -245,7 +245,7 @@ def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
 
 
 @pytest.mark.parametrize(("topology", "does"), [("v6e:2x4", True), ("H100:8", False)])
-def test_a_plan_gathers_ahead_on_tpus_alone_as_a_run_does(config, facts, topology, does):
+def test_a_plan_gathers_in_steps_on_tpus_alone_as_a_run_does(config, facts, topology, does):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
     block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
@@ -254,6 +254,6 @@ def test_a_plan_gathers_ahead_on_tpus_alone_as_a_run_does(config, facts, topolog
     index = int(np.flatnonzero(priced.legal)[0])
     candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
     resolved = update(resolve(candidate.config(config), 8, 1), {GATHER_MODE: "per_iteration"})
-    assert gathers_ahead(resolved, machine.tpu_memory) is does
+    assert gathers_in_steps(resolved, machine.tpu_memory) is does
     expected = estimate(resolved, machine.tpu_memory).total
     assert candidate.memory == pytest.approx(expected, rel=1e-9)

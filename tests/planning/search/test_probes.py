@@ -31,7 +31,7 @@ SPLIT = {
 }
 NOT_SEARCHED = ("pipeline.fsdp_prefetch", "model.tie_embeddings")
 FSDP = {"mesh.ici.tensor": 1, "mesh.ici.fsdp": 2}
-NOT_AHEAD = {"pipeline.fsdp_prefetch": "false"}
+NOT_IN_STEPS = {"pipeline.fsdp_prefetch": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def closed_figures(probing, machine):
         {"pipeline.engine": "circular", "pipeline.schedule": "circular"},
         LOCKSTEP,
         SPLIT | {"pipeline.num_repeats": 4},
-        LOCKSTEP | FSDP,  # gathers a slot ahead
+        LOCKSTEP | FSDP,  # gathers in steps
         LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"},
         LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false", "model.tie_embeddings": True},
         LOCKSTEP | FSDP | {"pipeline.fsdp_gather": "once"},
@@ -186,7 +186,7 @@ def test_another_microbatch_chunk_policy_or_mesh_is_another_probe(model, changes
 
 def test_a_probe_of_gathered_weights_is_another_one(model):
     each, once = (
-        probing_of(model, LOCKSTEP | FSDP | {"pipeline.fsdp_gather": mode, **NOT_AHEAD}).probe
+        probing_of(model, LOCKSTEP | FSDP | {"pipeline.fsdp_gather": mode, **NOT_IN_STEPS}).probe
         for mode in ("per_iteration", "once")
     )
     assert (each.gather, once.gather) == ("per_iteration", "once")

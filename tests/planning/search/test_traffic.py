@@ -173,13 +173,14 @@ def test_circular_sums_whole_gradients_of_the_repeats_at_work():
     assert repeat / each == pytest.approx(parameters.layer_gathered / parameters.layer_at_rest)
 
 
-def test_rings_of_gradients_add_what_arrives_to_the_part_that_they_send_on():
+@pytest.mark.parametrize(("ring", "moved"), [(2, 3 * 2), (4, 3 * 2 + 2 * (2 + 2 * 4))])
+def test_rings_of_gradients_add_what_arrives_to_the_part_that_they_send_on(ring, moved):
     def gradients(prefetch):
-        fixed = {"pipeline.fsdp_prefetch": prefetch}
-        choices = {"mesh": {"data": 1, "fsdp": 2}, "fsdp_gather": ["per_iteration"]}
+        fixed = {"pipeline.fsdp_prefetch": prefetch, "model.dtype": "bfloat16"}
+        choices = {"mesh": {"data": 1, "fsdp": ring}, "fsdp_gather": ["per_iteration"]}
         sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
         return value(traffic_of(sizes).gradients), sizes.parameters.layer_at_rest
 
     (rings, part), (collectives, _) = gradients("true"), gradients("false")
-    # A copy of one of two parts; and two are read, and their sum is written.
-    assert rings - collectives == pytest.approx((2 + 3) * 4 * part / WIDE, rel=0.01)
+    # A copy of a part, and the last that arrives; two are read for each that is sent on.
+    assert rings - collectives == pytest.approx(moved * part / WIDE, rel=0.01)

@@ -54,17 +54,29 @@ def test_backward_of_unrolled_layers_reads_what_their_forward_has_gathered():
     assert loop - unrolled == pytest.approx(float(np.ravel(waits.gather)[0]))
 
 
-@pytest.mark.parametrize(("schedule", "share"), [("lockstep_1f1b", 0.5), ("lockstep_zb", 2.0)])
-def test_gradients_that_a_slot_ends_with_are_scattered_when_nothing_else_computes(schedule, share):
-    """Half of a layer's where layers follow each other, and all of both layers' of a W."""
+@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
+def test_half_of_a_layers_gradients_are_scattered_when_nothing_else_computes(schedule):
     machine = machine_of("v5p:2x2x2", 1, Config())
     # So many tokens that computation takes longer than all transfers.
     fixed = {"data.sequence_length": 4096, "model.mlp_dim": 64, "pipeline.fsdp_prefetch": "true"}
     choices = {"fsdp_gather": ["per_iteration"], "num_microbatches": [8]}
     mesh = {"data": 1, "fsdp": 2}
     sizes = sizes_of("scheduled", schedule, mesh=mesh, fixed=fixed, **choices)
-    assert np.all(sizes.gathers_ahead() == 1)
+    assert np.all(sizes.gathers_in_steps() == 1)
     assert np.all(sizes.layers == 2)
     waits = waits_of(sizes, machine)._replace(backward=0.0, gradient=0.0)
     backward = unit_waits(sizes, units_of(sizes, machine), waits)[1]
-    assert np.ravel(backward) == pytest.approx(share * float(np.ravel(waits.scatter)[0]))
+    assert np.ravel(backward) == pytest.approx(0.5 * float(np.ravel(waits.scatter)[0]))
+
+
+@pytest.mark.parametrize(("ring", "size"), [(2, 2.0), (4, (2.0 + 4.0 + 4.0) / 3)])
+def test_gradients_in_steps_leave_in_the_dtype_of_activations(ring, size):
+    """Every further step of a ring has a sum, which is float32."""
+
+    def scatter(prefetch):
+        fixed = {"pipeline.fsdp_prefetch": prefetch, "model.dtype": "bfloat16"}
+        choices = {"mesh": {"data": 1, "fsdp": ring}, "fsdp_gather": ["per_iteration"]}
+        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
+        return float(np.ravel(waits_of(sizes, machine_of("v5p:2x2x2", 1, Config())).scatter)[0])
+
+    assert scatter("true") / scatter("false") == pytest.approx(size / 4.0)

@@ -18,23 +18,6 @@ from maxpipe.pipeline.split_vjp import Arrays
 Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a layer dimension
 
 
-class Gathered(NamedTuple):
-    """The chunks whose parameters are in memory in full, by the slot of a tick that reads them.
-
-    None where a chunk gathers its own, and for a slot that no stage runs. Each slot's memory is
-    written again for its next unit.
-
-    Attributes:
-      F: gathered in the tick before, after its F.
-      B: gathered in the same tick, while F computes.
-      W: gathered in the same tick, while B computes.
-    """
-
-    F: Layers | None = None
-    B: Layers | None = None
-    W: Layers | None = None
-
-
 class Carry(NamedTuple):
     """What a tick hands to the next: stores, then sums.
 
@@ -51,7 +34,6 @@ class Carry(NamedTuple):
       table_gradient: float32, of the local columns of the embedding table.
       loss: float32 scalar, sum of this stage.
       aux: auxiliary losses, sums of this stage.
-      gathered: parameters in full, as far as they are gathered ahead.
     """
 
     activations: jax.Array
@@ -66,7 +48,6 @@ class Carry(NamedTuple):
     table_gradient: jax.Array | None
     loss: jax.Array
     aux: AuxiliaryLosses
-    gathered: Gathered = Gathered()
 
 
 def read(store: jax.Array, slot: PlanArray) -> jax.Array:

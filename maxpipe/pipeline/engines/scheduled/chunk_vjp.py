@@ -22,7 +22,6 @@ class ChunkInputs(NamedTuple):
       layer_index: int32 [L], layers in model order.
       side: side inputs of the microbatch, [B, ...] each.
       key: key of the step or None.
-      gathered: the parameters of each layer in full, if they were gathered ahead; else None.
       base: all parameters of the chunk if some are frozen, and its weights are the others; else
         None.
     """
@@ -30,7 +29,6 @@ class ChunkInputs(NamedTuple):
     layer_index: jax.Array
     side: SideInputs
     key: jax.Array | None
-    gathered: Layers | None
     base: Params | Layers | None = None
 
 

@@ -10,6 +10,7 @@ express that order, so here the backward is written out. From a table to gradien
     outside         layers before or after the pipeline, spread over them too
     chunk_vjp       what a chunk computes on, and which of its parameters have a gradient
     carry           what a stage keeps from tick to tick
+    weight_transfers  gathers of a chunk's weights and sums of its gradients while it computes
     stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
     engine          this module: builds these parts, and sums gradients over devices after the loop
@@ -49,7 +50,7 @@ from maxpipe.pipeline.engines.base import (
     SpmdEngine,
     metrics_of,
 )
-from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
+from maxpipe.pipeline.engines.scheduled.carry import Carry, filled
 from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
     ChunkInputs,
     ChunkOutputs,
@@ -69,6 +70,7 @@ from maxpipe.pipeline.engines.scheduled.sharding import (
     with_first,
 )
 from maxpipe.pipeline.engines.scheduled.stage_program import Settings, StageProgram
+from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
@@ -143,7 +145,7 @@ class ScheduledEngine(SpmdEngine):
                 lambda spec: self._gather(spec, spec_for_use(inputs.rules, spec)),
                 inputs.program.specs["layers"],
             )
-        self._gathers_ahead = inputs.gathers_ahead
+        self._gathers_in_steps = inputs.gathers_in_steps
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V + E, S, L]: each layer's index in model order, N for padding."""
@@ -220,10 +222,7 @@ class ScheduledEngine(SpmdEngine):
     def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
         rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
         at_rest = at_rest or rules.spec(spec.axes, spec.shape)
-        in_use = axes_in_use(rules, spec)
-        # A transfer between neighbours waits for all devices, also for those that skip a slot.
-        in_steps = not self._settings.skip_idle
-        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, in_steps=in_steps)
+        return Gather(at_rest, spec.dtype, dtype, in_use=axes_in_use(rules, spec))
 
     @property
     def _head_parts(self) -> tuple[str, ...]:
@@ -251,38 +250,14 @@ class ScheduledEngine(SpmdEngine):
             self._program, self._prepare_layer, padded=not self._layout.is_even
         )
         layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
-        index, side, key, gathered, _ = inputs
+        index, side, key, _ = inputs
         layers, scan = all_weights(weights, inputs), self._loops
-        return apply_layers(layer_fn, layers, index, x, side, key, scan=scan, gathered=gathered)
+        return apply_layers(layer_fn, layers, index, x, side, key, scan=scan)
 
     def _prepare_layer(self, layer: Params) -> Params:
-        # Weights are gathered before the loop, in the layer itself, or a slot ahead.
-        if self._gather_once:
-            return layer
-        if not self._gathers_ahead:
-            return gather_tree(self._gathers["layers"], layer)
-        return map_gathers(
-            lambda gather, full, shard: gather.gathered(full, shard),
-            self._gathers["layers"],
-            layer["gathered"],
-            layer["shards"],
-        )
-
-    def _gather_chunk(self, layers: Layers, buffer: Layers | None) -> Layers:
-        """Return the parameters of each layer of a chunk in full."""
-        gathers = self._gathers["layers"]
-
-        def layer(i: int) -> Params:
-            if buffer is None:
-                return map_gathers(lambda gather, p: gather.gather(p), gathers, layers[i])
-            return map_gathers(
-                lambda gather, p, full: gather.gather_in_steps(p, full),
-                gathers,
-                layers[i],
-                buffer[i],
-            )
-
-        return tuple(layer(i) for i in range(len(layers)))
+        # Weights are gathered before the loop, before the chunk, or in the layer itself.
+        is_whole = self._gather_once or self._gathers_in_steps
+        return layer if is_whole else gather_tree(self._gathers["layers"], layer)
 
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
@@ -334,7 +309,7 @@ class ScheduledEngine(SpmdEngine):
         # 2. Trace the chunk's vjp once, for any chunk and microbatch.
         first = jnp.zeros((), jnp.int32)
         make_vjp = SplitBackwardVjp if self.plan.splits_backward else SplitVjp
-        operands = stage.chunk_operands(first, first, stage.gathered(first, None))
+        operands = stage.chunk_operands(first, first)
         vjp = make_vjp(stage.chunk, self._activation(stage), *operands)
 
         # 3. All ticks.
@@ -373,6 +348,7 @@ class ScheduledEngine(SpmdEngine):
         # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
         layer_index = jnp.asarray(self._layout.layer_index)  # [V + E, S, L]
+        transfers = WeightTransfers(self._gathers["layers"], layers)
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
@@ -390,7 +366,7 @@ class ScheduledEngine(SpmdEngine):
             before_weights=before_weights,
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
-            gather=self._gather_chunk if self._gathers_ahead else None,
+            weight_transfers=transfers if self._gathers_in_steps else None,
             loss_scale=scales[0],
             aux_scale=scales[1],
         )

@@ -41,7 +41,6 @@ class ForwardSlot(NamedTuple):
     Attributes:
       active: whether there is a unit.
       microbatch, chunk: the unit; 0 if idle, which is always a legal index.
-      next_chunk: `chunk` of the next tick.
       embeds: whether the unit's input is the embedding; otherwise it is an arrived activation.
       reads: activation slot of the input.
       residuals: residual slot that the unit writes.
@@ -51,7 +50,6 @@ class ForwardSlot(NamedTuple):
     active: PlanArray
     microbatch: PlanArray
     chunk: PlanArray
-    next_chunk: PlanArray
     embeds: PlanArray
     reads: PlanArray
     residuals: PlanArray
@@ -208,7 +206,6 @@ def lockstep_plan(table: Table) -> LockstepPlan:
         active=active,
         microbatch=microbatch,
         chunk=chunk,
-        next_chunk=np.concatenate([chunk[1:], chunk[-1:]]),
         embeds=active & (table.global_chunk(chunk, np.arange(table.num_stages)) == 0),
         reads=_slots_at(table, activations, activations.last),
         residuals=_slots_of(table, stores.residuals, "F"),

@@ -46,8 +46,6 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.scheduled.carry import (
     Carry,
-    Gathered,
-    Layers,
     add,
     add_auxiliary,
     add_to_layers,
@@ -69,7 +67,13 @@ from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
-from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
+from maxpipe.pipeline.engines.scheduled.plan import (
+    BackwardSlot,
+    LockstepPlan,
+    PlanArray,
+    WeightSlot,
+)
+from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
 from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp
 
@@ -113,8 +117,8 @@ class StageProgram:
       before_weights: their parameters, [num_outside, ...]; empty if there are none.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
-      gather: makes the parameters of a chunk's layers full, in the memory of another chunk's if
-        there is one; None if `chunk` gathers its own or needs no gathering.
+      weight_transfers: gathers the weights of a chunk before it takes them; None if it gathers its
+        own, or needs no gathering.
       loss_scale, aux_scale: float32 scalars, inverse of the global weight sum and number of
         sequences.
     """
@@ -133,7 +137,7 @@ class StageProgram:
     before_weights: Params
     batch: Batch
     key: jax.Array | None
-    gather: Callable[[Layers, Layers | None], Layers] | None
+    weight_transfers: WeightTransfers | None
     loss_scale: jax.Array
     aux_scale: jax.Array
 
@@ -152,7 +156,6 @@ class StageProgram:
             # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
             tick = partial(self._tick, phase, vjp)
-            carry = self._gather_for_first(phase, carry, column.F.chunk[start])
             with jax.named_scope(f"phase_{number}"):
                 carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
         return carry
@@ -171,14 +174,7 @@ class StageProgram:
         """
         y = dx = head_gradient = residuals = None
         has_B, has_W = phase.B.active.any(), phase.W.active.any()
-
-        # 0. Gather the weights of the B slot while the F slot computes, those of the W slot while
-        # the B slot does.
-        gathered = carry.gathered._replace(
-            B=self.gathered(tick.B.chunk, carry.gathered.B) if has_B else None,
-            W=self.gathered(tick.W.chunk, carry.gathered.W) if has_W else None,
-        )
-        carry = carry._replace(gathered=gathered)
+        has_embed_backward = (phase.ends.embed_backward >= 0).any()
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
@@ -193,10 +189,6 @@ class StageProgram:
         # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
         if phase.F.active.any():
             carry, y = self._forward(phase, vjp, carry, tick)
-            # Gather the weights of the next F, in the memory of this one's once it has run.
-            buffer, y = lax.optimization_barrier((gathered.F, y))
-            next_F = self.gathered(tick.F.next_chunk, buffer)
-            carry = carry._replace(gathered=gathered._replace(F=next_F))
 
         # 3. Head: loss and gradient of the last stage's output; all stages share the work.
         if (phase.ends.head >= 0).any():
@@ -222,7 +214,16 @@ class StageProgram:
             carry = carry._replace(gradients=gradients)
 
         # 7. Transfers: y to the next stage, dx to the previous one.
-        return self._transfer(phase, carry, tick, y, dx), None
+        carry = self._transfer(phase, carry, tick, y, dx)
+
+        # 8. What the first chunk's dx gives the weights before it. With a frozen table and no
+        # layers before the pipeline it leads to none.
+        trains_before = carry.table_gradient is not None or self.before is not None
+        if dx is not None and trains_before and has_embed_backward:
+            if self.weight_transfers:
+                carry, dx = self.weight_transfers.arrived(carry, dx)
+            carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
+        return carry, None
 
     @jax.named_scope("forward")
     def _forward(
@@ -244,7 +245,7 @@ class StageProgram:
                 return self.chunk(x, weights, inputs), []
             return vjp.forward(x, weights, inputs)
 
-        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered.F)
+        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
         # An idle slot writes to the scratch slot, and its auxiliary losses do not count.
         stores = write_all(carry.residuals, tick.F.residuals, residuals)
@@ -339,7 +340,7 @@ class StageProgram:
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
         # Auxiliary losses have a cotangent of their own, their weight in the total loss.
-        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.gathered.B)
+        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch)
         daux = jax.tree.map(lambda a: jnp.full_like(a, self.aux_scale), carry.aux)
         operands = residuals, weights, inputs, (dy, daux)
         if isinstance(vjp, SplitBackwardVjp):
@@ -348,11 +349,7 @@ class StageProgram:
             carry = carry._replace(stash=write_all(carry.stash, tick.B.stash, stash))
         else:
             dx, dw = self._unless_idle(tick.B.active, vjp.backward, *operands)
-            carry = add_to_layers(carry, tick.B.active, tick.B.chunk, dw)
-        # With a frozen table and no layers before the pipeline dx leads to no weights.
-        trains = carry.table_gradient is not None or self.before is not None
-        if trains and (phase.ends.embed_backward >= 0).any():
-            carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
+            carry = self._add_gradients(carry, tick.B, dw)
         return carry, dx
 
     @jax.named_scope("embedding")
@@ -396,11 +393,20 @@ class StageProgram:
         """Run the W slot; return the carry with weight gradients added."""
         residuals = read_all(carry.residuals, tick.W.residuals)
         stash = read_all(carry.stash, tick.W.stash)
-        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch, carry.gathered.W)
+        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch)
         dw = self._unless_idle(
             tick.W.active, vjp.weight_gradients, residuals, weights, inputs, stash
         )
-        return add_to_layers(carry, tick.W.active, tick.W.chunk, dw)
+        return self._add_gradients(carry, tick.W, dw)
+
+    def _add_gradients(
+        self, carry: Carry, slot: BackwardSlot | WeightSlot, gradients: Weights
+    ) -> Carry:
+        """Add the weight gradients of a unit, zeros if its slot is idle."""
+        if self.weight_transfers is None:
+            return add_to_layers(carry, slot.active, slot.chunk, gradients)
+        assert isinstance(gradients, tuple)
+        return self.weight_transfers.add(carry, slot, gradients)
 
     @jax.named_scope("transfer")
     def _transfer(
@@ -432,45 +438,18 @@ class StageProgram:
             carry = carry._replace(gradients=store)
         return carry
 
-    def _gather_for_first(self, phase: LockstepPlan, carry: Carry, chunk: PlanArray) -> Carry:
-        """Return the carry with gathered weights for the slots that a phase runs.
-
-        Within a phase each F leaves the weights of the next one. `chunk` is that of the first; B
-        and W overwrite theirs.
-        """
-
-        def first(gathered: Layers | None, active: PlanArray) -> Layers | None:
-            return (gathered or self.gathered(chunk, None)) if active.any() else None
-
-        F, B, W = carry.gathered
-        gathered = Gathered(
-            first(F, phase.F.active), first(B, phase.B.active), first(W, phase.W.active)
-        )
-        return carry._replace(gathered=gathered)
-
-    @jax.named_scope("gather")
-    def gathered(self, chunk: PlanArray, buffer: Layers | None) -> Layers | None:
-        """Return the parameters of each layer of a chunk in full; None if it gathers its own.
-
-        They are written to `buffer`, the full parameters of a chunk that nothing reads any more.
-        """
-        if self.gather is None:
-            return None
-        # Barrier: see `chunk_operands`.
-        layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        return self.gather(read_layers(layers, chunk), buffer)
-
     def chunk_operands(
-        self, chunk: PlanArray, microbatch: PlanArray, gathered: Layers | None
+        self, chunk: PlanArray, microbatch: PlanArray
     ) -> tuple[Weights, ChunkInputs]:
         """Return the trained parameters of a chunk and its inputs for a microbatch."""
+        side = microbatches.side_inputs(self._microbatch(microbatch))
+        inputs = ChunkInputs(read(self.layer_index, chunk), side, self.key)
+        if self.weight_transfers:
+            return with_base(self.layer_specs, self.weight_transfers.gathered(chunk), inputs)
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        index = read(self.layer_index, chunk)
         weights = read_layers(layers, chunk) if self.by_layer else read_chunk(layers, chunk)
-        side = microbatches.side_inputs(self._microbatch(microbatch))
-        inputs = ChunkInputs(index, side, self.key, gathered)
         return with_base(self.layer_specs, weights, inputs)
 
     def _layer_inputs(self, batch: Batch) -> LayerInputs:

@@ -1,4 +1,4 @@
-"""Weights that the scheduled engine gathers a slot ahead: `pipeline.fsdp_prefetch`."""
+"""Weights that the scheduled engine gathers in steps: `pipeline.fsdp_prefetch`."""
 
 import math
 

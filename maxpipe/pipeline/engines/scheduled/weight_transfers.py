@@ -1,0 +1,88 @@
+"""Gather a chunk's weights and sum up its gradients from neighbour to neighbour.
+
+TPUs send to a neighbour while they compute, which they do not do during an all-gather. So the
+weights of a layer arrive while the chunk computes what comes before them, and gradients leave while
+it computes others. XLA orders all of that by what reads what; where nothing does, as with sums of
+gradients, it would start every transfer at the end of a tick, so barriers order those.
+
+Letters as in `stage_program`.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.model.parameters import Params
+from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, read_layers
+from maxpipe.pipeline.engines.scheduled.plan import BackwardSlot, PlanArray, WeightSlot
+from maxpipe.pipeline.manual import Gather, GatherTree, map_gathers
+
+# Sums of gradients on their way at once. Libtpu has at most five transfers on their way.
+_AT_ONCE = 3
+
+
+@dataclass(frozen=True)
+class WeightTransfers:
+    """Transfers of the weights of one stage's chunks, and of their gradients.
+
+    Attributes:
+      gathers: of one layer's parameters.
+      layers: parameters of this stage [V, L, ...], this device's shards.
+    """
+
+    gathers: GatherTree
+    layers: Params
+
+    @jax.named_scope("gather")
+    def gathered(self, chunk: PlanArray) -> Layers:
+        """Return the parameters of each layer of a chunk in full."""
+        # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
+        # the copies.
+        layers, chunk = lax.optimization_barrier((self.layers, chunk))
+        return tuple(
+            map_gathers(Gather.gather_in_steps, self.gathers, layer)
+            for layer in read_layers(layers, chunk)
+        )
+
+    def add(self, carry: Carry, slot: BackwardSlot | WeightSlot, gradients: Layers) -> Carry:
+        """Add the sums over devices of a unit's gradients to this stage's, zeros if it is idle.
+
+        Args:
+          carry: with float32 sums [V, L, ...].
+          slot: of one tick and stage, scalars.
+          gradients: of full parameters, this device's own; None where a parameter is frozen.
+        """
+        # Frozen parameters have None, which is no leaf.
+        totals, structure = jax.tree.flatten(carry.layer_gradients)
+        parts = [jax.tree.leaves(layer) for layer in gradients]
+        gathers = _of_trained(self.gathers, carry.layer_gradients)
+        # From the last layer on, as they are computed.
+        places = [(i, k) for i in reversed(range(len(parts))) for k in range(len(totals))]
+        for number, (i, k) in enumerate(places):
+            gradient = parts[i][k]
+            if number >= _AT_ONCE:
+                earlier = places[number - _AT_ONCE][1]
+                gradient, totals[earlier] = lax.optimization_barrier((gradient, totals[earlier]))
+            summed = jnp.where(slot.active, gathers[k].scatter_in_steps(gradient), 0)
+            totals[k] = totals[k].at[slot.chunk, i].add(summed)
+        return carry._replace(layer_gradients=jax.tree.unflatten(structure, totals))
+
+    def arrived(self, carry: Carry, dx: jax.Array) -> tuple[Carry, jax.Array]:
+        """Return both once all transfers of a tick have arrived.
+
+        A conditional that holds collectives follows. No transfer is on its way during it, and XLA
+        would start them after it, where nothing hides them.
+        """
+        received = carry.activations, carry.gradients, carry.layer_gradients
+        received, dx = lax.optimization_barrier((received, dx))
+        activations, gradients, totals = received
+        carry = carry._replace(activations=activations, gradients=gradients, layer_gradients=totals)
+        return carry, dx
+
+
+def _of_trained(gathers: GatherTree, totals: Params | None) -> list[Gather]:
+    """Return the gathers of the parameters that have sums."""
+    of_all = jax.tree.map(lambda gather, total: total is not None and gather, gathers, totals)
+    return [gather for gather in jax.tree.leaves(of_all) if gather]

@@ -1,0 +1,110 @@
+"""Sums of a chunk's gradients that go from neighbour to neighbour, and when they may start."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import fsdp_stages
+from helpers.engines import EngineUnderTest, make_batch
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.pipeline.engines.scheduled.carry import Carry
+from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
+from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.manual import Gather
+
+V, L, DEVICES = 2, 3, 2
+NAMES = "abc"  # of parameters
+SPEC = PartitionSpec("fsdp")
+
+
+def gather():
+    return Gather(SPEC, jnp.float32, jnp.bfloat16, manual=("fsdp",))
+
+
+def added(active):
+    """Return a function that adds gradients [L, 8, 2] of each device, in bfloat16, to sums."""
+    transfers = WeightTransfers({name: gather() for name in [*NAMES, "frozen"]}, {})
+    slot = SimpleNamespace(active=jnp.bool_(active), chunk=jnp.int32(1))
+
+    def add(totals, gradients):
+        carry = Carry(**dict.fromkeys(Carry._fields) | {"layer_gradients": totals})
+        layers = tuple({name: g[0, i] for name, g in gradients.items()} for i in range(L))
+        layers = tuple(layer | {"frozen": None} for layer in layers)
+        return transfers.add(carry, slot, layers).layer_gradients
+
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("fsdp",))
+    out = dict.fromkeys(NAMES, PartitionSpec(None, None, "fsdp")) | {"frozen": None}
+    return jax.shard_map(add, mesh=mesh, in_specs=(out, SPEC), out_specs=out, check_vma=False)
+
+
+def operands():
+    values = np.random.default_rng(0)
+    totals = {name: values.standard_normal((V, L, 8, 2)).astype(np.float32) for name in NAMES}
+    gradients = {
+        name: jnp.asarray(values.standard_normal((DEVICES, L, 8, 2)), jnp.bfloat16)
+        for name in NAMES
+    }
+    return totals | {"frozen": None}, gradients
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_sums_over_devices_are_added_to_one_chunk_if_the_slot_is_active(active):
+    totals, gradients = operands()
+    actual = jax.jit(added(active))(totals, gradients)
+    assert actual["frozen"] is None
+    for name in NAMES:
+        expected = np.copy(totals[name])
+        expected[1] += active * np.asarray(gradients[name], np.float32).sum(axis=0)
+        np.testing.assert_allclose(actual[name], expected, rtol=1e-6)
+
+
+def test_a_sum_starts_when_the_third_before_it_has_arrived():
+    traced = jax.make_jaxpr(added(True))(*operands())
+    (program,) = (open_jaxpr(p) for eqn in traced.eqns for p in inner_jaxprs(eqn))
+    sends = [eqn for eqn in program.eqns if eqn.primitive.name == "ppermute"]
+    assert len(sends) == len(NAMES) * L
+    for number, send in enumerate(sends):
+        before = ancestors(program.eqns, send.invars)
+        waits = [any(eqn is earlier for eqn in before) for earlier in sends[:number]]
+        assert waits == [(number - earlier) % 3 == 0 for earlier in range(number)]
+
+
+def loops_with(scope, **values):
+    """Yield the bodies of loops over ticks, and their conditionals in a named scope."""
+    engine = EngineUnderTest(fsdp_stages.config_of(**values))
+    batch, key = make_batch(48), jax.random.key(0)
+    traced = jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
+
+    def bodies(program):
+        for eqn in open_jaxpr(program).eqns:
+            for inner in inner_jaxprs(eqn):
+                if eqn.primitive.name == "scan":
+                    yield open_jaxpr(inner)
+                yield from bodies(inner)
+
+    for body in bodies(traced):
+        conditionals = [
+            eqn
+            for eqn in body.eqns
+            if eqn.primitive.name == "cond" and scope in str(eqn.source_info.name_stack).split("/")
+        ]
+        if conditionals:
+            yield body, conditionals
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_all_transfers_of_a_tick_arrive_before_the_gradient_of_the_embedding(prefetch):
+    """A conditional with collectives: no transfer is on its way during it on a TPU."""
+    values = {"pipeline.skip_idle": "false", "pipeline.fsdp_prefetch": str(prefetch).lower()}
+    waits = []
+    for body, conditionals in loops_with("embedding", **values):
+        sends = [eqn for eqn in body.eqns if eqn.primitive.name == "ppermute"]
+        backward = conditionals[-1]
+        before = ancestors(body.eqns, backward.invars)
+        arrived = [any(eqn is send for eqn in before) for send in sends]
+        waits.append(bool(sends) and all(arrived))
+    # In the loop of F alone the embedding comes first.
+    assert waits == [False, prefetch, prefetch]
