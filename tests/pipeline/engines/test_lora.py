@@ -36,6 +36,12 @@ CASES = {
         "pipeline.outside_layers": "before",
         "mesh.ici.fsdp": 2,
     },
+    "lockstep_prefetch": {
+        **STAGES,
+        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.fsdp_prefetch": "true",
+        "mesh.ici.fsdp": 2,
+    },
     "lockstep_zb": {
         **STAGES,
         "pipeline.schedule": "lockstep_zb",

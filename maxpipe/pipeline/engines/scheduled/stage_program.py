@@ -352,6 +352,7 @@ class StageProgram:
             carry = self._add_gradients(carry, tick.B, dw)
         return carry, dx
 
+    @jax.named_scope("backward")
     @jax.named_scope("embedding")
     def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
         """Add what the first chunk's dx of a microbatch gives the weights before that chunk.

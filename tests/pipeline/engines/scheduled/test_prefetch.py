@@ -30,8 +30,10 @@ def config_of(**values):
             {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
             marks=pytest.mark.slow,
         ),
+        {"mesh.ici.fsdp": 2, "pipeline.num_layers_per_stage": 2, "pipeline.num_repeats": 2}
+        | {"model.num_layers": 8, "pipeline.scan_layers_per_stage": False},
     ],
-    ids=["four_shards", "no_slot_skipped", "split_backwards", "tensor"],
+    ids=["four_shards", "no_slot_skipped", "split_backwards", "tensor", "several_layers"],
 )
 def test_gradients_with_prefetch_equal_those_without_and_the_reference(values):
     expected = reference(config_of(**values).model, 12)
