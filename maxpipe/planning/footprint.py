@@ -128,10 +128,16 @@ def residual_width(config: Config) -> float:
 def keeps_gathered(pipeline: PipelineConfig) -> bool:
     """Return whether the backward reads the weights that the forward has gathered.
 
-    It does so where each layer is compiled by itself and saves everything.
+    It does so where each layer is compiled by itself, and saves everything or is gathered before
+    a loop over microbatches.
     """
-    loops = ENGINES[pipeline.engine].has_stages or pipeline.scan_layers
-    return remat_policy(pipeline).everything and not loops
+    is_held = remat_policy(pipeline).everything or pipeline.num_microbatches > 1
+    return is_unrolled(pipeline) and is_held
+
+
+def is_unrolled(pipeline: PipelineConfig) -> bool:
+    """Return whether each layer of an engine without stages is compiled by itself."""
+    return not (ENGINES[pipeline.engine].has_stages or pipeline.scan_layers)
 
 
 def everything_width(config: Config, layer: Layer) -> float:
@@ -140,7 +146,7 @@ def everything_width(config: Config, layer: Layer) -> float:
     Where each layer is compiled by itself, XLA keeps the results of products and gathers, and
     computes the rest again within the operations that read it.
     """
-    if not keeps_gathered(config.pipeline):
+    if not is_unrolled(config.pipeline):
         return layer.residual_bytes() / itemsize(config.model.dtype)
     return layer.result_width + layer.gathered_width
 

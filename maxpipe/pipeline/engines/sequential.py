@@ -44,10 +44,14 @@ class SequentialEngine(SpmdEngine):
         self.weights = Weights(
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
-        # Padding layers only serve to make stages even, and here there are none.
-        layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
-        self._policy = remat_policy(inputs.config)
         is_loop = self._scan and self._num_layers > 1
+        # XLA gathers what no loop over layers slices before the loop over microbatches, and holds
+        # it. So the backward reads that as well, instead of gathering for every microbatch.
+        self._is_gathered_outside = not is_loop and self._num_microbatches > 1
+        prepare = _as_it_is if self._is_gathered_outside else self._prepare_layer
+        # Padding layers only serve to make stages even, and here there are none.
+        layer_fn = layer_function(inputs.program, prepare, padded=False)
+        self._policy = remat_policy(inputs.config)
         # Nothing but casts and gathers of weights is computed again where everything is saved. XLA
         # may merge these with the forward's: what prevents it makes a copy of all that is saved.
         is_kept_apart = not (is_loop or self._policy.everything)
@@ -124,12 +128,19 @@ class SequentialEngine(SpmdEngine):
         x = self._rules.constrain(self._program.embed(outer, batch["tokens"]), axes)
         side, first = microbatches.side_inputs(batch), outer["embed"].get("first", {})
         x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
-        index = jnp.asarray(self.layer_index())
-        x, aux = apply_layers(
-            self._layer_fn, params["layers"], index, x, side, key, scan=self._scan
-        )
+        index, layers = jnp.asarray(self.layer_index()), params["layers"]
+        if self._is_gathered_outside:
+            layers = tuple(
+                self._prepare_layer(jax.tree.map(lambda p, i=i: p[i], layers))
+                for i in range(self._num_layers)
+            )
+        x, aux = apply_layers(self._layer_fn, layers, index, x, side, key, scan=self._scan)
         # Its backward follows at once, when logits computed again would take as much as saved ones.
         loss, cross_entropy = self._program.head_loss(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]
         )
         return loss, cross_entropy, aux
+
+
+def _as_it_is(layer: Params) -> Params:
+    return layer

@@ -20,7 +20,6 @@ from maxpipe.planning.footprint import (
     handed_over_width,
     held_width,
     itemsize,
-    keeps_gathered,
     layer_of,
     offloaded_width,
     on_tpus,
@@ -102,7 +101,7 @@ class Saving(NamedTuple):
       offloaded: width that it saves in the host's memory.
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
-      keeps_gathered: 1 where the backward reads the weights that the forward has gathered, else 0.
+      saves_all: 1 where nothing is computed again, else 0.
       held: width of what a chunk's backward holds of each layer but the one it is at.
       cheap: width of what it would hold besides, if it computed nothing cheap once more.
       recomputed: share of a layer's forward that its backward computes again.
@@ -115,7 +114,7 @@ class Saving(NamedTuple):
     offloaded: float
     stash: float
     handed_over: float
-    keeps_gathered: float
+    saves_all: float
     held: float
     cheap: float
     recomputed: float
@@ -250,7 +249,7 @@ class Facts:
                 offloaded_width(config),
                 stash_width(config),
                 handed_over_width(config),
-                float(keeps_gathered(config.pipeline)),
+                float(remat_policy(config.pipeline).everything),
                 held_width(config),
                 cheap_width(config),
                 recomputed,

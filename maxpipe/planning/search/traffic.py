@@ -93,7 +93,7 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
         cast = (stored + size) * parameters.layer_at_rest / machine.stream_rate(FLOAT32)
         return gathered + each * cast, gathered + each * cast
     if not sizes.engine.has_stages:
-        return gathered, gathered
+        return gathered * sizes.gathers_of_unit(), gathered * (1.0 - sizes.keeps_gathered)
     once = sizes.gathers("once")
     copied = once * parameters.layer_gathered + (1.0 - once) * parameters.layer_at_rest
     copy = 2 * size * copied / rate

@@ -48,16 +48,23 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     once = 4.0 * (1.0 - by_autodiff) * parameters.at_rest
     once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
+    scatter = _gradient_bytes(sizes) * moved * cost("fsdp")
+    gradient = parameters.layer_at_rest * in_units + of_layer * over_experts
+    if not sizes.engine.has_stages and grid.size("fsdp") > 1 and sharing > 1:
+        # XLA sums whole gradients over all these axes at once, and cuts the sums.
+        devices = sharing * grid.size("fsdp")
+        joint = _joint(cost("data"), cost("context"), cost("fsdp"))
+        of_all = 2 * (devices - 1) / devices * joint
+        scatter = 0.0 * scatter
+        gradient = parameters.layer_gathered * of_all + of_layer * over_experts
     return Waits(
         gather=sizes.itemsize * moved * cost("fsdp"),
-        scatter=_gradient_bytes(sizes) * moved * cost("fsdp"),
+        scatter=scatter,
         forward=summed + keys + exchanged,
         # Sums of keys' gradients are float32; keys of other devices are gathered again.
         backward=(summed + exchanged) * (1 + sizes.recomputed)
         + keys * (2.0 + np.greater(sizes.recomputed, 0)),
-        gradient=by_autodiff
-        * sizes.itemsize
-        * (parameters.layer_at_rest * in_units + of_layer * over_experts),
+        gradient=by_autodiff * sizes.itemsize * gradient,
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
         reduction=once * summed_once
         + 4.0 * after * over_context
@@ -88,12 +95,11 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
     in_steps = sizes.gathers_in_steps()
-    # The backward of unrolled layers reads what their forward has gathered.
-    moved = (not sizes.is_unrolled) * waits.gather + waits.scatter
+    moved = (1.0 - sizes.keeps_gathered) * waits.gather + waits.scatter
     backward = units.input_gradient + units.weight_gradient
     # Where weights are gathered in the unit that reads them, the transfers follow its computation.
     before = in_steps * exposed(layers * waits.gather, 0.0, layers * units.forward)
-    before += (1.0 - in_steps) * layers * waits.gather
+    before += (1.0 - in_steps) * layers * waits.gather * sizes.gathers_of_unit()
     # A backward ends with attention, when most of the last layer's gradients are on their way.
     after = in_steps * exposed(layers * moved, 0.5 * waits.scatter, layers * backward)
     after += (1.0 - in_steps) * layers * moved

@@ -17,7 +17,7 @@ from helpers.engines import (
 from maxpipe.config import catalog
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 
 # A block with an auxiliary loss, for tests only.
 catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
@@ -78,6 +78,7 @@ def test_sequential_equals_a_plain_loop_over_layers():
         {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
         {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
+        {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.scan_layers": False},
     ],
     ids=lambda values: "-".join(
         f"{key.rpartition('.')[2]}={value}" for key, value in values.items()
@@ -148,3 +149,34 @@ def test_scan_layers_false_writes_every_layer_out():
         counts[scan] = products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96)
     assert counts[True] > 0
     assert counts[False] == config.model.num_layers * counts[True]
+
+
+def gathers(jaxpr, shape, *, in_layer=False):
+    """Count what a jaxpr lays out for use of arrays of a shape, in what is rematerialised."""
+    return sum(
+        (
+            in_layer
+            and eqn.primitive.name == "sharding_constraint"
+            and eqn.outvars[0].aval.shape == shape
+        )
+        + sum(
+            gathers(open_jaxpr(p), shape, in_layer=in_layer or eqn.primitive.name in CHECKPOINTS)
+            for p in inner_jaxprs(eqn)
+        )
+        for eqn in jaxpr.eqns
+    )
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "scan", "in_layer"), [(2, False, False), (1, False, True), (2, True, True)]
+)
+def test_weights_that_xla_holds_for_all_microbatches_are_not_gathered_again(
+    microbatches, scan, in_layer
+):
+    """Those of layers that are compiled each by itself: XLA gathers them before the loop."""
+    values = {"pipeline.num_microbatches": microbatches, "pipeline.scan_layers": scan}
+    config = sequential(**values, **{"mesh.ici.fsdp": 4, "model.mlp_dim": 96})
+    subject = EngineUnderTest(config)
+    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
+    traced = step(subject.params, make_batch(ROWS), jax.random.key(0))
+    assert bool(gathers(traced.jaxpr, (config.model.embed_dim, 96))) is in_layer

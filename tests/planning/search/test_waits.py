@@ -40,18 +40,37 @@ def test_circular_sums_gradients_over_context_in_every_iteration_of_one_repeat(r
         assert np.all(waits.reduction > 0.9 * once.reduction)
 
 
-def test_backward_of_unrolled_layers_reads_what_their_forward_has_gathered():
+@pytest.mark.parametrize(
+    ("microbatches", "policy", "forward", "backward"),
+    # Before a loop over microbatches, and for its backwards; and where nothing is computed again.
+    [(1, "full", 1.0, 1.0), (4, "full", 0.25, 0.0), (1, "none", 1.0, 0.0)],
+)
+def test_unrolled_layers_gather_as_often_as_xla_does(microbatches, policy, forward, backward):
     machine = machine_of("v5p:2x2x2", 1, Config())
 
     def waiting(scans):
         mesh = {"stage": 1, "data": 1, "fsdp": 8}
-        sizes = sizes_of("sequential", "", mesh=mesh, scan_layers=[scans])
+        choices = {"num_microbatches": [microbatches], "remat_policy": [policy]}
+        sizes = sizes_of("sequential", "", mesh=mesh, scan_layers=[scans], **choices)
         waits = waits_of(sizes, machine)
-        backward = unit_waits(sizes, units_of(sizes, machine), waits)[1]
-        return float(np.ravel(backward)[0]), waits
+        both = unit_waits(sizes, units_of(sizes, machine), waits)
+        return [float(np.ravel(wait)[0]) for wait in both], float(np.ravel(waits.gather)[0])
 
-    (loop, waits), (unrolled, _) = waiting(True), waiting(False)
-    assert loop - unrolled == pytest.approx(float(np.ravel(waits.gather)[0]))
+    (loop, gather), (unrolled, _) = waiting(True), waiting(False)
+    spared = [(a - b) / gather for a, b in zip(loop, unrolled, strict=True)]
+    assert spared == pytest.approx([1 - forward, 1 - backward])
+
+
+def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
+    machine = machine_of("v5p:2x2x2", 1, Config())
+
+    def summed(**mesh):
+        sizes = sizes_of("sequential", "", mesh={"stage": 1, "data": 1} | mesh)
+        waits = waits_of(sizes, machine)
+        return float(np.ravel(waits.scatter + waits.gradient)[0])
+
+    # Whole gradients over twice the links take as long as parts in two steps, or less.
+    assert summed(data=2, fsdp=2) < summed(fsdp=2) + summed(data=2)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
