@@ -22,6 +22,7 @@ from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
+from maxpipe.planning.stores import FLOAT32
 from maxpipe.planning.weights_held import Weights
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
@@ -37,7 +38,7 @@ def itemsize(dtype: str) -> int:
 
 def optimizer_bytes(config: Config) -> float:
     """Return the bytes of optimizer state per parameter."""
-    return 4.0 * OPTIMIZERS[config.optimizer.name].moments
+    return FLOAT32 * OPTIMIZERS[config.optimizer.name].moments
 
 
 def microbatch_tokens(config: Config) -> float:
@@ -49,7 +50,7 @@ def microbatch_tokens(config: Config) -> float:
 def logits_bytes(config: Config, tokens: float) -> float:
     """Return the bytes of a device's logits, float32, and their gradient, for so many tokens."""
     tile = math.ceil(tokens / config.model.logit_tiles)
-    size = 4.0 + itemsize(config.model.dtype)
+    size = FLOAT32 + itemsize(config.model.dtype)
     return size * tile * config.model.vocab_size / config.mesh.size("tensor")
 
 

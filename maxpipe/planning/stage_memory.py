@@ -32,6 +32,7 @@ from maxpipe.planning.footprint import (
     with_dense_layers,
     working_width,
 )
+from maxpipe.planning.stores import FLOAT32
 
 
 class StageMemory:
@@ -66,14 +67,14 @@ class StageMemory:
         owned, copied = self._held(stage, layers, only_trained=True)
         at_rest += owned * optimizer_bytes(self._config)
         if not self._gathers_once:
-            return at_rest + (owned + copied) * 4.0
+            return at_rest + (owned + copied) * FLOAT32
         whole = sum(self._held(stage, layers, gathered=True))
         sums = sum(self._held(stage, layers, gathered=True, only_trained=True))
         gathered = whole
         if model.tie_embeddings and self._is_first(stage) and self._is_last(stage):
             # The first chunk gathers the embeddings, and so does the last.
             gathered += self._parameters("embed", gathered=True)
-        return at_rest + gathered * itemsize(model.dtype) + sums * 4.0
+        return at_rest + gathered * itemsize(model.dtype) + sums * FLOAT32
 
     def _held(
         self, stage: int, layers: int, *, gathered: bool = False, only_trained: bool = False
@@ -141,7 +142,7 @@ class StageMemory:
         if self._is_last(stage):
             # With the head's gradient, float32.
             head = self._parameters(projection, gathered=True) * size
-            head += self._parameters(projection, gathered=True, only_trained=True) * 4.0
+            head += self._parameters(projection, gathered=True, only_trained=True) * FLOAT32
             ends = max(ends, head)
         if config.mesh.size("fsdp") == 1:
             return ends

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 Number: TypeAlias = float | np.ndarray
+FLOAT32 = 4.0  # bytes
 
 
 class Widths(NamedTuple):

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.engine_facts import Engine
-from maxpipe.planning.stores import Number
-
-_SUM = 4.0  # bytes of a gradient that is summed up: float32
+from maxpipe.planning.stores import FLOAT32, Number
 
 
 class Weights(NamedTuple):
@@ -101,7 +99,7 @@ def _sequential(weights: Weights, trained: Weights, use: Use) -> Held:
     whole = weights.layers_at_rest * (weights.layer_gathered / weights.layer_at_rest - 1.0)
     return Held(
         _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
-        _SUM * trained.at_rest + waiting,
+        FLOAT32 * trained.at_rest + waiting,
         # A layer and its gradient.
         use.size * (weights.layer_gathered + trained.layer_gathered),
         use.size * (weights.projection + trained.projection),
@@ -132,9 +130,9 @@ def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
         # Of what is gathered in steps XLA casts all shards before the loop, too.
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * weights.gathered,
-        _SUM * (each * trained.at_rest + use.once * trained.gathered),
-        each * (1.0 - is_whole) * use.size * (sets * chunk + in_steps) + _SUM * gradients,
-        each * use.size * weights.projection + _SUM * trained.projection,
+        FLOAT32 * (each * trained.at_rest + use.once * trained.gathered),
+        each * (1.0 - is_whole) * use.size * (sets * chunk + in_steps) + FLOAT32 * gradients,
+        each * use.size * weights.projection + FLOAT32 * trained.projection,
     )
 
 
@@ -153,7 +151,7 @@ def _circular(weights: Weights, trained: Weights, use: Use) -> Held:
         + use.size * (sets * chunk + use.once * weights.gathered)
         # Of the logits of all microbatches, which are made at once.
         + use.size * trained.projection,
-        _SUM * ((1.0 - use.once) * done + whole),
+        FLOAT32 * ((1.0 - use.once) * done + whole),
         # A chunk's weights, and a layer's gradient before it is added.
         use.size * (each * chunk + trained.layer_gathered),
         use.size * weights.projection,

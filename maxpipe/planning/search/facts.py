@@ -34,6 +34,7 @@ from maxpipe.planning.footprint import (
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.machine import CPU
 from maxpipe.planning.search.space import Axes
+from maxpipe.planning.stores import FLOAT32
 from maxpipe.planning.weights_held import Weights
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
@@ -165,7 +166,7 @@ class Facts:
     def least_state_bytes(self) -> float:
         """Return the bytes of parameters, optimizer state and gradients over all devices."""
         config = self.config
-        each = itemsize(config.model.param_dtype) + optimizer_bytes(config) + 4.0
+        each = itemsize(config.model.param_dtype) + optimizer_bytes(config) + FLOAT32
         return each * self.parameters((1,) * len(MESH_AXES)).at_rest
 
     def parameters(self, axes: Axes) -> Parameters:

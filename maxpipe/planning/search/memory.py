@@ -10,6 +10,7 @@ from maxpipe.planning.search.facts import LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.search.stages import stage_bytes
 from maxpipe.planning.stores import (
+    FLOAT32,
     Number,
     Store,
     Widths,
@@ -124,7 +125,7 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:
     """Return the bytes of logits and their gradient, see `footprint.logits_bytes`."""
     tile = np.ceil(tokens / along(sizes.block.tiles, "tiles"))
-    size = 4.0 + sizes.itemsize
+    size = FLOAT32 + sizes.itemsize
     return size * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
 
 

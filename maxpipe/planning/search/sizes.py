@@ -16,8 +16,6 @@ from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.patterns import Pattern, pattern
 
-FLOAT32 = 4.0  # bytes
-
 
 class BlockSizes:
     """Sizes and counts of a block's candidates, as arrays.

@@ -8,8 +8,8 @@ back, and of the others the fullest.
 import numpy as np
 
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
-from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
-from maxpipe.planning.stores import Number
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.stores import FLOAT32, Number
 
 
 def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:

@@ -7,9 +7,9 @@ The rates are those of `traffic`.
 from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import kept_columns
-from maxpipe.planning.search.sizes import FLOAT32, BlockSizes, state_per_parameter
+from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.search.traffic import gradient_parameters
-from maxpipe.planning.stores import Number
+from maxpipe.planning.stores import FLOAT32, Number
 
 
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:

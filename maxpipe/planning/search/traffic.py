@@ -12,8 +12,8 @@ import numpy as np
 from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.facts import LayerCosts, Parameters
 from maxpipe.planning.search.machine import Machine
-from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
-from maxpipe.planning.stores import Number
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.stores import FLOAT32, Number
 
 # How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
 # qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.

@@ -11,9 +11,9 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.seconds import ATTENTION_BACKWARD, Units, roofline
-from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.traffic import layer_traffic
-from maxpipe.planning.stores import Number
+from maxpipe.planning.stores import FLOAT32, Number
 
 
 class _Layer(NamedTuple):

@@ -4,8 +4,8 @@ import numpy as np
 
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import Units, Waits, exposed
-from maxpipe.planning.search.sizes import FLOAT32, BlockSizes
-from maxpipe.planning.stores import Number
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.stores import FLOAT32, Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 
@@ -25,7 +25,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
     keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * (context - 1) * cost("context")
     # Every device gets the tokens of all, and the sums over devices go back, float32.
-    sums = sizes.tokens * 4.0 * sizes.config.model.embed_dim
+    sums = sizes.tokens * FLOAT32 * sizes.config.model.embed_dim
     exchanged = (activations + sums) * (experts - 1) * cost(EXPERT_AXIS)
     outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
     # Devices that share weights sum up their gradients, by autodiff in every unit.
@@ -45,17 +45,17 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     of_layer = (parameters.layer_gathered - sizes.layer.expert_weights) / grid.size("fsdp")
     once_over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts
     once_over_experts = once_over_experts + by_autodiff * parameters.outer_at_rest
-    once = 4.0 * (1.0 - by_autodiff) * parameters.at_rest
+    once = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
     once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
-    scatter = _gradient_bytes(sizes) * moved * cost("fsdp")
-    gradient = parameters.layer_at_rest * in_units + of_layer * over_experts
+    scatter: Number = _gradient_bytes(sizes) * moved * cost("fsdp")
+    gradient: Number = parameters.layer_at_rest * in_units + of_layer * over_experts
     if not sizes.engine.has_stages and grid.size("fsdp") > 1 and sharing > 1:
         # XLA sums whole gradients over all these axes at once, and cuts the sums.
         devices = sharing * grid.size("fsdp")
         joint = _joint(cost("data"), cost("context"), cost("fsdp"))
         of_all = 2 * (devices - 1) / devices * joint
-        scatter = 0.0 * scatter
+        scatter = 0.0
         gradient = parameters.layer_gathered * of_all + of_layer * over_experts
     return Waits(
         gather=sizes.itemsize * moved * cost("fsdp"),
@@ -67,8 +67,8 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         gradient=by_autodiff * sizes.itemsize * gradient,
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
         reduction=once * summed_once
-        + 4.0 * after * over_context
-        + 4.0 * once_over_experts * over_experts,
+        + FLOAT32 * after * over_context
+        + FLOAT32 * once_over_experts * over_experts,
         outer=(sizes.itemsize + _summed_bytes(sizes)) * outer * _joint(cost("fsdp"), cost("stage")),
     )
 
