@@ -270,13 +270,13 @@ def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
     n = x.shape[dim] // devices
 
     def summed(start: int, size: int, shift: int) -> jax.Array:
-        """Return rows start ... start + size - 1 of this device's part."""
+        """Return rows start ... start + size - 1 of this device's part of the sum."""
 
         def part(number: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, number % devices * n + start, size, dim)
 
         # The sum of part p starts on the device after p, counted along `shift`, and ends, all the
-        # way around, on p. It leaves there in the dtype of x, which holds all of it.
+        # way around, on p. What leaves first is one gradient, and no sum: its dtype loses nothing.
         total = part(index - shift)
         for step in range(2, devices + 1):
             total = ring(total, devices, shift, axis).astype(jnp.float32) + part(
@@ -284,7 +284,7 @@ def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
             )
         return total
 
-    if devices == 2 or n == 1:
+    if devices <= 2 or n == 1:
         return summed(0, n, +1)
     # Half of each part goes around in one direction and half in the other, over other links.
     half = n // 2

@@ -36,7 +36,7 @@ from maxpipe.planning.footprint import (
     with_dense_layers,
     working_width,
 )
-from maxpipe.planning.prefetch import gathers_in_steps, splits_backward
+from maxpipe.planning.prefetch import gathers_in_steps
 from maxpipe.planning.stores import (
     Widths,
     circular_store,
@@ -132,7 +132,6 @@ def _use(config: Config, tpu_memory: float | None) -> Use:
         per_repeat=float(pipeline.fsdp_gather == "per_repeat"),
         once=float(pipeline.fsdp_gather == "once"),
         in_steps=float(gathers_in_steps(config, tpu_memory)),
-        splits_backward=splits_backward(config),
         size=itemsize(config.model.dtype),
         stored=itemsize(config.model.param_dtype),
         keeps_gathered=float(keeps_gathered(pipeline)),

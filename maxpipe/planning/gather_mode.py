@@ -18,7 +18,6 @@ from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
 from maxpipe.planning.prefetch import (
     IDLE_SHARE,
-    MEMORY_SHARE,
     Note,
     changes_step,
     ignore_note,
@@ -27,6 +26,7 @@ from maxpipe.planning.prefetch import (
 from maxpipe.planning.prefetch import KEY as PREFETCH
 
 KEY = "pipeline.fsdp_gather"
+MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
 
 _HELD = {

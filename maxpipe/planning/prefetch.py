@@ -10,7 +10,6 @@ from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
 
 KEY = "pipeline.fsdp_prefetch"
-MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
 IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
 LONGEST_RING = 4  # devices of mesh axis fsdp
 
@@ -46,7 +45,7 @@ def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
 def memory_for_gathers(
     config: Config, devices: Sequence[Device], note: Note = ignore_note
 ) -> float | None:
-    """Return the bytes of a TPU, which decide when weights are gathered; None on other devices.
+    """Return the bytes of a TPU, by which weights may be gathered once or in steps; else None.
 
     Args:
       config: resolved.
@@ -59,7 +58,7 @@ def memory_for_gathers(
     is_open = is_auto and changes_step(engine, config.mesh.size, repeats)
     if memory is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
-        note(f"weights are not gathered early on auto: the memory of {kind} is not known")
+        note(f"weights are gathered in every iteration on auto: the memory of {kind} is not known")
     return memory
 
 
@@ -84,7 +83,7 @@ def gathers_in_steps(config: Config, tpu_memory: float | None, note: Note = igno
     if ring > LONGEST_RING:
         note(
             f"{KEY}=false: every weight takes a transfer to each of {ring} devices of mesh axis "
-            f"fsdp; more than {LONGEST_RING} are predicted to take as long as they hide"
+            f"fsdp; with more than {LONGEST_RING} that is predicted to cost the time that it saves"
         )
         return False
     note(

@@ -40,7 +40,6 @@ class Use(NamedTuple):
       period: the fewest microbatches that a conveyor holds, S or twice that.
       per_repeat, once: 1 where weights are gathered so often, else 0.
       in_steps: 1 where they are gathered in steps, else 0.
-      splits_backward: whether weight gradients are units of their own.
       size, stored: bytes of a value that is computed with, and at rest.
       keeps_gathered: 1 where the backward of layers without stages reads the weights that their
         forward has gathered, else 0.
@@ -53,7 +52,6 @@ class Use(NamedTuple):
     per_repeat: Number
     once: Number
     in_steps: Number
-    splits_backward: bool
     size: float
     stored: float
     keeps_gathered: Number
@@ -123,15 +121,13 @@ def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
     # In steps those of all layers are there whole, in the dtype of activations.
-    in_steps = use.in_steps * use.layers * trained.layer_gathered
-    # I and W have a set of weights each.
-    sets = 1.0 + use.in_steps * use.splits_backward
+    whole_chunk = use.in_steps * use.layers * trained.layer_gathered
     return Held(
         # Of what is gathered in steps XLA casts all shards before the loop, too.
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * weights.gathered,
         FLOAT32 * (each * trained.at_rest + use.once * trained.gathered),
-        each * (1.0 - is_whole) * use.size * (sets * chunk + in_steps) + FLOAT32 * gradients,
+        each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
         each * use.size * weights.projection + FLOAT32 * trained.projection,
     )
 

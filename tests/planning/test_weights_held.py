@@ -23,7 +23,6 @@ USE = Use(
     per_repeat=0.0,
     once=0.0,
     in_steps=0.0,
-    splits_backward=False,
     size=2.0,
     stored=4.0,
     keeps_gathered=0.0,
@@ -87,8 +86,6 @@ def test_gradients_of_a_chunk_that_is_gathered_in_steps_are_there_whole():
     # A chunk, the gradients of its shards, and one layer's whole gradient.
     assert plain.unit == 2 * chunk + 4 * (2 * 10 + 40)
     assert in_steps.unit == 2 * chunk + 2 * chunk
-    split = held("scheduled", in_steps=1.0, splits_backward=True)
-    assert split.unit - in_steps.unit == 2 * chunk
     assert plain.head == (2 + 4) * 100
 
 

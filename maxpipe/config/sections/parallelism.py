@@ -216,7 +216,8 @@ class PipelineConfig:
     fsdp_prefetch: str = option(
         "auto",
         "with fsdp_gather=per_iteration, send a chunk's weights and its gradients from neighbour "
-        "to neighbour while it computes; auto = on TPUs with fsdp of at most 4",
+        "to neighbour while it computes; auto = on TPUs of known memory with fsdp of at most 4, "
+        "where layers are not run as a loop",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(
@@ -228,7 +229,8 @@ class PipelineConfig:
     scan_layers: bool = option(
         True,
         "run all layers of the sequential engine as a loop, which compiles one of them; false = "
-        "unroll them: the backward reads what a remat_policy saves without copies",
+        "unroll them: the backward reads what a remat_policy saves without copies; with several "
+        "microbatches, or remat_policy=none, all weights stay gathered over fsdp meanwhile",
     )
     scan_layers_per_stage: bool = option(
         False,

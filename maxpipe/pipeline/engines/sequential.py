@@ -44,14 +44,14 @@ class SequentialEngine(SpmdEngine):
         self.weights = Weights(
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
-        is_loop = self._scan and self._num_layers > 1
-        # XLA gathers what no loop over layers slices before the loop over microbatches, and holds
-        # it. So the backward reads that as well, instead of gathering for every microbatch.
-        self._is_gathered_outside = not is_loop and self._num_microbatches > 1
-        prepare = _as_it_is if self._is_gathered_outside else self._prepare_layer
+        # Without a loop over layers XLA moves their gathers before the loop over microbatches, and
+        # holds the results; within rematerialisation it would gather them again for each.
+        self._gathers_before_loop = not self._scan and self._num_microbatches > 1
+        prepare = _as_it_is if self._gathers_before_loop else self._prepare_layer
         # Padding layers only serve to make stages even, and here there are none.
         layer_fn = layer_function(inputs.program, prepare, padded=False)
         self._policy = remat_policy(inputs.config)
+        is_loop = self._scan and self._num_layers > 1
         # Nothing but casts and gathers of weights is computed again where everything is saved. XLA
         # may merge these with the forward's: what prevents it makes a copy of all that is saved.
         is_kept_apart = not (is_loop or self._policy.everything)
@@ -129,7 +129,7 @@ class SequentialEngine(SpmdEngine):
         side, first = microbatches.side_inputs(batch), outer["embed"].get("first", {})
         x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
         index, layers = jnp.asarray(self.layer_index()), params["layers"]
-        if self._is_gathered_outside:
+        if self._gathers_before_loop:
             layers = tuple(
                 self._prepare_layer(jax.tree.map(lambda p, i=i: p[i], layers))
                 for i in range(self._num_layers)

@@ -86,7 +86,6 @@ def _use(sizes: BlockSizes) -> Use:
         per_repeat=sizes.gathers("per_repeat"),
         once=sizes.gathers("once"),
         in_steps=sizes.gathers_in_steps(),
-        splits_backward=sizes.splits_backward,
         size=sizes.itemsize,
         stored=itemsize(sizes.config.model.param_dtype),
         keeps_gathered=sizes.keeps_gathered,

@@ -136,7 +136,7 @@ class Probing:
         layers = min(int(sizes.layers.flat[0]), MOST_LAYERS)
         if not sizes.engine.has_stages:
             layers = 1  # each is rematerialised on its own there
-        # Where gathers run elsewhere than in the unit that needs them, its program has none.
+        # Gathers before the loop, and those in steps, are closed forms: the probe has none.
         has_none = sizes.block.grid.size("fsdp") == 1
         is_within = not sizes.engine.has_stages or has_none or sizes.gathers("per_iteration").all()
         gather = "per_iteration" if is_within and not sizes.gathers_in_steps().any() else "once"

@@ -55,8 +55,8 @@ class BlockSizes:
         self.recomputed = along([s.recomputed for s in savings], "policy")
         saves_all = along([s.saves_all for s in savings], "policy")
         # Layers that are compiled each by itself are gathered before a loop over microbatches.
-        self.gathers_outside = self.is_unrolled * np.greater(self.microbatches, 1)
-        self.keeps_gathered = self.is_unrolled * np.maximum(saves_all, self.gathers_outside)
+        self.gathers_before_loop = self.is_unrolled * np.greater(self.microbatches, 1)
+        self.keeps_gathered = self.is_unrolled * np.maximum(saves_all, self.gathers_before_loop)
         # What all first dense layers keep of a microbatch, with their inputs.
         self.first_kept = along([s.first_kept for s in savings], "policy")
         self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
@@ -73,8 +73,8 @@ class BlockSizes:
         return self.gathers("once") * is_split
 
     def gathers_of_unit(self) -> np.ndarray:
-        """Return how often the forward of a unit gathers a layer, if it does for every unit."""
-        return np.where(self.gathers_outside, 1.0 / self.microbatches, 1.0)
+        """Return how many gathers of a layer there are for each forward where units gather."""
+        return np.where(self.gathers_before_loop, 1.0 / self.microbatches, 1.0)
 
     def gathers_in_steps(self) -> np.ndarray:
         """Return 1 where weights are gathered in steps, by the rules of `planning.prefetch`."""

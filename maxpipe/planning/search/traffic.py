@@ -128,7 +128,8 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
         # In rings each device copies a part to send it, adds what arrives to those that it sends
         # on, and reads what arrives last.
         part, whole = parameters.layer_at_rest, parameters.layer_gathered
-        ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * (whole - 2 * part)
+        sent_on = np.maximum(whole - 2 * part, 0.0)
+        ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * sent_on
         return 3 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
     if not sizes.engine.has_stages:
         return (sizes.itemsize + FLOAT32) * count  # the loop over layers puts them into a stack

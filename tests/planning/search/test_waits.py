@@ -63,14 +63,13 @@ def test_unrolled_layers_gather_as_often_as_xla_does(microbatches, policy, forwa
 
 def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
     machine = machine_of("v5p:2x2x2", 1, Config())
-
-    def summed(**mesh):
-        sizes = sizes_of("sequential", "", mesh={"stage": 1, "data": 1} | mesh)
-        waits = waits_of(sizes, machine)
-        return float(np.ravel(waits.scatter + waits.gradient)[0])
-
-    # Whole gradients over twice the links take as long as parts in two steps, or less.
-    assert summed(data=2, fsdp=2) < summed(fsdp=2) + summed(data=2)
+    sizes = sizes_of("sequential", "", mesh={"stage": 1, "data": 2, "fsdp": 2})
+    waits, grid = waits_of(sizes, machine), sizes.block.grid
+    links = machine.links(grid)
+    rate = sum(1 / machine.collective_cost(grid, links, axis) for axis in ("data", "fsdp"))
+    # An all-reduce of whole gradients among four devices sends them one and a half times.
+    expected = 1.5 * sizes.itemsize * sizes.parameters.layer_gathered / rate
+    assert np.ravel(waits.scatter + waits.gradient) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])

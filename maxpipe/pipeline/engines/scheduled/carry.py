@@ -1,4 +1,4 @@
-"""Hold what a stage keeps from tick to tick: stores of buffer slots, gathered weights, sums.
+"""Hold what a stage keeps from tick to tick: stores of buffer slots, and sums.
 
 Letters as in `stage_program`.
 """

@@ -11,7 +11,7 @@ express that order, so here the backward is written out. From a table to gradien
     chunk_vjp       what a chunk computes on, and which of its parameters have a gradient
     carry           what a stage keeps from tick to tick
     weight_transfers  gathers of a chunk's weights and sums of its gradients while it computes
-    stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
+    stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers, embedding
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
     engine          this module: builds these parts, and sums gradients over devices after the loop
 
@@ -348,7 +348,6 @@ class ScheduledEngine(SpmdEngine):
         # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
         layer_index = jnp.asarray(self._layout.layer_index)  # [V + E, S, L]
-        transfers = WeightTransfers(self._gathers["layers"], layers)
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
@@ -366,7 +365,9 @@ class ScheduledEngine(SpmdEngine):
             before_weights=before_weights,
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
-            weight_transfers=transfers if self._gathers_in_steps else None,
+            weight_transfers=WeightTransfers(self._gathers["layers"], layers)
+            if self._gathers_in_steps
+            else None,
             loss_scale=scales[0],
             aux_scale=scales[1],
         )

@@ -1,4 +1,4 @@
-"""Run one stage: loops over ticks, each with F slot, head, B slot, W slot and transfers.
+"""Run one stage: loops over ticks, each with F, head, B, W, transfers and the embedding.
 
 It runs inside a `shard_map` that is manual over stage, data, fsdp, expert and context; arrays are
 one device's parts. What each tick reads and writes comes from the plan (`plan.LockstepPlan`), whose
@@ -117,8 +117,8 @@ class StageProgram:
       before_weights: their parameters, [num_outside, ...]; empty if there are none.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
-      weight_transfers: gathers the weights of a chunk before it takes them; None if it gathers its
-        own, or needs no gathering.
+      weight_transfers: gathers the weights of a chunk before it takes them, and sums up their
+        gradients; None if it gathers its own, or needs no gathering.
       loss_scale, aux_scale: float32 scalars, inverse of the global weight sum and number of
         sequences.
     """

@@ -19,7 +19,8 @@ from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, read_layers
 from maxpipe.pipeline.engines.scheduled.plan import BackwardSlot, PlanArray, WeightSlot
 from maxpipe.pipeline.manual import Gather, GatherTree, map_gathers
 
-# Sums of gradients on their way at once. Libtpu has at most five transfers on their way.
+# Sums of gradients on their way at once. Libtpu has at most five transfers on their way, and those
+# of activations are among them; two and four were predicted to be slower.
 _AT_ONCE = 3
 
 
@@ -58,12 +59,14 @@ class WeightTransfers:
         totals, structure = jax.tree.flatten(carry.layer_gradients)
         parts = [jax.tree.leaves(layer) for layer in gradients]
         gathers = _of_trained(self.gathers, carry.layer_gradients)
+        # A total waits for the last sum that it has, which with few parameters comes sooner.
+        at_once = min(_AT_ONCE, len(totals))
         # From the last layer on, as they are computed.
         places = [(i, k) for i in reversed(range(len(parts))) for k in range(len(totals))]
         for number, (i, k) in enumerate(places):
             gradient = parts[i][k]
-            if number >= _AT_ONCE:
-                earlier = places[number - _AT_ONCE][1]
+            if number >= at_once:
+                earlier = places[number - at_once][1]
                 gradient, totals[earlier] = lax.optimization_barrier((gradient, totals[earlier]))
             summed = jnp.where(slot.active, gathers[k].scatter_in_steps(gradient), 0)
             totals[k] = totals[k].at[slot.chunk, i].add(summed)
