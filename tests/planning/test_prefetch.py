@@ -27,7 +27,7 @@ def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so(size):
 def test_prefetch_on_auto_avoids_long_rings_and_says_so():
     does, (note,) = decided(**{"mesh.ici.fsdp": 8})
     assert not does
-    assert "each of 8 devices of mesh axis fsdp" in note
+    assert "mesh axis fsdp has 8 devices, over 4" in note
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import pytest
 from helpers.compile_command import report_of, tpu_aot
 from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, make_batch, tiny
+from helpers.traced_loops import loop_bodies
 
 from maxpipe.compiling.hlo import parse
 from maxpipe.devices.xla_flags import RECOMMENDED, added_to
@@ -20,15 +21,6 @@ def traced(**values):
     return jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
         subject.params, make_batch(ROWS), jax.random.key(0)
     )
-
-
-def loops(program):
-    """Yield the body of every scan, outer ones first."""
-    for eqn in open_jaxpr(program).eqns:
-        for inner in inner_jaxprs(eqn):
-            if eqn.primitive.name == "scan":
-                yield open_jaxpr(inner)
-            yield from loops(inner)
 
 
 SLOTS = ("forward", "head", "backward")
@@ -60,7 +52,7 @@ def test_backward_slot_waits_for_its_ticks_forward_unless_slots_overlap(schedule
         }
     )
     waits = []
-    for body in loops(step):
+    for body in loop_bodies(step):
         slots = {slot: [eqn for eqn in body.eqns if slot_of(eqn) == slot] for slot in SLOTS}
         if slots["forward"] and slots["backward"]:
             waits.append(needs(body, slots["backward"], slots["forward"] + slots["head"]))
@@ -92,7 +84,7 @@ def test_per_repeat_gathers_the_next_repeat_during_the_iterations_of_this_one(mi
             "mesh.ici.fsdp": 2,
         }
     )
-    repeats = [body for body in loops(step) if gathers(body)]
+    repeats = [body for body in loop_bodies(step) if gathers(body)]
     assert len(repeats) == 2  # of the forward and of the backward
     for body in repeats:
         steady, switch = (eqn for eqn in body.eqns if eqn.primitive.name == "scan")

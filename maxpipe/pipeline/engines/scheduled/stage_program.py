@@ -174,7 +174,6 @@ class StageProgram:
         """
         y = dx = head_gradient = residuals = None
         has_B, has_W = phase.B.active.any(), phase.W.active.any()
-        has_embed_backward = (phase.ends.embed_backward >= 0).any()
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
@@ -219,7 +218,7 @@ class StageProgram:
         # 8. What the first chunk's dx gives the weights before it. With a frozen table and no
         # layers before the pipeline it leads to none.
         trains_before = carry.table_gradient is not None or self.before is not None
-        if dx is not None and trains_before and has_embed_backward:
+        if dx is not None and trains_before and (phase.ends.embed_backward >= 0).any():
             if self.weight_transfers:
                 carry, dx = self.weight_transfers.arrived(carry, dx)
             carry = self._embed_backward(carry, tick.ends.embed_backward, dx)

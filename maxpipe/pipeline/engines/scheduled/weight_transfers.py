@@ -58,7 +58,12 @@ class WeightTransfers:
         # Frozen parameters have None, which is no leaf.
         totals, structure = jax.tree.flatten(carry.layer_gradients)
         parts = [jax.tree.leaves(layer) for layer in gradients]
-        gathers = _of_trained(self.gathers, carry.layer_gradients)
+        of_all = jax.tree.leaves(carry.layer_gradients, is_leaf=lambda leaf: leaf is None)
+        gathers = [
+            gather
+            for gather, total in zip(jax.tree.leaves(self.gathers), of_all, strict=True)
+            if total is not None
+        ]
         # A total waits for the last sum that it has, which with few parameters comes sooner.
         at_once = min(_AT_ONCE, len(totals))
         # From the last layer on, as they are computed.
@@ -83,9 +88,3 @@ class WeightTransfers:
         activations, gradients, totals = received
         carry = carry._replace(activations=activations, gradients=gradients, layer_gradients=totals)
         return carry, dx
-
-
-def _of_trained(gathers: GatherTree, totals: Params | None) -> list[Gather]:
-    """Return the gathers of the parameters that have sums."""
-    of_all = jax.tree.map(lambda gather, total: total is not None and gather, gathers, totals)
-    return [gather for gather in jax.tree.leaves(of_all) if gather]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import fsdp_stages
 from helpers.engines import EngineUnderTest, make_batch
+from helpers.traced_loops import loop_bodies
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.pipeline.engines.scheduled.carry import Carry
@@ -81,14 +82,7 @@ def loops_with(scope, **values):
     batch, key = make_batch(48), jax.random.key(0)
     traced = jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
 
-    def bodies(program):
-        for eqn in open_jaxpr(program).eqns:
-            for inner in inner_jaxprs(eqn):
-                if eqn.primitive.name == "scan":
-                    yield open_jaxpr(inner)
-                yield from bodies(inner)
-
-    for body in bodies(traced):
+    for body in loop_bodies(traced):
         conditionals = [
             eqn
             for eqn in body.eqns
