@@ -37,6 +37,10 @@ _NO_MACHINE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# Both cores of a v4 chip as one JAX device, as the cloud runs them: JAX makes no mesh of single
+# cores.
+_CHIP_CONFIGS = {"v4": "megacore"}
+
 
 def devices_of(config: Config) -> Sequence[jax.Device]:
     """Return the devices of `compile.topology`, over all of `compile.num_slices`.
@@ -64,7 +68,9 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     topology = canonical_topology(topology)
-    options = {"num_slices": slices} if slices > 1 else {}
+    options: dict[str, int | str] = {"num_slices": slices} if slices > 1 else {}
+    if chip_config := _CHIP_CONFIGS.get(topology.partition(":")[0]):
+        options["chip_config_name"] = chip_config
     try:
         return topologies.get_topology_desc(topology, platform="tpu", **options).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:

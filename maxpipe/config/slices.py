@@ -38,7 +38,7 @@ class Generation:
 _SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = (
-    Generation("v4", 2, 2, _SMALL, (), 4096, 4),
+    Generation("v4", 2, 1, _SMALL, (), 4096, 4),
     Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256, 8),
     Generation("v5p", 2, 1, _SMALL, (), 6144, 4),
     Generation("v6e", 1, 1, _FLAT, ("trillium",), 256, 8),

@@ -15,7 +15,7 @@ from maxpipe.config.slices import canonical_topology, explain_topology, num_devi
         ("v5p-512", "v5p:4x8x8", 256),
         ("v5p-1536", "v5p:8x8x12", 768),
         ("v5p-640", "v5p:4x4x20", 320),
-        ("v4-16", "v4:2x2x2", 16),
+        ("v4-16", "v4:2x2x2", 8),
         ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-256", "v5e:16x16", 256),
         ("v6e-8", "v6e:2x4", 8),
