@@ -27,7 +27,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.prefetch import gathers_in_steps, ignore_note, memory_for_gathers
+from maxpipe.planning.prefetch import gathers_in_steps, ignore_note, tpu_for_gathers
 from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
@@ -44,9 +44,9 @@ def build_engine_inputs(
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
-    tpu_memory = memory_for_gathers(config, list(mesh.devices.flat), note)
-    config = with_gather_mode(config, tpu_memory, note)
-    config = with_remat_cheap(config, tpu_memory, note)
+    tpu = tpu_for_gathers(config, list(mesh.devices.flat), note)
+    config = with_gather_mode(config, tpu, note)
+    config = with_remat_cheap(config, tpu, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,
@@ -73,7 +73,7 @@ def build_engine_inputs(
         mesh=mesh,
         batch_shape=(config.data.global_batch_size, config.data.sequence_length),
         table=table,
-        gathers_in_steps=gathers_in_steps(config, tpu_memory, note),
+        gathers_in_steps=gathers_in_steps(config, tpu, note),
     )
 
 

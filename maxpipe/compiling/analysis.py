@@ -15,7 +15,7 @@ from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compi
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, memory_of_tpus
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.planning.auto_stages import bubble_fraction
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
@@ -44,8 +44,8 @@ def analyse(
       The report, and the step; None if the compiler gave up.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    memory = memory_of_tpus(devices)
-    config = with_gather_mode(config, memory)  # as the trainer has decided, and said
+    tpu = tpu_of(devices)
+    config = with_gather_mode(config, tpu)  # as the trainer has decided, and said
     is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
@@ -56,7 +56,7 @@ def analyse(
         engine=config.pipeline.engine,
         schedule=config.pipeline.schedule,
         bubble=bubble_fraction(config) if is_pipelined else 0.0,
-        shapes=estimate(config, memory),
+        shapes=estimate(config, tpu),
         capacity=device_memory(devices),
         model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
     )
@@ -68,7 +68,7 @@ def analyse(
     else:
         report, executable = _with_step(report, config, mesh, step), step.executable
     if not report.fits:
-        changes = knobs(written, config, mesh.size, config.compile.num_slices, memory)
+        changes = knobs(written, config, mesh.size, config.compile.num_slices, tpu)
         report = replace(report, knobs=changes)
     elif report.bounds and report.capacity:
         report = replace(report, gains=_gains(report, written, config, mesh))
@@ -81,10 +81,10 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
     assert report.capacity is not None
     assert report.flops is not None
 
-    memory = memory_of_tpus(mesh.devices.reshape(-1).tolist())
+    tpu = tpu_of(mesh.devices.reshape(-1).tolist())
 
     def bound_mfu(changed: Config, flops: float) -> float:
-        bounds = _bounds(report, changed, mesh, flops, estimate(changed, memory), report.links)
+        bounds = _bounds(report, changed, mesh, flops, estimate(changed, tpu), report.links)
         return bounds.mfu if bounds else 0.0
 
     return gains(
@@ -93,7 +93,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
         (mesh.size, config.compile.num_slices),
         needed=report.needed,
         capacity=report.capacity,
-        tpu_memory=memory,
+        tpu=tpu,
         flops=report.flops,
         mfu=report.bounds.mfu,
         bound_mfu=bound_mfu,

@@ -7,6 +7,7 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.values import as_written
+from maxpipe.devices.chips import Tpu
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import KEY as GATHER
 from maxpipe.planning.gather_mode import with_gather_mode
@@ -59,7 +60,7 @@ def gains(
     *,
     needed: float,
     capacity: float,
-    tpu_memory: float | None,
+    tpu: Tpu | None,
     flops: float,
     mfu: float,
     bound_mfu: BoundMfu,
@@ -72,18 +73,18 @@ def gains(
       devices: devices and slices to stay on.
       needed: bytes that the compiled program needs on a device.
       capacity: bytes of a device.
-      tpu_memory: the same, with which the changed run decides when it gathers weights; None if it
-        is no TPU, or an unknown one.
+      tpu: of a device, by which the changed run decides when it gathers weights; None if it is no
+        TPU, or an unknown one.
       flops: of the compiled step over all devices.
       mfu: bound of the compiled step.
       bound_mfu: the bound of another configuration.
     """
-    now, step = estimate(resolved, tpu_memory).total, _layer_times(resolved)
+    now, step = estimate(resolved, tpu).total, _layer_times(resolved)
     # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
     is_loop = (
         ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
     )
-    can_unroll = tpu_memory is not None and is_loop
+    can_unroll = tpu is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
     gather = resolved.pipeline.fsdp_gather
     compiles = f"compiles all {resolved.model.num_layers} layers" if can_unroll else ""
@@ -94,12 +95,12 @@ def gains(
         changes: Updates = {"pipeline.remat_policy": name} | unrolled
         try:
             changed = resolve(replace(written, **changes), *devices)
-            if with_gather_mode(changed, tpu_memory).pipeline.fsdp_gather != gather:
+            if with_gather_mode(changed, tpu).pipeline.fsdp_gather != gather:
                 # On auto it would gather more often, which the bound does not know.
                 changes = changes | {GATHER: gather}
                 changed = resolve(replace(written, **changes), *devices)
-            changed = with_gather_mode(changed, tpu_memory)
-            would_need = needed + estimate(changed, tpu_memory).total - now
+            changed = with_gather_mode(changed, tpu)
+            would_need = needed + estimate(changed, tpu).total - now
         except ValueError:
             continue
         faster = bound_mfu(changed, flops * _layer_times(changed) / step)
@@ -123,7 +124,7 @@ def knobs(
     resolved: Config,
     num_devices: int,
     num_slices: int,
-    tpu_memory: float | None,
+    tpu: Tpu | None,
 ) -> list[Knob]:
     """Return legal changes that save memory on the same devices, the most effective first.
 
@@ -131,15 +132,15 @@ def knobs(
       written: as loaded, with -1 for what is derived, so that it is derived again after a change.
       resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided.
       num_devices, num_slices: the devices to stay on.
-      tpu_memory: as for `gains`.
+      tpu: as for `gains`.
     """
-    now = estimate(resolved, tpu_memory).total
+    now = estimate(resolved, tpu).total
     effective = []
     for changes in _changes(resolved):
         try:
             changed = resolve(replace(written, **changes), num_devices, num_slices)
-            changed = with_gather_mode(changed, tpu_memory)
-            saves = now - estimate(changed, tpu_memory).total
+            changed = with_gather_mode(changed, tpu)
+            saves = now - estimate(changed, tpu).total
         except ValueError:
             continue
         if saves > LEAST_SAVING * now:

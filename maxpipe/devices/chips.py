@@ -88,6 +88,18 @@ class MemoryShares(NamedTuple):
 _WHOLE = MemoryShares()
 
 
+class Tpu(NamedTuple):
+    """What decides how often and how a TPU gathers weights.
+
+    Attributes:
+      memory: bytes of a JAX device.
+      longest_ring: as of `Chip`.
+    """
+
+    memory: float
+    longest_ring: int
+
+
 @dataclass(frozen=True)
 class Chip:
     """Peak figures of one accelerator.
@@ -110,6 +122,8 @@ class Chip:
         not been asked.
       memory_shares: what moving bytes reaches, by the same estimates.
       has_fp8: whether products of 8-bit floats are faster than those of bfloat16.
+      longest_ring: most devices of mesh axis fsdp that pass weights on in steps faster than
+        all-gathers bring them, by the same estimates; see docs/benchmarks.md.
     """
 
     name: str
@@ -123,6 +137,7 @@ class Chip:
     matrix_efficiency: float | None = None
     memory_shares: MemoryShares = _WHOLE
     has_fp8: bool = False
+    longest_ring: int = 1
 
     @property
     def links(self) -> int:
@@ -141,7 +156,17 @@ def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
 
 CHIPS = (
     # Matrix units have 128 x 128 multipliers, of v6e 256 x 256.
-    Chip("v4", _peaks(275, 275), 32 * GIB, 1200 * GB, 300 * GB, None, CUBES, 8 * 128**2),
+    Chip(
+        "v4",
+        _peaks(275, 275),
+        32 * GIB,
+        1200 * GB,
+        300 * GB,
+        None,
+        CUBES,
+        8 * 128**2,
+        longest_ring=8,
+    ),
     # 2 network cards of 100 Gbit/s for 8 chips.
     Chip(
         "v5e",
@@ -154,6 +179,7 @@ CHIPS = (
         4 * 128**2,
         0.92,
         MemoryShares(0.80, 0.49, 0.33),
+        longest_ring=2,
     ),
     # 50 Gbit/s per chip.
     Chip(
@@ -167,6 +193,7 @@ CHIPS = (
         8 * 128**2,
         0.91,
         MemoryShares(0.71, 0.44, 0.23),
+        longest_ring=8,
     ),
     # 4 network cards of 200 Gbit/s for 8 chips.
     Chip(
@@ -180,6 +207,7 @@ CHIPS = (
         4 * 256**2,
         0.72,
         MemoryShares(0.89, 0.50, 0.21),
+        longest_ring=8,
     ),
     # 100 Gbit/s per chip.
     Chip(
@@ -191,6 +219,7 @@ CHIPS = (
         12.5 * GB,
         CUBES,
         has_fp8=True,
+        longest_ring=8,  # as v5p: XLA gives no estimates
     ),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB, has_fp8=True),
@@ -274,9 +303,12 @@ def device_memory(devices: Sequence[Device]) -> float | None:
     return chip.hbm_bytes / devices_per_chip(devices) if chip else None
 
 
-def memory_of_tpus(devices: Sequence[Device]) -> float | None:
-    """Return the bytes that one of these TPUs may hold, None for an unknown or no TPU."""
-    return device_memory(devices) if devices[0].platform == "tpu" else None
+def tpu_of(devices: Sequence[Device]) -> Tpu | None:
+    """Return what planning knows of one of these TPUs, None for an unknown or no TPU."""
+    memory, chip = device_memory(devices), chip_for(devices[0].device_kind)
+    if devices[0].platform != "tpu" or memory is None or chip is None:
+        return None
+    return Tpu(memory, chip.longest_ring)
 
 
 def topology_memory(topology: str) -> float | None:

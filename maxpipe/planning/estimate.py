@@ -13,7 +13,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import Chip
+from maxpipe.devices.chips import Chip, Tpu
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
@@ -96,17 +96,17 @@ class Bounds:
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
-def estimate(config: Config, tpu_memory: float | None) -> Memory:
+def estimate(config: Config, tpu: Tpu | None) -> Memory:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
     Args:
       config: resolved.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one. Weights are gathered
-        in steps on TPUs.
+      tpu: of a device; None if it is no TPU, or an unknown one. Weights are gathered in
+        steps on TPUs.
     """
-    if tpu_memory is not None:
+    if tpu is not None:
         config = on_tpus(config)
-    at_rest, use = total_parameters(config), _use(config, tpu_memory)
+    at_rest, use = total_parameters(config), _use(config, tpu)
     trained = weights_of(config, only_trained=True)
     held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
     copies, gradients, unit, head = map(float, held)
@@ -122,7 +122,7 @@ def estimate(config: Config, tpu_memory: float | None) -> Memory:
     )
 
 
-def _use(config: Config, tpu_memory: float | None) -> Use:
+def _use(config: Config, tpu: Tpu | None) -> Use:
     pipeline = config.pipeline
     return Use(
         microbatches=pipeline.num_microbatches,
@@ -131,7 +131,7 @@ def _use(config: Config, tpu_memory: float | None) -> Use:
         period=pipeline.forwarding_delay * num_stages(config),
         per_repeat=float(pipeline.fsdp_gather == "per_repeat"),
         once=float(pipeline.fsdp_gather == "once"),
-        in_steps=float(gathers_in_steps(config, tpu_memory)),
+        in_steps=float(gathers_in_steps(config, tpu)),
         size=itemsize(config.model.dtype),
         stored=itemsize(config.model.param_dtype),
         keeps_gathered=float(keeps_gathered(pipeline)),

@@ -11,7 +11,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import GIB
+from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
@@ -35,18 +35,18 @@ _HELD = {
 }
 
 
-def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
+def with_gather_mode(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
     """Return the configuration with `pipeline.fsdp_gather` decided.
 
     Args:
       config: resolved.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
+      tpu: of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
-    return update(config, {KEY: _gather_mode(config, tpu_memory, note)})
+    return update(config, {KEY: _gather_mode(config, tpu, note)})
 
 
-def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
+def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
     """Return how often weights are gathered."""
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
@@ -55,14 +55,14 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
     is_open = engine.one_program and changes_step(
         engine, config.mesh.size, config.pipeline.num_repeats
     )
-    if tpu_memory is None or not is_open:
+    if tpu is None or not is_open:
         return "per_iteration"
     if obstacle := _obstacle(config):
         note(f"{KEY}=per_iteration: {obstacle}")
         return "per_iteration"
-    device = f"a device's {tpu_memory / GIB:.3g} GiB"
-    iteration = estimate(update(config, {KEY: "per_iteration"}), tpu_memory).total
-    totals = {m: estimate(update(config, {KEY: m}), tpu_memory).total for m in _whole_modes(config)}
+    device = f"a device's {tpu.memory / GIB:.3g} GiB"
+    iteration = estimate(update(config, {KEY: "per_iteration"}), tpu).total
+    totals = {m: estimate(update(config, {KEY: m}), tpu).total for m in _whole_modes(config)}
     if config.mesh.dcn.fsdp == 1:
         # Predicted equally fast within 1 %, so the smaller comes first. Between slices `once` does,
         # since gathers per repeat are not all hidden there.
@@ -71,13 +71,13 @@ def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
     for mode, whole in totals.items():
         what, extra = _held(config, mode), max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
-        is_small = extra <= MEMORY_SHARE * tpu_memory
-        if not is_small and whole > IDLE_SHARE * tpu_memory:
+        is_small = extra <= MEMORY_SHARE * tpu.memory
+        if not is_small and whole > IDLE_SHARE * tpu.memory:
             reason = (
                 f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}, and a step over "
                 f"{IDLE_SHARE:.0%}"
             )
-        elif whole > ROOM * tpu_memory:
+        elif whole > ROOM * tpu.memory:
             reason = f"{what} would make a step take over {ROOM:.0%} of {device}"
         elif is_small:
             note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import Device, memory_of_tpus
+from maxpipe.devices.chips import Device, Tpu, tpu_of
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
 
 KEY = "pipeline.fsdp_prefetch"
 IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
-LONGEST_RING = 4  # devices of mesh axis fsdp
 
 Note = Callable[[str], None]
 
@@ -42,34 +41,34 @@ def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
     return [axis for axis in axes if axis != "fsdp" and size(axis) > 1]
 
 
-def memory_for_gathers(
+def tpu_for_gathers(
     config: Config, devices: Sequence[Device], note: Note = ignore_note
-) -> float | None:
-    """Return the bytes of a TPU, by which weights may be gathered once or in steps; else None.
+) -> Tpu | None:
+    """Return the TPU by which weights may be gathered once or in steps; else None.
 
     Args:
       config: resolved.
       devices: of the mesh.
       note: called where a decision is open, but the TPU is not known.
     """
-    memory, pipeline = memory_of_tpus(devices), config.pipeline
+    tpu, pipeline = tpu_of(devices), config.pipeline
     is_auto = "auto" in (pipeline.fsdp_gather, pipeline.fsdp_prefetch)
     engine, repeats = ENGINES[pipeline.engine], pipeline.num_repeats
     is_open = is_auto and changes_step(engine, config.mesh.size, repeats)
-    if memory is None and devices[0].platform == "tpu" and is_open:
+    if tpu is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
         note(f"weights are gathered in every iteration on auto: the memory of {kind} is not known")
-    return memory
+    return tpu
 
 
-def gathers_in_steps(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> bool:
+def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> bool:
     """Return whether a chunk's weights are gathered in steps from neighbour to neighbour.
 
     Their transfers, and those of their gradients, run while the chunk computes.
 
     Args:
       config: resolved.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
+      tpu: of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
     if not _can_gather_in_steps(config):
@@ -77,13 +76,13 @@ def gathers_in_steps(config: Config, tpu_memory: float | None, note: Note = igno
     if config.pipeline.fsdp_prefetch != "auto":
         return config.pipeline.fsdp_prefetch == "true"
     # Simulated devices have nothing to overlap; GPUs run an all-gather during computation as it is.
-    if tpu_memory is None:
+    if tpu is None:
         return False
     ring = config.mesh.size("fsdp")
-    if ring > LONGEST_RING:
+    if ring > tpu.longest_ring:
         note(
-            f"{KEY}=false: mesh axis fsdp has {ring} devices, over {LONGEST_RING}; by prediction "
-            "eight pay on v5p and v6e and not on v5e, so compile with true as well"
+            f"{KEY}=false: mesh axis fsdp has {ring} devices, over the {tpu.longest_ring} with "
+            "which steps were predicted to be faster on this chip"
         )
         return False
     note(

@@ -9,7 +9,7 @@ weights and saved tensors that the layer reads out of their stores.
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import GIB
+from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
@@ -19,19 +19,19 @@ from maxpipe.planning.prefetch import IDLE_SHARE, Note, ignore_note, splits_back
 KEY = "pipeline.remat_cheap"
 
 
-def with_remat_cheap(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
+def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> Config:
     """Return the configuration with `pipeline.remat_cheap` decided.
 
     Args:
       config: resolved, `pipeline.fsdp_gather` decided.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
+      tpu: of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
     if not ENGINES[config.pipeline.engine].takes(KEY):
         return update(config, {KEY: "true"})
     if config.pipeline.remat_cheap != "auto":
         return config
-    does = tpu_memory is None or not _has_choice(config) or _is_scarce(config, tpu_memory, note)
+    does = tpu is None or not _has_choice(config) or _is_scarce(config, tpu, note)
     return update(config, {KEY: str(does).lower()})
 
 
@@ -51,15 +51,15 @@ def _has_choice(config: Config) -> bool:
     )
 
 
-def _is_scarce(config: Config, tpu_memory: float, note: Note) -> bool:
+def _is_scarce(config: Config, tpu: Tpu, note: Note) -> bool:
     """Return whether cheap values of all layers but one would take more memory than is idle."""
     others = build_layout(config).layers_per_stage - 1
     cheap = cheap_width(on_tpus(config)) * itemsize(config.model.dtype) * microbatch_tokens(config)
     held = others * cheap
-    is_scarce = estimate(config, tpu_memory).total + held > IDLE_SHARE * tpu_memory
+    is_scarce = estimate(config, tpu).total + held > IDLE_SHARE * tpu.memory
     note(
         f"{KEY}={str(is_scarce).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
         f"a step takes {'over' if is_scarce else 'at most'} {IDLE_SHARE:.0%} of a device's "
-        f"{tpu_memory / GIB:.3g} GiB"
+        f"{tpu.memory / GIB:.3g} GiB"
     )
     return is_scarce

@@ -4,6 +4,7 @@ import pytest
 
 from maxpipe.compiling.knobs import gains, knobs
 from maxpipe.config import Config, replace, resolve
+from maxpipe.devices.chips import Tpu
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import with_gather_mode
@@ -33,15 +34,15 @@ FIRST = {
 }
 
 
-def gains_of(written, devices, tpu_memory, bound_mfu):
+def gains_of(written, devices, tpu, bound_mfu):
     """Return the gains of a configuration on devices that have room for any of them."""
     return gains(
         written,
-        with_gather_mode(resolve(written, devices), tpu_memory),
+        with_gather_mode(resolve(written, devices), tpu),
         (devices, 1),
         needed=0.0,
         capacity=1e12,
-        tpu_memory=tpu_memory,
+        tpu=tpu,
         flops=1.0,
         mfu=0.1,
         bound_mfu=bound_mfu,
@@ -80,7 +81,7 @@ def test_gains_count_first_dense_layers_with_their_own_flops(schedule, forwards)
 
 
 SPLIT = {"mesh.ici.fsdp": 4, "pipeline.num_repeats": 2, "pipeline.schedule": "circular"}
-V5P = 95 * 2.0**30
+V5P = Tpu(95 * 2.0**30, 8)
 POLICY = "pipeline.remat_policy"
 
 
@@ -107,37 +108,35 @@ def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
         resolved = with_gather_mode(resolve(written, 8), V5P)
         facts = {"needed": 0.0, "capacity": 1e12, "flops": 1.0, "mfu": 0.1}
         assert resolved.pipeline.fsdp_gather == "once"
-        return gains(
-            written, resolved, (8, 1), tpu_memory=V5P, bound_mfu=lambda c, f: 1 / f, **facts
-        )
+        return gains(written, resolved, (8, 1), tpu=V5P, bound_mfu=lambda c, f: 1 / f, **facts)
 
     full, none = (
         estimate(with_gather_mode(resolve(replace(written, **{POLICY: p}), 8), V5P), V5P).total
         for p in ("full", "none")
     )
     assert "pipeline.remat_policy=none" in [gain.words for gain in gained()]
-    monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P)
+    monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P.memory)
     words = [gain.words for gain in gained()]
     assert "pipeline.remat_policy=none" not in words
     assert "pipeline.remat_policy=none pipeline.fsdp_gather=once" in words
 
 
 @pytest.mark.parametrize(
-    ("tpu_memory", "scan", "words"),
+    ("tpu", "scan", "words"),
     [
         (V5P, True, "pipeline.remat_policy=none pipeline.scan_layers=false"),
         (V5P, False, "pipeline.remat_policy=none"),
         (None, True, "pipeline.remat_policy=none"),
     ],
 )
-def test_gains_unroll_a_loop_over_layers_on_tpus(tpu_memory, scan, words):
+def test_gains_unroll_a_loop_over_layers_on_tpus(tpu, scan, words):
     sequential = {
         "mesh.ici.stage": 1,
         "pipeline.engine": "sequential",
         "pipeline.scan_layers": scan,
     }
     written = replace(Config(), **SIZES | sequential)
-    found = gains_of(written, 1, tpu_memory, lambda config, flops: 1 / flops)
+    found = gains_of(written, 1, tpu, lambda config, flops: 1 / flops)
     is_unrolled = "scan_layers" in words
     compiles = f"compiles all {written.model.num_layers} layers" if is_unrolled else ""
     assert (words, compiles) in [(gain.words, gain.compiles) for gain in found]

@@ -154,7 +154,7 @@ def gains_with(capacity, resolved, **values):
     facts = {
         "needed": estimate(resolved, None).total,
         "capacity": capacity,
-        "tpu_memory": None,
+        "tpu": None,
         "flops": 4.0,
         "mfu": 0.25,
         "bound_mfu": lambda config, flops: 1 / flops,

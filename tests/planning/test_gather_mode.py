@@ -10,7 +10,7 @@ from maxpipe.compiling.topology import devices_of
 from maxpipe.config import ConfigError
 from maxpipe.config.options import update
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.devices.chips import device_memory, memory_of_tpus
+from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
@@ -36,7 +36,7 @@ def no_memory_is_idle(monkeypatch):
 def decided(device=V5P, **values):
     """Return (mode, notes)."""
     notes = []
-    config = with_gather_mode(config_of(**values), memory_of_tpus([device]), notes.append)
+    config = with_gather_mode(config_of(**values), tpu_of([device]), notes.append)
     return config.pipeline.fsdp_gather, notes
 
 
@@ -73,13 +73,12 @@ def test_auto_gathers_per_iteration_where_memory_is_short(
 
 def more(mode, **values):
     """Return what a mode takes more than `per_iteration`, as a share of a device's memory."""
-    memory = device_memory([V5P])
+    tpu = tpu_of([V5P])
     whole, iteration = (
-        estimate(config_of(**values, **{KEY: mode}), memory).total
-        for mode in (mode, "per_iteration")
+        estimate(config_of(**values, **{KEY: mode}), tpu).total for mode in (mode, "per_iteration")
     )
     assert whole > iteration
-    return (whole - iteration) / memory
+    return (whole - iteration) / tpu.memory
 
 
 def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch):
@@ -87,8 +86,8 @@ def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch)
     mode, (note,) = decided()
     assert mode == "once"
     assert note.endswith("GiB more; a step, at most 50% of a device's 95 GiB")
-    memory = device_memory([V5P])
-    whole = estimate(config_of(**{KEY: "once"}), memory).total / memory
+    tpu = tpu_of([V5P])
+    whole = estimate(config_of(**{KEY: "once"}), tpu).total / tpu.memory
     for share, expected in ((1.01 * whole, "once"), (0.99 * whole, "per_iteration")):
         monkeypatch.setattr(gather_mode, "IDLE_SHARE", share)
         assert decided()[0] == expected
@@ -116,7 +115,7 @@ def test_circular_engine_gathers_once_between_slices_where_that_is_not_too_much(
     extra = more("once", **REPEATS)
     for share, mode in ((1.01 * extra, "once"), (0.99 * extra, "per_repeat")):
         monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
-        decision = with_gather_mode(slices, memory_of_tpus([V5P]))
+        decision = with_gather_mode(slices, tpu_of([V5P]))
         assert decision.pipeline.fsdp_gather == mode
 
 

@@ -3,7 +3,7 @@
 import pytest
 from helpers.fsdp_stages import V5P, Device, config_of
 
-from maxpipe.devices.chips import memory_of_tpus
+from maxpipe.devices.chips import tpu_of
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning import prefetch
@@ -12,22 +12,26 @@ from maxpipe.planning import prefetch
 def decided(device=V5P, **values):
     """Return (decision, notes)."""
     notes = []
-    memory = memory_of_tpus([device])
-    return prefetch.gathers_in_steps(config_of(**values), memory, notes.append), notes
+    return prefetch.gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so(size):
-    does, (note,) = decided(**{"mesh.ici.fsdp": size})
+@pytest.mark.parametrize(
+    ("kind", "size"), [("TPU v5p", 2), ("TPU v5p", 8), ("TPU v6 lite", 8), ("TPU v5 lite", 2)]
+)
+def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so(kind, size):
+    does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
     assert does
     assert note.startswith("pipeline.fsdp_prefetch=true: ")
     assert f"the {size} devices" in note
 
 
-def test_prefetch_on_auto_avoids_long_rings_and_says_so():
-    does, (note,) = decided(**{"mesh.ici.fsdp": 8})
+@pytest.mark.parametrize(
+    ("kind", "size", "longest"), [("TPU v5p", 16, 8), ("TPU v6 lite", 16, 8), ("TPU v5 lite", 4, 2)]
+)
+def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so(kind, size, longest):
+    does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
     assert not does
-    assert "mesh axis fsdp has 8 devices, over 4" in note
+    assert f"mesh axis fsdp has {size} devices, over the {longest} " in note
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
     def noted(kind="TPU v99", platform="tpu", **values):
         notes = []
         config = config_of(**values)
-        assert prefetch.memory_for_gathers(config, [Device(kind, platform)], notes.append) is None
+        assert prefetch.tpu_for_gathers(config, [Device(kind, platform)], notes.append) is None
         return notes
 
     told = {"pipeline.fsdp_gather": "once", "pipeline.fsdp_prefetch": "false"}

@@ -7,7 +7,7 @@ from helpers.fsdp_stages import config_of
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compiling.topology import devices_of
-from maxpipe.devices.chips import GIB
+from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.remat_cheap import KEY, with_remat_cheap
@@ -19,13 +19,13 @@ CIRCULAR = {
     "pipeline.num_microbatches": 4,
 }
 MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
-V5P = 95 * GIB
+V5P = Tpu(95 * GIB, 8)
 
 
-def decided(memory, **values):
+def decided(tpu, **values):
     """Return (value, notes)."""
     notes = []
-    config = with_remat_cheap(config_of(**values), memory, notes.append)
+    config = with_remat_cheap(config_of(**values), tpu, notes.append)
     return config.pipeline.remat_cheap, notes
 
 
@@ -40,7 +40,7 @@ def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle(values):
 @pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
 def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu(values):
     memory = 2 * estimate(config_of(**SEVERAL | values), V5P).total
-    value, (note,) = decided(memory, **SEVERAL | values)
+    value, (note,) = decided(V5P._replace(memory=memory), **SEVERAL | values)
     assert value == "true"
     assert " a step takes over 50% " in note
 

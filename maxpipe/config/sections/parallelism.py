@@ -216,8 +216,8 @@ class PipelineConfig:
     fsdp_prefetch: str = option(
         "auto",
         "with fsdp_gather=per_iteration, send a chunk's weights and its gradients from neighbour "
-        "to neighbour while it computes; auto = on TPUs of known memory with fsdp of at most 4, "
-        "where layers are not run as a loop",
+        "to neighbour while it computes; auto = on TPUs of known memory with fsdp of at most 8, "
+        "on v5e 2, where layers are not run as a loop",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(

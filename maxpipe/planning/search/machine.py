@@ -10,6 +10,7 @@ from maxpipe.devices.chips import (
     LINK_EFFICIENCY,
     MATRIX_EFFICIENCY,
     Chip,
+    Tpu,
     chip_of,
 )
 from maxpipe.planning.search.links import AxisLinks, axis_links
@@ -53,9 +54,11 @@ class Machine(NamedTuple):
         return self.is_timed and self.chip.torus is not None
 
     @property
-    def tpu_memory(self) -> float | None:
-        """Return the bytes of a TPU, which decide when weights are gathered; None elsewhere."""
-        return self.capacity if self.is_compilable else None
+    def tpu(self) -> Tpu | None:
+        """Return what decides when weights are gathered on a TPU; None elsewhere."""
+        if self.capacity is None or not self.is_compilable:
+            return None
+        return Tpu(self.capacity, self.chip.longest_ring)
 
     @property
     def num_chips(self) -> int:

@@ -119,7 +119,7 @@ def own_row(request: Request) -> Row | str:
 
 def priced_configuration(config: Config, request: Request) -> Candidate | str:
     """Return a resolved configuration as a candidate; or why it cannot be priced."""
-    block = block_of_configuration(with_gather_mode(config, request.machine.tpu_memory))
+    block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
     if block is None:
         return f"{OWN}: a schedule from a file has no closed form"
     outcome, facts = Outcome(), Facts(config)

@@ -117,13 +117,13 @@ class Probing:
 
     def __init__(self, config: Config, facts: Facts, machine: Machine):
         resolved = resolve(config, machine.devices, machine.slices)
-        self._config = with_gather_mode(resolved, machine.tpu_memory)
+        self._config = with_gather_mode(resolved, machine.tpu)
         self._machine = machine
         block = block_of_configuration(self._config)
         if block is None:
             message = "a schedule from a file has no closed form"
             raise ConfigError(Problem("pipeline.schedule", message))
-        self._sizes = BlockSizes(block, facts, machine.tpu_memory)
+        self._sizes = BlockSizes(block, facts, machine.tpu)
         self.probe = self._probe(config)
         _check_kinds(self._config.model.layer_kinds, self.probe.layers)
         resolve(self.probe.config, machine.devices, machine.slices)
@@ -179,7 +179,7 @@ class Probing:
             chunk=np.array([probe.layers]),
             outside=np.array([0]),
         )
-        return BlockSizes(block, sizes.facts, sizes.tpu_memory)
+        return BlockSizes(block, sizes.facts, sizes.tpu)
 
     def seconds(self, figures: Mapping[str, UnitFigures]) -> Seconds:
         """Return the step that the figures of the probe's units make.

@@ -61,7 +61,7 @@ class Request:
     def space(self) -> Space:
         """Return what is searched."""
         machine = self.machine
-        is_tpu = machine.tpu_memory is not None
+        is_tpu = machine.tpu is not None
         return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu)
 
     def on(self, topology: str) -> "Request":

@@ -108,7 +108,7 @@ def price(
     if not legal.any():
         return None
     block, legal = _narrowed(block, legal)
-    sizes = BlockSizes(block, facts, machine.tpu_memory)
+    sizes = BlockSizes(block, facts, machine.tpu)
     try:
         memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
     except ScheduleError as error:

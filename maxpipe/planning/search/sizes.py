@@ -9,9 +9,9 @@ import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
+from maxpipe.devices.chips import Tpu
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
 from maxpipe.planning.prefetch import KEY as PREFETCH
-from maxpipe.planning.prefetch import LONGEST_RING
 from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.patterns import Pattern, pattern
@@ -23,13 +23,13 @@ class BlockSizes:
     Args:
       block: the candidates.
       facts: of the model.
-      tpu_memory: bytes of a device; None if it is no TPU.
+      tpu: of a device; None if it is no TPU.
     """
 
-    def __init__(self, block: Block, facts: Facts, tpu_memory: float | None):
+    def __init__(self, block: Block, facts: Facts, tpu: Tpu | None):
         config, grid = facts.config, block.grid
         self.block, self.facts, self.config = block, facts, config
-        self.tpu_memory = tpu_memory
+        self.tpu = tpu
         self.engine = ENGINES[block.engine]
         self.stages = grid.size("stage")
         self.microbatches = along(block.microbatches, "microbatches")
@@ -83,7 +83,7 @@ class BlockSizes:
         if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":
             return np.zeros((1,) * len(DIMENSIONS))
         scans = (self.layers > 1) & pipeline.scan_layers_per_stage
-        does = prefetch == "true" or (self.tpu_memory is not None and ring <= LONGEST_RING)
+        does = prefetch == "true" or (self.tpu is not None and ring <= self.tpu.longest_ring)
         return does * ~scans * self.gathers("per_iteration")
 
     @cached_property

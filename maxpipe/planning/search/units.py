@@ -58,10 +58,10 @@ def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
     has_choice = chosen != "true" and not by_layer and not sizes.splits_backward
     if has_choice and chosen == "false":
         return 0.0
-    if not has_choice or machine.tpu_memory is None:
+    if not has_choice or machine.tpu is None:
         return several
     held = (sizes.layers - 1) * sizes.cheap * sizes.itemsize * sizes.tokens
-    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu_memory)
+    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu.memory)
 
 
 def _head(sizes: BlockSizes, machine: Machine) -> Number:

@@ -73,7 +73,7 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         index = int(draw.choice(legal))
         candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
         resolved = resolve(candidate.config(config), 8, 1)
-        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu_memory).total
+        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -114,7 +114,7 @@ def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule
         memory, seconds = priced.memory, priced.seconds
         candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
         resolved = resolve(candidate.config(mixture), 8, 1)
-        expected = estimate(resolved, machine.tpu_memory).total
+        expected = estimate(resolved, machine.tpu).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -244,8 +244,10 @@ def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
 
 
-@pytest.mark.parametrize(("topology", "does"), [("v6e:2x4", True), ("H100:8", False)])
-def test_a_plan_gathers_in_steps_on_tpus_alone_as_a_run_does(config, facts, topology, does):
+@pytest.mark.parametrize(
+    ("topology", "does"), [("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)]
+)
+def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config, facts, topology, does):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
     block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
@@ -254,6 +256,6 @@ def test_a_plan_gathers_in_steps_on_tpus_alone_as_a_run_does(config, facts, topo
     index = int(np.flatnonzero(priced.legal)[0])
     candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
     resolved = update(resolve(candidate.config(config), 8, 1), {GATHER_MODE: "per_iteration"})
-    assert gathers_in_steps(resolved, machine.tpu_memory) is does
-    expected = estimate(resolved, machine.tpu_memory).total
+    assert gathers_in_steps(resolved, machine.tpu) is does
+    expected = estimate(resolved, machine.tpu).total
     assert candidate.memory == pytest.approx(expected, rel=1e-9)

@@ -50,7 +50,7 @@ def test_cheap_values_are_computed_again_as_the_configuration_decides(engine, sc
             config = resolve(candidate.config(sizes.config), 8, 1)
         except ConfigError:  # nothing is computed again, so that it cannot be by layer
             continue
-        decided = with_remat_cheap(config, machine.tpu_memory).pipeline.remat_cheap
+        decided = with_remat_cheap(config, machine.tpu).pipeline.remat_cheap
         assert seconds == seconds_of(decided)[0], (layers, options, capacity)
         compared += 1
     assert compared >= 4
