@@ -8,7 +8,7 @@ group differ, so that it cannot use the other links of a chip.
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -153,19 +153,46 @@ def axis_links(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool = 
         one.
     """
     names = [name for name in axes.split(",") if name]
-    grid = mesh.devices
-    if chip.torus is None or not names or not coordinates(grid.flat[0]):
+    if not names:
         return chip.links
-    places = np.array([coordinates(d)[: chip.torus.dimensions] for d in grid.flat])
-    slices = np.array([slice_of(d) for d in grid.flat])
-    sizes = np.ptp(places[slices == slices[0]], axis=0) + 1
-    rings = chip.torus.rings(sizes.tolist())
+    grid = mesh.devices
     # [groups, devices of a group]: indices of devices in the flat mesh
     index = np.arange(grid.size).reshape(grid.shape)
     along = [list(mesh.axis_names).index(name) for name in names]
     along_last = np.moveaxis(index, along, range(-len(along), 0))
+    groups = along_last.reshape(-1, math.prod(grid.shape[axis] for axis in along))
+    devices = list(grid.flat)
+    return _fewest_links(devices, chip, groups, between_neighbours=between_neighbours)
+
+
+def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> int:
+    """Return the links of a chip that the members of any of these groups can use.
+
+    Args:
+      mesh, chip: as for `axis_links`.
+      groups: partitions of the first slice's program, numbered in the order of the mesh.
+    """
+    devices = list(mesh.devices.flat)
+    first = [device for device in devices if slice_of(device) == slice_of(devices[0])]
+    return _fewest_links(first, chip, [np.array(group) for group in groups])
+
+
+def _fewest_links(
+    devices: Sequence[jax.Device],
+    chip: Chip,
+    groups: Iterable[np.ndarray],
+    *,
+    between_neighbours: bool = False,
+) -> int:
+    """Return the links that each of these groups, of indices of devices, can use."""
+    if chip.torus is None or not coordinates(devices[0]):
+        return chip.links
+    places = np.array([coordinates(d)[: chip.torus.dimensions] for d in devices])
+    slices = np.array([slice_of(d) for d in devices])
+    sizes = np.ptp(places[slices == slices[0]], axis=0) + 1
+    rings = chip.torus.rings(sizes.tolist())
     counts = []
-    for group in along_last.reshape(-1, math.prod(grid.shape[axis] for axis in along)):
+    for group in groups:
         of_slice = group[slices[group] == slices[group[0]]]
         spans = [len(np.unique(column)) for column in places[of_slice].T]
         counts.append(_group_links(spans, sizes.tolist(), rings, between_neighbours))

@@ -9,7 +9,7 @@ import pytest
 from helpers.compile_command import QUICK, report_of, tpu_aot
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.topology import axis_links, link_uses, network_seconds
+from maxpipe.compiling.topology import axis_links, group_links, link_uses, network_seconds
 from maxpipe.devices.chips import GB, chip_of
 
 
@@ -55,6 +55,20 @@ def test_axis_links_of_several_axes_are_those_of_all_their_dimensions():
     mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
     assert axis_links(mesh, chip_of("v5p"), "data,fsdp") == 4
     assert axis_links(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
+
+
+@pytest.mark.parametrize(
+    ("groups", "links"),
+    [
+        ([range(n, n + 4) for n in range(0, 64, 4)], 2),
+        ([range(n, 64, 4) for n in range(4)], 4),
+        ([range(64)], 6),
+    ],
+    ids=["lines", "planes", "all"],
+)
+def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
+    mesh = torus((4, 4, 4), (2, 64), ("data", "fsdp"), slices=2)
+    assert group_links(mesh, chip_of("v5p"), groups) == links
 
 
 @pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])

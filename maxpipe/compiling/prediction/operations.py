@@ -27,7 +27,7 @@ from maxpipe.compiling.collectives import (
 )
 from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
 from maxpipe.compiling.prediction.constants import Constants
-from maxpipe.compiling.topology import PERMUTE, axis_links
+from maxpipe.compiling.topology import PERMUTE, group_links
 from maxpipe.devices.chips import Chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
@@ -104,7 +104,7 @@ class Prices:
         self._chip = chip
         self._constants = constants
         self._slice_shape = slice_shape(mesh)
-        self._links: dict[str, int] = {}
+        self._links: dict[tuple[int, ...], int] = {}
         self._contains: dict[str, bool] = {}
 
     def of(self, computation: Computation, instruction: Instruction) -> Price | None:
@@ -139,7 +139,7 @@ class Prices:
                 sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
                 axes = axes_of(groups, self._slice_shape)
                 # A permute sends to one neighbour, over one link.
-                links = 1 if kind == PERMUTE else self._links_of(axes)
+                links = 1 if kind == PERMUTE else self._links_of(groups)
                 seconds = sent / (links * self._constants.link_bandwidth)
                 # Permutes to different neighbours go over different links.
                 pairs = _PAIRS.search(candidate.attributes)
@@ -190,10 +190,14 @@ class Prices:
                 for inner in inside.instructions.values():
                     yield inside, inner
 
-    def _links_of(self, axes: str) -> int:
-        if axes not in self._links:
-            self._links[axes] = axis_links(self._mesh, self._chip, axes)
-        return self._links[axes]
+    def _links_of(self, groups: Sequence[Sequence[int]]) -> int:
+        """Return the links of groups, which may be a part of a mesh axis each."""
+        key: tuple[int, ...] = max(map(tuple, groups), key=len, default=())
+        if len(key) < 2:
+            return self._chip.links
+        if key not in self._links:
+            self._links[key] = group_links(self._mesh, self._chip, groups)
+        return self._links[key]
 
     def _part(self, instruction: Instruction) -> Part:
         opcode = instruction.opcode
