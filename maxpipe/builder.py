@@ -30,6 +30,7 @@ from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_in_steps, ignore_note, tpu_for_gathers
 from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
+from maxpipe.sharding.torus import line_length
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
@@ -48,11 +49,20 @@ def build_engine_inputs(
     config = with_gather_mode(config, tpu, note)
     config = with_remat_cheap(config, tpu, note)
     engine = ENGINES[config.pipeline.engine]
+    of_weights = mesh if engine.one_program else stage_meshes(mesh)[0]
+    line = line_length(of_weights)
+    if line > 1:
+        note(
+            f"weights are gathered in two steps: first among {line} of the "
+            f"{config.mesh.size('fsdp')} devices of mesh axis fsdp; along a whole torus TPU "
+            "compilers make one step a sum of padded arrays"
+        )
     rules = AxisRules(
         config.sharding.logical_axis_rules,
-        mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
+        mesh if engine.one_program else of_weights.abstract_mesh,
         note,
         show=print if config.sharding.debug and jax.process_index() == 0 else None,
+        line=line,
     )
     table = build_table(config) if engine.has_stages else None
     if table and table.note:

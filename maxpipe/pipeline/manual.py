@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 from maxpipe.sharding.rules import axes_of, only, without
+from maxpipe.sharding.torus import TORUS_AXIS, all_gather, scatter_sum
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
 BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
@@ -62,6 +63,7 @@ class Gather:
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
       in_use: mesh axes that split the parameter in use, too; it is not gathered over them.
+      line: as of `AxisRules`.
 
     Attributes:
       spec: as given.
@@ -77,8 +79,10 @@ class Gather:
         manual: Collection[str] = MANUAL_AXES,
         *,
         in_use: Collection[str] = (),
+        line: int = 1,
     ):
         self._dtype = dtype
+        self._lines = {TORUS_AXIS: line}
         self.spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
         self.axes = axes_of(only(spec, manual))
@@ -108,7 +112,7 @@ class Gather:
         def gather(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
                 for axis in reversed(axes):
-                    x = lax.all_gather(x, axis, axis=dim + len(leading), tiled=True)
+                    x = all_gather(x, axis, dim + len(leading), self._lines.get(axis, 1))
             return x
 
         return self._on_parts(gather, leading)(x)
@@ -144,7 +148,7 @@ class Gather:
         def reduce(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
                 for axis in axes:
-                    x = lax.psum_scatter(x, axis, scatter_dimension=dim + len(leading), tiled=True)
+                    x = scatter_sum(x, axis, dim + len(leading), self._lines.get(axis, 1))
             return x
 
         return self._on_parts(reduce, leading)(x)

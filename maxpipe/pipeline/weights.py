@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
+from maxpipe.sharding.torus import TORUS_AXIS
 
 # Mesh axes that split a parameter only to save memory: it is gathered over them for use. Expert is
 # one of them for parameters without a dimension of experts.
@@ -97,4 +98,10 @@ class Weights:
         # Over manual axes there is nothing left to gather.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         target = without(spec_in_use(self._rules, spec), manual)
+        if self._rules.line > 1 and not manual:
+            at_rest = self._rules.spec(spec.axes, spec.shape)
+            if TORUS_AXIS in axes_of(at_rest) - axes_of(target):
+                # The gradient ends as it lies at rest, and not between the two steps.
+                p = self._rules.lay_out(p, at_rest, spec.axes)
+                p = self._rules.gather_lines(p, at_rest, spec.axes)
         return self._rules.lay_out(p, target, spec.axes)

@@ -222,7 +222,8 @@ class ScheduledEngine(SpmdEngine):
     def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
         rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
         at_rest = at_rest or rules.spec(spec.axes, spec.shape)
-        return Gather(at_rest, spec.dtype, dtype, in_use=axes_in_use(rules, spec))
+        in_use = axes_in_use(rules, spec)
+        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, line=rules.line)
 
     @property
     def _head_parts(self) -> tuple[str, ...]:

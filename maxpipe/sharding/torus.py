@@ -1,0 +1,95 @@
+"""Gather along a whole torus in two steps: along its lines, then across them.
+
+Libtpu (0.0.42 to 0.0.50) makes one gather among all devices of a slice whose three dimensions are
+closed a sum of arrays padded with zeros, which fills them first and sends every byte twice; a
+scatter becomes a sum of whole arrays. Along one or two dimensions it makes them as they are.
+
+Letters: n devices of the axis, k of them on a line.
+"""
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+from maxpipe.devices.chips import chip_for, coordinates, slice_of
+
+TORUS_AXIS = "fsdp"
+LINES = "fsdp_lines"  # of a mesh from `split_mesh`: the k devices of a line
+_DIMENSIONS = 3
+
+
+def line_length(mesh: Mesh) -> int:
+    """Return k if mesh axis fsdp spans whole closed tori of three dimensions, else 1.
+
+    Each k consecutive devices of the axis are one line, in the order of the mesh.
+    """
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(TORUS_AXIS), -1)
+    lengths = {_line_length(list(group)) for group in groups.reshape(-1, groups.shape[-1])}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+def _line_length(devices: list[jax.Device]) -> int:
+    """Return k of the devices of one group."""
+    chip = chip_for(devices[0].device_kind)
+    places = np.array([coordinates(device) for device in devices])  # [n, dimensions]
+    is_torus = chip is not None and chip.torus is not None and chip.torus.dimensions == _DIMENSIONS
+    if not is_torus or len({slice_of(device) for device in devices}) > 1:
+        return 1
+    assert chip is not None
+    assert chip.torus is not None
+    sizes = np.ptp(places, axis=0) + 1
+    is_whole = len(np.unique(places, axis=0)) == len(devices) == np.prod(sizes)
+    if not is_whole or not all(chip.torus.rings(sizes.tolist())):
+        return 1
+    for size in sorted(sizes.tolist(), reverse=True):
+        # [n, dimensions] -> [n / k, k, dimensions]; within a line one coordinate differs.
+        lines = places.reshape(-1, size, _DIMENSIONS)
+        if np.all(np.sum(np.ptp(lines, axis=1) > 0, axis=1) == 1):
+            return size
+    return 1
+
+
+def split_mesh(mesh: Mesh | AbstractMesh, line: int) -> Mesh | AbstractMesh:
+    """Return the mesh with axis fsdp as two: `TORUS_AXIS`, n / k lines, and `LINES`."""
+    at = mesh.axis_names.index(TORUS_AXIS)
+    sizes = [*mesh.shape.values()]
+    shape = (*sizes[:at], sizes[at] // line, line, *sizes[at + 1 :])
+    names = (*mesh.axis_names[: at + 1], LINES, *mesh.axis_names[at + 1 :])
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, names)
+    return Mesh(mesh.devices.reshape(shape), names)
+
+
+def all_gather(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
+    """Return [..., m, ...] of each device of a manual axis as [..., n m, ...].
+
+    Args:
+      x: this device's part.
+      axis: of the mesh.
+      dim: dimension that is gathered.
+      line: k of the axis; 1 gathers in one step.
+    """
+    if line == 1:
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+    for groups in _groups(lax.axis_size(axis), line):
+        x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def scatter_sum(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
+    """Return this device's part [..., m, ...] of the sum of all devices' [..., n m, ...].
+
+    Arguments as for `all_gather`.
+    """
+    if line == 1:
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    for groups in reversed(_groups(lax.axis_size(axis), line)):
+        x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def _groups(size: int, line: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of devices on a line, and of those at the same place of their lines."""
+    places = np.arange(size).reshape(-1, line)
+    return places.tolist(), places.T.tolist()

@@ -1,0 +1,89 @@
+"""Engines whose weights are gathered along the lines of a torus, and then across them."""
+
+import jax
+import pytest
+from helpers.collectives import executed
+from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+
+from maxpipe import builder
+from maxpipe.builder import build_engine_inputs
+from maxpipe.sharding.torus import LINES
+
+ROWS = 16
+SEQUENTIAL = {"pipeline.engine": "sequential"}
+STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2, "pipeline.num_repeats": 2}
+CASES = {
+    "sequential": SEQUENTIAL,
+    "sequential_unrolled": SEQUENTIAL
+    | {"pipeline.num_microbatches": 2, "pipeline.scan_layers": False},
+    "scheduled": STAGES,
+    "scheduled_once": STAGES | {"pipeline.fsdp_gather": "once"},
+    "circular": STAGES | {"pipeline.engine": "circular"},
+    "circular_per_repeat": STAGES
+    | {"pipeline.engine": "circular", "pipeline.fsdp_gather": "per_repeat"},
+    "mpmd": STAGES | {"pipeline.engine": "mpmd", "pipeline.schedule": "interleaved_1f1b"},
+}
+
+
+def of_lines(monkeypatch, **values):
+    """Return a configuration for which two of four devices are on one line of a torus."""
+    monkeypatch.setattr(builder, "line_length", lambda mesh: min(2, mesh.shape["fsdp"]))
+    schedule = "circular" if values.get("pipeline.engine") == "circular" else "lockstep_1f1b"
+    common = {"pipeline.schedule": schedule, "mesh.ici.fsdp": 4, "data.global_batch_size": ROWS}
+    return tiny(**common | values)
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_engine_equals_sequential_with_gathers_in_two_steps(values, monkeypatch):
+    config = of_lines(monkeypatch, **values)
+    under_test = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
+    subject = under_test(config)
+    assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+@pytest.mark.parametrize("name", ["sequential", "scheduled_once"])
+def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch):
+    config = of_lines(monkeypatch, **CASES[name])
+
+    def gathers():
+        compiled = EngineUnderTest(config).compile(make_batch(ROWS))
+        counts = executed(compiled.as_text())
+        return sum(n for key, n in counts.items() if key.kind == "all-gather")
+
+    in_two_steps = gathers()
+    monkeypatch.setattr(builder, "line_length", lambda mesh: 1)
+    assert in_two_steps > 1.5 * gathers()
+
+
+def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
+    notes = []
+    config = of_lines(monkeypatch, **SEQUENTIAL)
+    mesh = EngineUnderTest(config).batch_sharding.mesh
+    build_engine_inputs(config, mesh, note=notes.append)
+    (note,) = [note for note in notes if "fsdp" in note]
+    assert note.startswith("weights are gathered in two steps: ")
+    assert "2 of the 4 devices" in note
+
+
+def test_debug_shows_the_constraint_along_lines(monkeypatch, capsys):
+    config = of_lines(monkeypatch, **SEQUENTIAL, **{"sharding.debug": True})
+    EngineUnderTest(config).compile(make_batch(ROWS))
+    assert ", along lines" in capsys.readouterr().out
+    assert LINES not in jax.sharding.get_abstract_mesh().axis_names
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_program_for_a_whole_torus_gathers_weights_in_two_steps(self, tmp_path):
+        """In one step libtpu makes each gather a sum, of arrays padded with zeros."""
+        words = ("compile.topology=v5p:4x4x4", "mesh.ici.stage=1", "mesh.ici.fsdp=64")
+        sizes = ("model.num_layers=2", "data.global_batch_size=64", "pipeline.num_microbatches=1")
+        report, said = report_of(
+            tmp_path, "configs/base.yml", *NARROW, *words, *sizes, environment=QUICK
+        )
+        gathers = [c for c in report["collectives"] if c["kind"] == "all-gather"]
+        assert sum(gather["count"] for gather in gathers) >= 2 * 2 * 7 * 2
+        assert "first among 4 of the 64 devices" in said
