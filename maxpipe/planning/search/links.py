@@ -43,7 +43,9 @@ def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dic
     rings = chip.torus.rings(grid)
     places = _small_slice_places(sizes, grid) if chip.torus.dimensions == 2 else None
     if places is None:
-        places = {axis: [spans] for axis, spans in _places(sizes, grid).items()}
+        # Devices of one chip are as a further dimension, which has no links.
+        per_chip = math.prod(sizes.values()) // math.prod(grid)
+        places = {axis: [spans[:-1]] for axis, spans in _places(sizes, [*grid, per_chip]).items()}
     # The group with the fewest links decides. A permute goes to the next device, in one dimension.
     return {
         axis: AxisLinks(max(1, min(links_of(spans, grid, rings) for spans in groups)), 1)
@@ -113,7 +115,7 @@ def _split_places(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, tu
                 sum(s == n for s, n in zip(spans, left, strict=True) if s > 1),
                 sum(s > 1 for s in spans),
             ),
-            default=(1,) * len(grid),  # several devices of one chip
+            default=(1,) * len(grid),
         )
         left = [n // s for n, s in zip(left, best, strict=True)]
         places[axis] = best

@@ -7,6 +7,7 @@ from maxpipe.config.slices import canonical_topology, check_grid, hosts_of, num_
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
     CHIPS,
+    CUBES,
     LINK_EFFICIENCY,
     MATRIX_EFFICIENCY,
     Chip,
@@ -99,6 +100,27 @@ class Machine(NamedTuple):
             return within
         # Between slices each device sends its part of what the slice has reduced.
         return within * (grid.ici[at] > 1) + self._dcn_cost() / grid.ici[at]
+
+    def gather_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
+        """Return the same for gathers, which take two steps along a whole torus.
+
+        See `sharding.torus`: first along lines, over two links, and then across them, over four.
+        Where a chip is two devices they are sums of whole arrays.
+        """
+        cost = self.collective_cost(grid, links, axis)
+        if not self.is_whole_torus(grid, links, axis):
+            return cost
+        if self.devices > self.num_chips:
+            return 2 * cost
+        size, line, all_links = grid.size(axis), self.grid[-1], links[axis].collectives
+        steps = (line - 1) / 2 + (size - line) / (all_links - 2)
+        return cost * all_links * steps / (size - 1)
+
+    def is_whole_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
+        """Return whether an axis spans a slice whose three dimensions are closed."""
+        is_within = grid.dcn[MESH_AXES.index(axis)] == 1
+        torus = self.chip.torus
+        return is_within and torus == CUBES and links[axis].collectives == torus.links
 
     def permute_cost(self, grid: Grid, links: dict[str, AxisLinks]) -> float:
         """Return the seconds that a device needs to send a byte to the next stage."""

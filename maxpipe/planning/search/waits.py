@@ -17,6 +17,10 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     def cost(axis: str) -> float:
         return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
 
+    gathered = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
+    # XLA's partitioner scatters along a whole torus by sums of whole arrays.
+    is_sum = not sizes.is_written_out and machine.is_whole_torus(grid, links, "fsdp")
+    scattered = 2 * cost("fsdp") if is_sum else gathered
     moved = parameters.layer_gathered - parameters.layer_at_rest
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     tensor, context = grid.size("tensor"), grid.size("context")
@@ -48,7 +52,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     once = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
     once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
-    scatter: Number = _gradient_bytes(sizes) * moved * cost("fsdp")
+    scatter: Number = _gradient_bytes(sizes) * moved * scattered
     gradient: Number = parameters.layer_at_rest * in_units + of_layer * over_experts
     if not sizes.engine.has_stages and grid.size("fsdp") > 1 and sharing > 1:
         # XLA sums whole gradients over all these axes at once, and cuts the sums.
@@ -58,7 +62,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         scatter = 0.0
         gradient = parameters.layer_gathered * of_all + of_layer * over_experts
     return Waits(
-        gather=sizes.itemsize * moved * cost("fsdp"),
+        gather=sizes.itemsize * moved * gathered,
         scatter=scatter,
         forward=summed + keys + exchanged,
         # Sums of keys' gradients are float32; keys of other devices are gathered again.
@@ -69,7 +73,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         reduction=once * summed_once
         + FLOAT32 * after * over_context
         + FLOAT32 * once_over_experts * over_experts,
-        outer=(sizes.itemsize + _summed_bytes(sizes)) * outer * _joint(cost("fsdp"), cost("stage")),
+        outer=(sizes.itemsize + _summed_bytes(sizes)) * outer * _joint(gathered, cost("stage")),
     )
 
 
@@ -85,7 +89,7 @@ def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
     count = parameters.head_gathered
     if sizes.config.model.tie_embeddings:
         count += parameters.embed_gathered
-    cost = machine.collective_cost(grid, machine.links(grid), "fsdp")
+    cost = machine.gather_cost(grid, machine.links(grid), "fsdp")
     moved = (sizes.itemsize + FLOAT32) * count * (size - 1) / size
     return sizes.gathers("per_iteration") * moved * cost
 

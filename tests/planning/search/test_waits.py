@@ -5,6 +5,7 @@ import pytest
 from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
+from maxpipe.devices.chips import LINK_EFFICIENCY
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.units import units_of
 from maxpipe.planning.search.waits import unit_waits, waits_of
@@ -70,6 +71,35 @@ def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
     # An all-reduce of whole gradients among four devices sends them one and a half times.
     expected = 1.5 * sizes.itemsize * sizes.parameters.layer_gathered / rate
     assert np.ravel(waits.scatter + waits.gradient) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "gather", "scatter"),
+    [
+        # 3 parts of 64 over two links, then 60 over four; XLA sums whole gradients over six.
+        ("v5p:4x4x4", 64, (3 / 2 + 60 / 4) / 64, 2 * 63 / 64 / 6),
+        # Chips of two devices sum whole weights, too.
+        ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 2 * 127 / 128 / 6),
+        ("v6e:8x8", 64, 63 / 64 / 2, 63 / 64 / 2),
+    ],
+)
+def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_are_sums(
+    topology, size, gather, scatter
+):
+    machine = machine_of(topology, 1, Config())
+    sizes = sizes_of(
+        "sequential",
+        "",
+        mesh={"stage": 1, "data": 1, "fsdp": size},
+        fixed={"model.embed_dim": 128},
+        num_microbatches=[1],
+    )
+    waits = waits_of(sizes, machine)
+    bandwidth = LINK_EFFICIENCY * machine.chip.link_bandwidth
+    whole = sizes.itemsize * sizes.parameters.layer_gathered / bandwidth
+    # Norms are never split.
+    assert np.ravel(waits.gather / whole) == pytest.approx(gather, rel=0.01)
+    assert np.ravel(waits.scatter / whole) == pytest.approx(scatter, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
