@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs
+from maxpipe.pipeline.manual import Gather
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
 from maxpipe.sharding.torus import TORUS_AXIS
@@ -100,8 +101,37 @@ class Weights:
         target = without(spec_in_use(self._rules, spec), manual)
         if self._rules.line > 1 and not manual:
             at_rest = self._rules.spec(spec.axes, spec.shape)
-            if TORUS_AXIS in axes_of(at_rest) - axes_of(target):
-                # The gradient ends as it lies at rest, and not between the two steps.
-                p = self._rules.lay_out(p, at_rest, spec.axes)
-                p = self._rules.gather_lines(p, at_rest, spec.axes)
+            is_along = TORUS_AXIS in axes_of(at_rest) - axes_of(target)
+            if is_along and _gathers_minor_axes(at_rest, target):
+                return self._gather_in_two_steps(spec, p, at_rest, target)
         return self._rules.lay_out(p, target, spec.axes)
+
+    def _gather_in_two_steps(
+        self, spec: ParamSpec, p: jax.Array, at_rest: PartitionSpec, target: PartitionSpec
+    ) -> jax.Array:
+        """Gather along lines of a torus and then across them, by collectives written out.
+
+        The partitioner sums up the gradient, as for other gathers.
+        """
+        mesh, line = self._rules.mesh, self._rules.line
+        gather = Gather(
+            at_rest, p.dtype, p.dtype, mesh.axis_names, in_use=axes_of(target), line=line
+        )
+        on_parts = jax.shard_map(
+            gather.gather, mesh=mesh, in_specs=at_rest, out_specs=target, check_vma=False
+        )
+        gathered = jax.custom_vjp(lambda p: on_parts(p))
+        gathered.defvjp(
+            lambda p: (on_parts(p), None),
+            lambda _, gradient: (self._rules.lay_out(gradient, at_rest, spec.axes),),
+        )
+        return gathered(p)
+
+
+def _gathers_minor_axes(at_rest: PartitionSpec, target: PartitionSpec) -> bool:
+    """Return whether shards that are gathered are next to each other in every dimension."""
+    for before, after in zip(at_rest, target, strict=True):
+        axes, kept = (e if isinstance(e, tuple) else (e,) if e else () for e in (before, after))
+        if axes[: len(kept)] != kept:
+            return False
+    return True

@@ -7,7 +7,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
-from maxpipe.sharding.torus import split_mesh
 
 MeshAxes = tuple[str, ...]
 AXIS_RULES_KEY = "sharding.logical_axis_rules"
@@ -39,7 +38,6 @@ class AxisRules:
     ):
         self.mesh = mesh
         self.line = line
-        self._lines = split_mesh(mesh, line) if line > 1 else mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._note = note
         self._show = show or (lambda text: None)
@@ -98,38 +96,18 @@ class AxisRules:
         """
         return self.lay_out(x, self.automatic_spec(axes, x.shape), axes)
 
-    def gather_lines(
-        self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]
-    ) -> jax.Array:
-        """Tell XLA's partitioner to gather `x` along the lines of a torus.
-
-        `lay_out` then gathers across them.
-
-        Args:
-          x: laid out by `spec`.
-          spec: over mesh axis fsdp, and perhaps others.
-          axes: logical axes, for `show`.
-        """
-        self._report(x, spec, axes, ", along lines")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._lines, spec))
-
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
         """Tell XLA's partitioner to lay `x` out by `spec`; its logical axes are for `show`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        within = f", inside a program manual over {', '.join(map(str, manual))}" if manual else ""
-        self._report(x, spec, axes, within)
-        return jax.lax.with_sharding_constraint(
-            x, spec if manual else NamedSharding(self.mesh, spec)
-        )
-
-    def _report(
-        self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None], where: str
-    ) -> None:
         dims = ", ".join(f"{name or '-'}={size}" for name, size in zip(axes, x.shape, strict=True))
-        text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}{where}"
+        within = f", inside a program manual over {', '.join(map(str, manual))}" if manual else ""
+        text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}{within}"
         if text not in self._reported:
             self._reported.add(text)
             self._show(text)
+        return jax.lax.with_sharding_constraint(
+            x, spec if manual else NamedSharding(self.mesh, spec)
+        )
 
     def size(self, axis: str) -> int:
         """Return the number of shards of a dimension with this logical axis."""

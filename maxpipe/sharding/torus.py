@@ -10,12 +10,11 @@ Letters: n devices of the axis, k of them on a line.
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from maxpipe.devices.chips import chip_for, coordinates, slice_of
 
 TORUS_AXIS = "fsdp"
-LINES = "fsdp_lines"  # of a mesh from `split_mesh`: the k devices of a line
 _DIMENSIONS = 3
 
 
@@ -48,17 +47,6 @@ def _line_length(devices: list[jax.Device]) -> int:
         if np.all(np.sum(np.ptp(lines, axis=1) > 0, axis=1) == 1):
             return size
     return 1
-
-
-def split_mesh(mesh: Mesh | AbstractMesh, line: int) -> Mesh | AbstractMesh:
-    """Return the mesh with axis fsdp as two: `TORUS_AXIS`, n / k lines, and `LINES`."""
-    at = mesh.axis_names.index(TORUS_AXIS)
-    sizes = [*mesh.shape.values()]
-    shape = (*sizes[:at], sizes[at] // line, line, *sizes[at + 1 :])
-    names = (*mesh.axis_names[: at + 1], LINES, *mesh.axis_names[at + 1 :])
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(shape, names)
-    return Mesh(mesh.devices.reshape(shape), names)
 
 
 def all_gather(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:

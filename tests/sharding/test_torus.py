@@ -6,16 +6,12 @@ import jax
 import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.sharding.torus import (
-    LINES,
-    TORUS_AXIS,
     all_gather,
     line_length,
     scatter_sum,
-    split_mesh,
 )
 
 AXES = ("data", "stage", "fsdp")
@@ -72,16 +68,6 @@ def test_line_length_is_one_where_a_chip_is_two_devices():
 
 def test_line_length_of_simulated_devices_is_one():
     assert line_length(make_mesh(tiny(**{"mesh.ici.fsdp": 8}))) == 1
-
-
-def test_split_mesh_keeps_the_order_of_devices_also_of_an_abstract_mesh():
-    mesh = make_mesh(tiny(**{"mesh.ici.data": 2, "mesh.ici.fsdp": 4}))
-    split = split_mesh(mesh, 2)
-    assert (split.shape[TORUS_AXIS], split.shape[LINES]) == (2, 2)
-    assert list(split.devices.flat) == list(mesh.devices.flat)
-    abstract = split_mesh(mesh.abstract_mesh, 2)
-    assert isinstance(abstract, AbstractMesh)
-    assert dict(abstract.shape) == dict(split.shape)
 
 
 @pytest.mark.parametrize("line", [1, 2, 4])

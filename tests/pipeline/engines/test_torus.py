@@ -1,5 +1,7 @@
 """Engines whose weights are gathered along the lines of a torus, and then across them."""
 
+import re
+
 import jax
 import pytest
 from helpers.collectives import executed
@@ -9,7 +11,7 @@ from helpers.mpmd_under_test import MpmdUnderTest
 
 from maxpipe import builder
 from maxpipe.builder import build_engine_inputs
-from maxpipe.sharding.torus import LINES
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16
 SEQUENTIAL = {"pipeline.engine": "sequential"}
@@ -57,6 +59,23 @@ def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch)
     assert in_two_steps > 1.5 * gathers()
 
 
+@pytest.mark.parametrize(("order", "steps"), [(["tensor", "fsdp"], 2), (["fsdp", "tensor"], 1)])
+def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
+    """Shards along fsdp are not next to each other where tensor splits each of them."""
+    replaced = {"embed": [], "mlp": order}
+    rules = [[name, replaced.get(name, axes)] for name, axes in DEFAULT_RULES]
+    values = SEQUENTIAL | {"mesh.ici.tensor": 2, "sharding.logical_axis_rules": rules}
+    config = of_lines(monkeypatch, **values)
+    subject = EngineUnderTest(config)
+    assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
+    step = str(
+        jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
+            subject.params, make_batch(ROWS), jax.random.key(0)
+        )
+    )
+    assert bool(re.search(r"axis_index_groups=[^N]", step)) == (steps == 2)
+
+
 def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
     notes = []
     config = of_lines(monkeypatch, **SEQUENTIAL)
@@ -65,13 +84,6 @@ def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
     (note,) = [note for note in notes if "fsdp" in note]
     assert note.startswith("weights are gathered in two steps: ")
     assert "2 of the 4 devices" in note
-
-
-def test_debug_shows_the_constraint_along_lines(monkeypatch, capsys):
-    config = of_lines(monkeypatch, **SEQUENTIAL, **{"sharding.debug": True})
-    EngineUnderTest(config).compile(make_batch(ROWS))
-    assert ", along lines" in capsys.readouterr().out
-    assert LINES not in jax.sharding.get_abstract_mesh().axis_names
 
 
 class TestTpu:
