@@ -49,8 +49,7 @@ def build_engine_inputs(
     config = with_gather_mode(config, tpu, note)
     config = with_remat_cheap(config, tpu, note)
     engine = ENGINES[config.pipeline.engine]
-    of_weights = mesh if engine.one_program else stage_meshes(mesh)[0]
-    line = line_length(of_weights)
+    line = line_length(mesh)
     if line > 1:
         note(
             f"weights are gathered in two steps: first among {line} of the "
@@ -59,7 +58,7 @@ def build_engine_inputs(
         )
     rules = AxisRules(
         config.sharding.logical_axis_rules,
-        mesh if engine.one_program else of_weights.abstract_mesh,
+        mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
         note,
         show=print if config.sharding.debug and jax.process_index() == 0 else None,
         line=line,

@@ -22,24 +22,32 @@ def line_length(mesh: Mesh) -> int:
     """Return k if mesh axis fsdp spans whole closed tori of three dimensions, else 1.
 
     Each k consecutive devices of the axis are one line, in the order of the mesh.
+
+    Args:
+      mesh: of whole slices.
     """
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(TORUS_AXIS), -1)
-    lengths = {_line_length(list(group)) for group in groups.reshape(-1, groups.shape[-1])}
+    devices = list(mesh.devices.flat)
+    chip = chip_for(devices[0].device_kind)
+    if chip is None or chip.torus is None or chip.torus.dimensions != _DIMENSIONS:
+        return 1
+    slices = np.array([slice_of(device) for device in devices])
+    places = np.array([coordinates(device) for device in devices])  # [devices, dimensions]
+    sizes = np.ptp(places[slices == slices[0]], axis=0) + 1
+    if not all(chip.torus.rings(sizes.tolist())):
+        return 1
+    index = np.arange(len(devices)).reshape(mesh.devices.shape)
+    at = mesh.axis_names.index(TORUS_AXIS)
+    groups = np.moveaxis(index, at, -1).reshape(-1, mesh.devices.shape[at])
+    lengths = {
+        _line_length(places[group], sizes) if len(np.unique(slices[group])) == 1 else 1
+        for group in groups
+    }
     return lengths.pop() if len(lengths) == 1 else 1
 
 
-def _line_length(devices: list[jax.Device]) -> int:
-    """Return k of the devices of one group."""
-    chip = chip_for(devices[0].device_kind)
-    places = np.array([coordinates(device) for device in devices])  # [n, dimensions]
-    is_torus = chip is not None and chip.torus is not None and chip.torus.dimensions == _DIMENSIONS
-    if not is_torus or len({slice_of(device) for device in devices}) > 1:
-        return 1
-    assert chip is not None
-    assert chip.torus is not None
-    sizes = np.ptp(places, axis=0) + 1
-    is_whole = len(np.unique(places, axis=0)) == len(devices) == np.prod(sizes)
-    if not is_whole or not all(chip.torus.rings(sizes.tolist())):
+def _line_length(places: np.ndarray, sizes: np.ndarray) -> int:
+    """Return k of one group, [n, dimensions], in a torus of these sizes."""
+    if not len(np.unique(places, axis=0)) == len(places) == np.prod(sizes):
         return 1
     for size in sorted(sizes.tolist(), reverse=True):
         # [n, dimensions] -> [n / k, k, dimensions]; within a line one coordinate differs.

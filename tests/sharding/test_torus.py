@@ -8,11 +8,7 @@ import pytest
 from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.sharding.torus import (
-    all_gather,
-    line_length,
-    scatter_sum,
-)
+from maxpipe.sharding.torus import all_gather, line_length, scatter_sum
 
 AXES = ("data", "stage", "fsdp")
 
@@ -48,7 +44,7 @@ def test_line_length_is_that_of_consecutive_devices_of_a_whole_torus(mesh, line)
     "mesh",
     [
         torus((4, 4, 4), (1, 2, 32)),
-        torus((4, 4, 8), (1, 2, 64)),
+        torus((4, 4, 8), (1, 2, 64), order=(2, 0, 1)),
         torus((2, 4, 4), (1, 1, 32)),
         torus((4, 4, 4), (1, 1, 128), slices=2),
         torus((16, 16, 1), (1, 1, 256), "TPU v6 lite"),

@@ -62,7 +62,7 @@ def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch)
 @pytest.mark.parametrize(("order", "steps"), [(["tensor", "fsdp"], 2), (["fsdp", "tensor"], 1)])
 def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
     """Shards along fsdp are not next to each other where tensor splits each of them."""
-    replaced = {"embed": [], "mlp": order}
+    replaced = {"embed": [], "outer_embed": [], "mlp": order}
     rules = [[name, replaced.get(name, axes)] for name, axes in DEFAULT_RULES]
     values = SEQUENTIAL | {"mesh.ici.tensor": 2, "sharding.logical_axis_rules": rules}
     config = of_lines(monkeypatch, **values)
