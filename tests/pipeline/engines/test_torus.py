@@ -8,6 +8,7 @@ from helpers.collectives import executed
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.traced_loops import loop_bodies
 
 from maxpipe import builder
 from maxpipe.builder import build_engine_inputs
@@ -74,6 +75,23 @@ def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
         )
     )
     assert bool(re.search(r"axis_index_groups=[^N]", step)) == (steps == 2)
+
+
+def test_weights_gathered_in_two_steps_are_not_saved_for_the_backward(monkeypatch):
+    """With remat_policy=none the forward saves all but weights."""
+    config = of_lines(monkeypatch, **SEQUENTIAL, **{"pipeline.remat_policy": "none"})
+
+    def saved():
+        subject = EngineUnderTest(config)
+        step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
+            subject.params, make_batch(ROWS), jax.random.key(0)
+        )
+        return [sorted(str(v.aval) for v in body.outvars) for body in loop_bodies(step)]
+
+    in_two_steps = saved()
+    monkeypatch.setattr(builder, "line_length", lambda mesh: 1)
+    assert len(in_two_steps) == 2
+    assert in_two_steps == saved()
 
 
 def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
