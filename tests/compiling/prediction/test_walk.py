@@ -2,16 +2,20 @@
 
 import json
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.hand_timed import CONSTANTS, HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
 
+from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.prediction.constants import constants_of
-from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.operations import Part, Prices
 from maxpipe.compiling.prediction.origins import Origin
 from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
 from maxpipe.compiling.prediction.timeline import OUTSIDE
-from maxpipe.devices.chips import CHIPS
+from maxpipe.devices.chips import CHIPS, chip_of
 
 
 def nanoseconds(seconds):
@@ -241,3 +245,27 @@ def test_constants_have_the_clocks_that_the_data_sheets_imply():
     }
     v5p = clocks["v5p"]
     assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
+
+
+@pytest.mark.parametrize(
+    ("groups", "links"), [("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)]
+)
+def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links(groups, links):
+    """Of a closed torus of 4 x 4 x 4: along a line, in a plane, and in all of it."""
+    devices: np.ndarray = np.empty(64, object)
+    devices[:] = [
+        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+        for coords in product(range(4), repeat=3)
+    ]
+    mesh = SimpleNamespace(devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64)
+    members = int(groups.partition("]")[0].split(",")[1])
+    module = parse(
+        "HloModule step\n\nENTRY %main (x: f32[25]) -> f32[25] {\n"
+        "  %x = f32[25]{0} parameter(0)\n"
+        f"  ROOT %g = f32[25]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}\n}}\n"
+    )
+    prices = Prices(module, mesh, chip_of("v5p"), CONSTANTS)
+    main = module.computations["main"]
+    price = prices.of(main, main.instructions["g"])
+    assert price.axes == "fsdp"
+    assert price.seconds == pytest.approx((members - 1) * 100 / links * 1e-9)
