@@ -11,7 +11,7 @@ from maxpipe.devices.chips import Tpu
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import KEY as GATHER
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.stage_times import first_layers, unit_times
+from maxpipe.planning.stage_times import first_layers, layer_times
 
 MOST_GAINS = 2
 
@@ -47,7 +47,7 @@ class Gain:
 
 
 BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
-MARGIN = 0.95  # of a device's memory, since estimates are coarse
+ROOM = 0.95  # of a device, for everything: one figure is compiled, the difference estimated
 _SCAN_LAYERS = "pipeline.scan_layers"
 LEAST_GAIN = 1.01  # of the bound of MFU
 LEAST_SAVING = 0.01  # of the memory that a step takes
@@ -79,7 +79,7 @@ def gains(
       mfu: bound of the compiled step.
       bound_mfu: the bound of another configuration.
     """
-    now, step = estimate(resolved, tpu).total, _layer_times(resolved)
+    now, step = estimate(resolved, tpu).total, _microbatch_time(resolved)
     # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
     is_loop = (
         ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
@@ -103,15 +103,15 @@ def gains(
             would_need = needed + estimate(changed, tpu).total - now
         except ValueError:
             continue
-        faster = bound_mfu(changed, flops * _layer_times(changed) / step)
-        if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
+        faster = bound_mfu(changed, flops * _microbatch_time(changed) / step)
+        if would_need <= ROOM * capacity and faster > LEAST_GAIN * mfu:
             better.append(Gain(_words(changes), compiles, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 
 
-def _layer_times(config: Config) -> float:
+def _microbatch_time(config: Config) -> float:
     """Return the time of a microbatch on all stages, in units of the forward of a layer."""
-    times = unit_times(config)
+    times = layer_times(config)
     first = first_layers(config)
     total = sum(first)
     if ENGINES[config.pipeline.engine].lockstep:  # their backward begins at the tokens

@@ -135,13 +135,13 @@ def _use(mesh: Mesh, chip: Chip, axes: str, network: str, kind: str, size: float
     if network == "dcn":
         seconds = size / chip.dcn_bandwidth if chip.dcn_bandwidth else None
         return LinkUse(axes, network, kind, None, None, size, seconds)
-    links = axis_links(mesh, chip, axes, between_neighbours=kind == "permutes")
+    links = links_along(mesh, chip, axes, between_neighbours=kind == "permutes")
     return LinkUse(
         axes, network, kind, links, chip.links, size, size / (links * chip.link_bandwidth)
     )
 
 
-def axis_links(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool = False) -> int:
+def links_along(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool = False) -> int:
     """Return the links of a chip that groups along these mesh axes can use, within a slice.
 
     Args:
@@ -169,7 +169,7 @@ def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> int:
     """Return the links of a chip that the members of any of these groups can use.
 
     Args:
-      mesh, chip: as for `axis_links`.
+      mesh, chip: as for `links_along`.
       groups: partitions of the first slice's program, numbered in the order of the mesh.
     """
     devices = list(mesh.devices.flat)

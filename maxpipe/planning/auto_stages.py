@@ -22,7 +22,7 @@ from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_t
 from maxpipe.planning.simulate import Costs, Simulation, simulate
 from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 from maxpipe.planning.stage_memory import StageMemory
-from maxpipe.planning.stage_times import UnitTimes, unit_times
+from maxpipe.planning.stage_times import LayerTimes, layer_times
 
 LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"
@@ -31,7 +31,7 @@ Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
+class PredictedStages:
     """The predicted cost of stages with given numbers of layers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Prediction:
     """
 
     sizes: list[int]
-    times: UnitTimes
+    times: LayerTimes
     run: Simulation
     memory: np.ndarray
 
@@ -81,7 +81,7 @@ def run_table(config: Config) -> Table:
     return replace(free, source=table.source)
 
 
-def predict(config: Config, sizes: Sequence[int]) -> Prediction:
+def predict(config: Config, sizes: Sequence[int]) -> PredictedStages:
     """Simulate the schedule with chunks of these sizes.
 
     Args:
@@ -93,9 +93,9 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     """
     # An order that follows the times of units depends on the sizes, which leave no layer outside.
     sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
-    table, times = run_table(sized), unit_times(config)
+    table, times = run_table(sized), layer_times(config)
     memory = StageMemory(config, table)
-    return Prediction(
+    return PredictedStages(
         list(sizes),
         times,
         simulate(table, times.costs(sizes, table)),
@@ -127,7 +127,7 @@ def uniform_sizes(config: Config) -> list[int] | None:
     return None if remainder else [size] * chunks
 
 
-def plan_stages(config: Config, limit: float) -> Prediction:
+def plan_stages(config: Config, limit: float) -> PredictedStages:
     """Plan stages such that the slowest takes least.
 
     Uniform stages are taken if the simulator finds them no slower.
@@ -148,12 +148,12 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     return min(fitting, key=lambda p: round(p.run.makespan, 9))
 
 
-def _candidates(config: Config, limit: float) -> list[Prediction]:
+def _candidates(config: Config, limit: float) -> list[PredictedStages]:
     """Predict uniform stages and balanced ones; nothing if none fits in the schedule's own order.
 
     An order that follows the times of units, which depend on the stages, may need more memory.
     """
-    table, times = run_table(config), unit_times(config)
+    table, times = run_table(config), layer_times(config)
     memory = StageMemory(config, table)
     first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
 
@@ -182,7 +182,7 @@ def _candidates(config: Config, limit: float) -> list[Prediction]:
     return predictions
 
 
-def _is_within(prediction: Prediction, limit: float) -> bool:
+def _is_within(prediction: PredictedStages, limit: float) -> bool:
     return bool((prediction.memory <= limit).all())
 
 
@@ -209,7 +209,7 @@ def with_unit_times(config: Config) -> Config:
     """Return the configuration with `pipeline.unit_times` by FLOPs if it is auto and matters."""
     if config.pipeline.unit_times != AUTO or not _follows_times(config):
         return config
-    times = unit_times(config)
+    times = layer_times(config)
     numbers = [1.0, times.input_gradient, times.weight_gradient, 0.0, times.head]
     return update(config, {TIMES_KEY: [float(f"{number:.4g}") for number in numbers]})
 
@@ -268,7 +268,7 @@ def _distribute(
       cost: of a stage with chunks of some sizes, infinite if they do not fit; its arguments are the
         stage, the first layer if it has one chunk, and the sizes.
     """
-    total, times = config.pipeline.parallel_layers, unit_times(config)
+    total, times = config.pipeline.parallel_layers, layer_times(config)
     first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
 
     @cache
@@ -290,7 +290,9 @@ def _distribute(
     return sizes
 
 
-def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> Iterator[str]:
+def _reasons(
+    chosen: PredictedStages, uniform: PredictedStages | None, limit: float
+) -> Iterator[str]:
     """Yield two lines: what was chosen and why."""
     run, times = chosen.run, chosen.times
     against = ""
@@ -321,7 +323,9 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
     )
 
 
-def _does_not_fit(config: Config, limit: float, predictions: Sequence[Prediction]) -> ConfigError:
+def _does_not_fit(
+    config: Config, limit: float, predictions: Sequence[PredictedStages]
+) -> ConfigError:
     """Return the error of a limit that is too low, also for these predictions."""
     if predictions:
         least = min(predictions, key=lambda p: float(p.memory.max()))

@@ -23,7 +23,7 @@ from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
 from maxpipe.planning.stores import FLOAT32
-from maxpipe.planning.weights_held import Weights
+from maxpipe.planning.weights_held import ParameterCounts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
@@ -193,7 +193,7 @@ def cheap_width(config: Config) -> float:
     return max(0.0, saved - held_width(config))
 
 
-def weights_of(config: Config, *, only_trained: bool = False) -> Weights:
+def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts:
     """Return the parameters on one device of a configuration on an engine of one program.
 
     Args:
@@ -206,7 +206,7 @@ def weights_of(config: Config, *, only_trained: bool = False) -> Weights:
     projection = part(config, "head", whole_over=STORAGE_AXES)
     if config.model.tie_embeddings:  # the table, without the first dense layers next to it
         projection = part(with_dense_layers(config), "embed", whole_over=STORAGE_AXES)
-    return Weights(
+    return ParameterCounts(
         total(),
         layer * config.model.stacked_layers / config.mesh.size("stage"),
         total(("fsdp",)),

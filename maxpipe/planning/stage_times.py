@@ -36,7 +36,7 @@ class FirstLayers(NamedTuple):
     """Times of all first dense layers together, in units of the forward of one other layer.
 
     Attributes:
-      forward, input_gradient, weight_gradient: as of `UnitTimes`.
+      forward, input_gradient, weight_gradient: as of `LayerTimes`.
     """
 
     forward: float
@@ -48,7 +48,7 @@ NO_FIRST_LAYERS = FirstLayers(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class UnitTimes:
+class LayerTimes:
     """Times for one microbatch, in units of the forward of one layer.
 
     Attributes:
@@ -111,11 +111,11 @@ class UnitTimes:
         return (sums[ends] - sums[ends - sizes]).T
 
 
-def unit_times(config: Config) -> UnitTimes:
+def layer_times(config: Config) -> LayerTimes:
     """Compute the times of a layer and of the head for a resolved configuration."""
     forward, input_gradient = _flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
-    return UnitTimes(
+    return LayerTimes(
         input_gradient=input_gradient / forward,
         weight_gradient=layer_of(config).weight_flops / forward,
         # Its forward, and the gradients for its input and its weight.
@@ -126,7 +126,7 @@ def unit_times(config: Config) -> UnitTimes:
 
 
 def _of_first_chunk(config: Config) -> FirstLayers:
-    """Return `UnitTimes.first`: in one program all stages share the first dense layers."""
+    """Return `LayerTimes.first`: in one program all stages share the first dense layers."""
     is_shared = ENGINES[config.pipeline.engine].one_program
     return NO_FIRST_LAYERS if is_shared else first_layers(config)
 
@@ -156,7 +156,7 @@ def _flops(config: Config) -> tuple[float, float]:
 
 
 def _extras(config: Config) -> tuple[tuple[float, float], ...]:
-    """Return `UnitTimes.extras`: attention of a layer with a window takes less."""
+    """Return `LayerTimes.extras`: attention of a layer with a window takes less."""
     kinds = [LOCAL if is_local(kind) else GLOBAL for kind in config.model.layer_kinds]
     if len({*kinds}) == 1:
         return ()

@@ -13,7 +13,7 @@ from maxpipe.config.engine_facts import Engine
 from maxpipe.planning.stores import FLOAT32, Number
 
 
-class Weights(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Parameters on one device, as numbers of values.
 
     Attributes:
@@ -74,7 +74,7 @@ class Held(NamedTuple):
 
 
 def weights_held(
-    engine: Engine, weights: Weights, use: Use, trained: Weights | None = None
+    engine: Engine, weights: ParameterCounts, use: Use, trained: ParameterCounts | None = None
 ) -> Held:
     """Return what an engine of one program holds besides parameters and optimizer at rest.
 
@@ -91,7 +91,7 @@ def weights_held(
     return compute(weights, trained, use)
 
 
-def _sequential(weights: Weights, trained: Weights, use: Use) -> Held:
+def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     # Gradients of a microbatch wait until all are there, and are added then.
     waiting = use.stored * trained.at_rest * np.greater(use.microbatches, 1)
     whole = weights.layers_at_rest * (weights.layer_gathered / weights.layer_at_rest - 1.0)
@@ -104,7 +104,7 @@ def _sequential(weights: Weights, trained: Weights, use: Use) -> Held:
     )
 
 
-def _cast_layers(weights: Weights, use: Use) -> Number:
+def _cast_layers(weights: ParameterCounts, use: Use) -> Number:
     """Return the bytes of all layers in the dtype of activations.
 
     XLA casts them before the loop over layers or iterations.
@@ -112,10 +112,10 @@ def _cast_layers(weights: Weights, use: Use) -> Number:
     return use.size * weights.layers_at_rest if use.size < use.stored else 0.0
 
 
-def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
+def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once  # per iteration; the engine has no repeats to gather for
     chunk = use.layers * weights.layer_gathered
-    # Weights that are whole are cast before the loop, all layers at once.
+    # ParameterCounts that are whole are cast before the loop, all layers at once.
     is_whole = np.equal(weights.layer_gathered, weights.layer_at_rest) * (use.size < use.stored)
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
@@ -132,7 +132,7 @@ def _lockstep(weights: Weights, trained: Weights, use: Use) -> Held:
     )
 
 
-def _circular(weights: Weights, trained: Weights, use: Use) -> Held:
+def _circular(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once
     chunk = use.layers * weights.layer_gathered
     # A repeat's weights are gathered during the one before, or the one before that.

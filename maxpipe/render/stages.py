@@ -12,7 +12,7 @@ from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import (
-    Prediction,
+    PredictedStages,
     memory_limit,
     plan_stages,
     predict,
@@ -71,7 +71,9 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     )
 
 
-def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | None) -> str:
+def stages_text(
+    chosen: PredictedStages, uniform: PredictedStages | None, limit: float | None
+) -> str:
     """Return a line for each stage, then the slowest one, and uniform stages if they differ.
 
     Args:
@@ -95,7 +97,7 @@ def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | N
     return "\n".join(lines) + "\n"
 
 
-def _stage(prediction: Prediction, stage: int) -> str:
+def _stage(prediction: PredictedStages, stage: int) -> str:
     table, times, layers = prediction.run.table, prediction.times, prediction.layers[stage]
     chunks = [
         str(n) for n, s in zip(prediction.sizes, table.stage_of_chunk, strict=True) if s == stage
@@ -107,7 +109,7 @@ def _stage(prediction: Prediction, stage: int) -> str:
     return f"{text}, head {times.head:.4g}" if stage == table.stage_of_chunk[-1] else text
 
 
-def _uniform_against(uniform: Prediction, chosen: Prediction, limit: float | None) -> str:
+def _uniform_against(uniform: PredictedStages, chosen: PredictedStages, limit: float | None) -> str:
     run = uniform.run
     text = (
         f"{uniform.layers[0]} layers each: makespan {run.makespan:.6g} "
@@ -133,7 +135,7 @@ def _devices(config: Config) -> tuple[int, int]:
     return ici * dcn, dcn
 
 
-def _named_after_chunks(prediction: Prediction) -> Simulation:
+def _named_after_chunks(prediction: PredictedStages) -> Simulation:
     table = prediction.run.table
     sizes = str(prediction.sizes).replace(" ", "")
     return replace(prediction.run, table=replace(table, name=f"{table.name} {sizes}"))

@@ -9,7 +9,7 @@ import pytest
 from helpers.compile_command import QUICK, report_of, tpu_aot
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.topology import axis_links, group_links, link_uses, network_seconds
+from maxpipe.compiling.topology import group_links, link_uses, links_along, network_seconds
 from maxpipe.devices.chips import GB, chip_of
 
 
@@ -46,15 +46,15 @@ def torus(sizes, shape, names, slices=1):
 )
 def test_axis_links_are_those_of_the_dimensions_an_axis_spans(chip, sizes, shape, links):
     mesh = torus(sizes, shape, ("data", "fsdp"))
-    found = tuple(axis_links(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
+    found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
     # An axis of one device spans nothing; its collectives, if there were any, would count one link.
     assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
 
 
 def test_axis_links_of_several_axes_are_those_of_all_their_dimensions():
     mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
-    assert axis_links(mesh, chip_of("v5p"), "data,fsdp") == 4
-    assert axis_links(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
+    assert links_along(mesh, chip_of("v5p"), "data,fsdp") == 4
+    assert links_along(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
 @pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])
 def test_axis_links_between_neighbours_are_one_in_each_direction(length, links):
     mesh = torus((length, 2, 1), (length, 2), ("stage", "fsdp"))
-    assert axis_links(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
+    assert links_along(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
 
 
 def test_axis_links_of_slices_are_those_within_one():
     mesh = torus((4, 4, 1), (8, 4), ("data", "fsdp"), slices=2)
-    assert axis_links(mesh, chip_of("v5e"), "data") == 1
+    assert links_along(mesh, chip_of("v5e"), "data") == 1
 
 
 @pytest.mark.parametrize("axes", ["", "fsdp"])
@@ -87,9 +87,9 @@ def test_axis_links_without_coordinates_are_all_links(axes):
     switched = SimpleNamespace(
         devices=np.array([SimpleNamespace()] * 4, object).reshape(2, 2), axis_names=("data", "fsdp")
     )
-    assert axis_links(switched, chip_of("v5p"), axes) == 6
+    assert links_along(switched, chip_of("v5p"), axes) == 6
     h100 = SimpleNamespace(links=1, torus=None)
-    assert axis_links(switched, h100, axes) == 1
+    assert links_along(switched, h100, axes) == 1
 
 
 def test_network_seconds_are_those_of_the_slowest_axes():

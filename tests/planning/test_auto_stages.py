@@ -27,7 +27,7 @@ from maxpipe.planning.auto_stages import (
     uniform_sizes,
     with_unit_times,
 )
-from maxpipe.planning.stage_times import unit_times
+from maxpipe.planning.stage_times import layer_times
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 
@@ -49,7 +49,7 @@ def test_order_follows_unit_times_of_the_configuration(schedule):
     lines = []
     auto = config_of(**sizes, **LARGE_HEAD, **{"pipeline.unit_times": [-1]})
     chosen = choose_stages(auto, None, lines.append)
-    times = unit_times(chosen)
+    times = layer_times(chosen)
     assert chosen.pipeline.unit_times == pytest.approx(
         [1, times.input_gradient, times.weight_gradient, 0, times.head], rel=1e-3
     )
@@ -223,7 +223,7 @@ def test_bubble_is_that_of_the_chunks_that_stages_hold():
         return config_of(2, **small, **{"pipeline.layers_per_stage": [*sizes]}, **values)
 
     assert bubble_fraction(of(5, 1)) == 0
-    times = unit_times(of(1, 5))
+    times = layer_times(of(1, 5))
     last = 8 * (5 * times.layer + times.head)
     assert bubble_fraction(of(1, 5)) == pytest.approx(times.layer / (times.layer + last))
     # One program computes five layers on either stage, in 8 + 1 ticks.
@@ -347,8 +347,8 @@ def test_layers_with_a_window_are_more_on_a_stage():
 
 
 def test_times_of_layers_are_those_of_their_kinds_and_of_their_places():
-    times = unit_times(config_of(2, **WINDOWS))
-    only_local = unit_times(config_of(2, **WINDOWS | {"model.layer_pattern": ["local"]}))
+    times = layer_times(config_of(2, **WINDOWS))
+    only_local = layer_times(config_of(2, **WINDOWS | {"model.layer_pattern": ["local"]}))
     local, of_all = times.extras[-1], times.extras[0]
     assert 1 + local[0] == pytest.approx(times.weight_gradient / only_local.weight_gradient)
     assert np.add(local, of_all) == pytest.approx(0)
@@ -357,6 +357,6 @@ def test_times_of_layers_are_those_of_their_kinds_and_of_their_places():
     for place, extra in (("after", of_all), ("before", local)):
         inside |= {"pipeline.outside_layers": place}
         spmd = {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
-        assert unit_times(config_of(2, **WINDOWS, **inside, **spmd)).extras == (extra,) * 4
+        assert layer_times(config_of(2, **WINDOWS, **inside, **spmd)).extras == (extra,) * 4
         # There the layers outside are part of a chunk.
-        assert unit_times(config_of(2, **WINDOWS, **inside)).extras == times.extras
+        assert layer_times(config_of(2, **WINDOWS, **inside)).extras == times.extras

@@ -18,7 +18,7 @@ from maxpipe.planning.estimate import estimate
 from maxpipe.planning.flops import model_flops_per_token, parameter_count
 from maxpipe.planning.footprint import handed_over_width, layer_of, residual_width, stash_width
 from maxpipe.planning.layer_trace import trace_model
-from maxpipe.planning.stage_times import unit_times
+from maxpipe.planning.stage_times import layer_times
 from maxpipe.training import launch
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
@@ -156,7 +156,7 @@ def test_activations_and_stash_grow_with_the_block():
 
 
 def test_times_of_stages_follow_the_block():
-    new, llama = both(unit_times)
+    new, llama = both(layer_times)
     layer = layer_of(config_of("llama"))
     forward = layer.weight_flops + layer.activation_flops
     assert llama.head / new.head == pytest.approx((forward + 2 * MORE_WEIGHTS) / forward)

@@ -9,7 +9,7 @@ from maxpipe.config.options import update
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.planning.stage_times import first_layers, unit_times
+from maxpipe.planning.stage_times import first_layers, layer_times
 
 ROWS = 2
 
@@ -103,7 +103,7 @@ TOLERANCE = 0.02
 
 def test_a_layer(config, compiled, unit):
     weights, attention = unit
-    times = unit_times(config)
+    times = layer_times(config)
     layer = weights + attention
     assert compiled.forward() == pytest.approx(layer + attention, rel=TOLERANCE)
     assert compiled.backward(1) == pytest.approx(
@@ -114,7 +114,7 @@ def test_a_layer(config, compiled, unit):
 
 
 def test_the_head(config, compiled, unit):
-    assert compiled.head() == pytest.approx(unit_times(config).head * sum(unit), rel=TOLERANCE)
+    assert compiled.head() == pytest.approx(layer_times(config).head * sum(unit), rel=TOLERANCE)
 
 
 def test_first_dense_layers_are_those_compiled(config, unit):
@@ -164,15 +164,15 @@ def test_the_embedding_is_next_to_nothing(compiled):
     ],
 )
 def test_what_is_computed_again_counts(values, more):
-    none = unit_times(config_of(**{"pipeline.remat_policy": "none"}))
-    times = unit_times(config_of(**values))
+    none = layer_times(config_of(**{"pipeline.remat_policy": "none"}))
+    times = layer_times(config_of(**values))
     assert times.input_gradient == pytest.approx(none.input_gradient + more)
     assert (times.weight_gradient, times.head) == (none.weight_gradient, none.head)
 
 
 def test_a_policy_that_keeps_one_product_saves_its_share():
     full, kept = (
-        unit_times(config_of(**{"pipeline.remat_policy": p})).input_gradient
+        layer_times(config_of(**{"pipeline.remat_policy": p})).input_gradient
         for p in ("full", "save_out_proj")
     )
     products = 64 * (4 * 64 + 3 * 192) + 64 * 32

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.planning.weights_held import Use, Weights, weights_held
+from maxpipe.planning.weights_held import ParameterCounts, Use, weights_held
 
 # 8 chunks of 2 layers on a stage, split over four devices; two bytes computed with, four at rest.
-WEIGHTS = Weights(
+WEIGHTS = ParameterCounts(
     at_rest=170.0,
     layers_at_rest=160.0,
     gathered=680.0,

@@ -35,7 +35,7 @@ from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.machine import CPU
 from maxpipe.planning.search.space import Axes
 from maxpipe.planning.stores import FLOAT32
-from maxpipe.planning.weights_held import Weights
+from maxpipe.planning.weights_held import ParameterCounts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
@@ -66,7 +66,7 @@ class Parameters(NamedTuple):
     head_gathered: float
     embed_of_stage: float
     head_of_stage: float
-    weights: Weights
+    weights: ParameterCounts
 
 
 class LayerCosts(NamedTuple):

@@ -44,5 +44,5 @@ class TestTpu:
             mesh = build_mesh(replace(config, **keys), devices)
             links = axis_links(mesh.shape, grid, chip)
             for axis, size in mesh.shape.items():
-                expected = topology.axis_links(mesh, chip, axis) if size > 1 else 1
+                expected = topology.links_along(mesh, chip, axis) if size > 1 else 1
                 assert links[axis].collectives == expected, (sizes, axis)
