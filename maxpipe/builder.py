@@ -51,8 +51,9 @@ def build_engine_inputs(
     engine = ENGINES[config.pipeline.engine]
     line = line_length(mesh)
     if line > 1:
+        what = "embedding and head" if gathers_in_steps(config, tpu) else "weights"
         note(
-            f"weights are gathered in two steps: first among {line} of the "
+            f"{what} are gathered in two steps: first among {line} of the "
             f"{config.mesh.size('fsdp')} devices of mesh axis fsdp; along a whole torus TPU "
             "compilers make one step a sum of padded arrays"
         )

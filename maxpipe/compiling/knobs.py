@@ -47,7 +47,8 @@ class Gain:
 
 
 BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
-ROOM = 0.95  # of a device, for everything: one figure is compiled, the difference estimated
+# Share of a device's memory that a change may fill: only what it adds is estimated.
+COMPILED_ROOM = 0.95
 _SCAN_LAYERS = "pipeline.scan_layers"
 LEAST_GAIN = 1.01  # of the bound of MFU
 LEAST_SAVING = 0.01  # of the memory that a step takes
@@ -104,7 +105,7 @@ def gains(
         except ValueError:
             continue
         faster = bound_mfu(changed, flops * _microbatch_time(changed) / step)
-        if would_need <= ROOM * capacity and faster > LEAST_GAIN * mfu:
+        if would_need <= COMPILED_ROOM * capacity and faster > LEAST_GAIN * mfu:
             better.append(Gain(_words(changes), compiles, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 

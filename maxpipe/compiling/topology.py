@@ -89,8 +89,8 @@ class LinkUse:
       axes: mesh axes, such as "fsdp" or "data,fsdp".
       network: "ici", or "dcn" between slices.
       kind: "permutes" between neighbours, or "collectives" of groups.
-      links: links of a chip that they can use; None on DCN, where each chip has a share of its
-        host's network cards.
+      links: links of a chip that groups along all of the axes can use, which those along parts of
+        them may not; None on DCN, where each chip has a share of its host's network cards.
       of: links of a chip in all; None on DCN.
       sent_bytes: bytes that a device sends.
       seconds: least time for these; None if the bandwidth is unknown.

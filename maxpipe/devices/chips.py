@@ -122,8 +122,9 @@ class Chip:
         not been asked.
       memory_shares: what moving bytes reaches, by the same estimates.
       has_fp8: whether products of 8-bit floats are faster than those of bfloat16.
-      longest_ring: most devices of mesh axis fsdp that pass weights on in steps faster than
-        all-gathers bring them, by the same estimates; see docs/benchmarks.md.
+      longest_ring: most devices of mesh axis fsdp that pass weights on in steps by default. Steps
+        are faster there than all-gathers, by the same estimates, and compile in minutes; see
+        docs/benchmarks.md.
     """
 
     name: str

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 from maxpipe.sharding.rules import axes_of, only, without
-from maxpipe.sharding.torus import TORUS_AXIS, all_gather, scatter_sum
+from maxpipe.sharding.torus import gather_dimension, scatter_dimension
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
 BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
@@ -82,7 +82,7 @@ class Gather:
         line: int = 1,
     ):
         self._dtype = dtype
-        self._lines = {TORUS_AXIS: line}
+        self._line = line
         self.spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
         self.axes = axes_of(only(spec, manual))
@@ -111,8 +111,7 @@ class Gather:
 
         def gather(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
-                for axis in reversed(axes):
-                    x = all_gather(x, axis, dim + len(leading), self._lines.get(axis, 1))
+                x = gather_dimension(x, axes, dim + len(leading), self._line)
             return x
 
         return self._on_parts(gather, leading)(x)
@@ -147,8 +146,7 @@ class Gather:
 
         def reduce(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
-                for axis in axes:
-                    x = scatter_sum(x, axis, dim + len(leading), self._lines.get(axis, 1))
+                x = scatter_dimension(x, axes, dim + len(leading), self._line)
             return x
 
         return self._on_parts(reduce, leading)(x)

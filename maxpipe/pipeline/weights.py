@@ -1,6 +1,7 @@
 """Shard live parameters at rest, and gather them for use over the axes that only split storage."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -85,16 +86,16 @@ class Weights:
 
     def gather_layer(self, layer: Params) -> Params:
         """Gather one layer over the storage axes; the transpose scatters its gradient."""
-        return map_specs(self._gather, self._specs["layers"], layer)
+        return map_specs(partial(self._gather, is_outer=False), self._specs["layers"], layer)
 
     def gather_outer(self, params: Params) -> Params:
         """Gather {"embed", "head"} of `params` over the storage axes."""
         return {
-            name: map_specs(self._gather, self._specs[name], params[name])
+            name: map_specs(partial(self._gather, is_outer=True), self._specs[name], params[name])
             for name in ("embed", "head")
         }
 
-    def _gather(self, spec: ParamSpec, p: jax.Array) -> jax.Array:
+    def _gather(self, spec: ParamSpec, p: jax.Array, *, is_outer: bool) -> jax.Array:
         # XLA's partitioner gathers where the layout asks for less splitting than the operand has.
         # Over manual axes there is nothing left to gather.
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -103,15 +104,23 @@ class Weights:
             at_rest = self._rules.spec(spec.axes, spec.shape)
             is_along = TORUS_AXIS in axes_of(at_rest) - axes_of(target)
             if is_along and _gathers_minor_axes(at_rest, target):
-                return self._gather_in_two_steps(spec, p, at_rest, target)
+                # A gradient of the embedding is cut before it is summed up; that of a layer is laid
+                # out as by any gather, which moves less.
+                gradient = at_rest if is_outer else target
+                return self._gather_in_two_steps(spec, p, at_rest, target, gradient)
         return self._rules.lay_out(p, target, spec.axes)
 
     def _gather_in_two_steps(
-        self, spec: ParamSpec, p: jax.Array, at_rest: PartitionSpec, target: PartitionSpec
+        self,
+        spec: ParamSpec,
+        p: jax.Array,
+        at_rest: PartitionSpec,
+        target: PartitionSpec,
+        gradient: PartitionSpec,
     ) -> jax.Array:
         """Gather along lines of a torus and then across them, by collectives written out.
 
-        The partitioner sums up the gradient, as for other gathers.
+        The partitioner sums up the gradient, for which the last argument asks a layout.
         """
         mesh, line = self._rules.mesh, self._rules.line
         gather = Gather(
@@ -123,7 +132,7 @@ class Weights:
         gathered = jax.custom_vjp(lambda p: on_parts(p))
         gathered.defvjp(
             lambda p: (on_parts(p), None),
-            lambda _, gradient: (self._rules.lay_out(gradient, at_rest, spec.axes),),
+            lambda _, ct: (self._rules.lay_out(ct, gradient, spec.axes),),
         )
         return gathered(p)
 

@@ -81,8 +81,8 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     ring = config.mesh.size("fsdp")
     if ring > tpu.longest_ring:
         note(
-            f"{KEY}=false: mesh axis fsdp has {ring} devices, over the {tpu.longest_ring} with "
-            "which steps were predicted to be faster on this chip"
+            f"{KEY}=false: mesh axis fsdp has {ring} devices, and steps are chosen for up to "
+            f"{tpu.longest_ring} on this chip; compile with true to compare"
         )
         return False
     note(

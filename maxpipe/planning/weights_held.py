@@ -115,7 +115,7 @@ def _cast_layers(weights: ParameterCounts, use: Use) -> Number:
 def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     each = 1.0 - use.per_repeat - use.once  # per iteration; the engine has no repeats to gather for
     chunk = use.layers * weights.layer_gathered
-    # ParameterCounts that are whole are cast before the loop, all layers at once.
+    # Weights that are whole are cast before the loop, all layers at once.
     is_whole = np.equal(weights.layer_gathered, weights.layer_at_rest) * (use.size < use.stored)
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)

@@ -1,13 +1,18 @@
 """Gather along a whole torus in two steps: along its lines, then across them.
 
-Libtpu (0.0.42 to 0.0.50) makes one gather among all devices of a slice whose three dimensions are
-closed a sum of arrays padded with zeros, which fills them first and sends every byte twice; a
-scatter becomes a sum of whole arrays. Along one or two dimensions it makes them as they are.
+Libtpu (0.0.42 to 0.0.50) makes one gather among all chips of a v4 or v5p slice whose three
+dimensions are closed a sum of arrays padded with zeros, which fills them first and sends every byte
+twice; a scatter becomes a sum of whole arrays. Along one or two dimensions it makes them as they
+are.
 
 Letters: n devices of the axis, k of them on a line.
 """
 
+import math
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -21,7 +26,8 @@ _DIMENSIONS = 3
 def line_length(mesh: Mesh) -> int:
     """Return k if mesh axis fsdp spans whole closed tori of three dimensions, else 1.
 
-    Each k consecutive devices of the axis are one line, in the order of the mesh.
+    Each k consecutive devices of the axis are one line, in the order of the mesh. Where a chip is
+    two devices it is 1: libtpu gathers among a part of them as it is, and the rest is not tried.
 
     Args:
       mesh: of whole slices.
@@ -32,8 +38,9 @@ def line_length(mesh: Mesh) -> int:
         return 1
     slices = np.array([slice_of(device) for device in devices])
     places = np.array([coordinates(device) for device in devices])  # [devices, dimensions]
-    sizes = np.ptp(places[slices == slices[0]], axis=0) + 1
-    if not all(chip.torus.rings(sizes.tolist())):
+    of_slice = places[slices == slices[0]]
+    sizes = np.ptp(of_slice, axis=0) + 1
+    if len(of_slice) != np.prod(sizes) or not all(chip.torus.rings(sizes.tolist())):
         return 1
     index = np.arange(len(devices)).reshape(mesh.devices.shape)
     at = mesh.axis_names.index(TORUS_AXIS)
@@ -47,7 +54,7 @@ def line_length(mesh: Mesh) -> int:
 
 def _line_length(places: np.ndarray, sizes: np.ndarray) -> int:
     """Return k of one group, [n, dimensions], in a torus of these sizes."""
-    if not len(np.unique(places, axis=0)) == len(places) == np.prod(sizes):
+    if len(places) != np.prod(sizes):
         return 1
     for size in sorted(sizes.tolist(), reverse=True):
         # [n, dimensions] -> [n / k, k, dimensions]; within a line one coordinate differs.
@@ -57,28 +64,57 @@ def _line_length(places: np.ndarray, sizes: np.ndarray) -> int:
     return 1
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
-    """Return [..., m, ...] of each device of a manual axis as [..., n m, ...].
+def gather_dimension(x: jax.Array, axes: Sequence[str], dim: int, line: int) -> jax.Array:
+    """Return [..., m, ...] of each device as [..., n m, ...], n devices over all of the axes.
 
     Args:
       x: this device's part.
-      axis: of the mesh.
+      axes: manual mesh axes that split the dimension, the outermost first.
       dim: dimension that is gathered.
-      line: k of the axis; 1 gathers in one step.
+      line: k of mesh axis fsdp; 1 where gathers along it take one step.
     """
-    if line == 1:
+    if line == 1 or axes[-1] != TORUS_AXIS:
+        for axis in reversed(axes):
+            x = _gather(x, axis, dim, line)
+        return x
+    # Fsdp fills a slice, so the axes before it cross slices: they carry shards, not whole arrays.
+    parts = jnp.expand_dims(x, dim)  # [..., 1, m, ...]
+    for axis in reversed(axes[:-1]):
+        parts = _gather(parts, axis, dim, line)
+    parts = _gather(parts, TORUS_AXIS, dim + 1, line)  # [..., slices, m * devices, ...]
+    return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def scatter_dimension(x: jax.Array, axes: Sequence[str], dim: int, line: int) -> jax.Array:
+    """Return this device's part [..., m, ...] of the sum of all devices' [..., n m, ...].
+
+    Arguments as for `gather_dimension`.
+    """
+    if line == 1 or axes[-1] != TORUS_AXIS:
+        for axis in axes:
+            x = _scatter(x, axis, dim, line)
+        return x
+    across = math.prod(lax.axis_size(axis) for axis in axes[:-1])
+    # [..., n m, ...] -> [..., slices, m * devices, ...]
+    parts = x.reshape(*x.shape[:dim], across, -1, *x.shape[dim + 1 :])
+    parts = _scatter(parts, TORUS_AXIS, dim + 1, line)
+    for axis in axes[:-1]:
+        parts = _scatter(parts, axis, dim, line)
+    return jnp.squeeze(parts, dim)
+
+
+def _gather(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
+    """Gather along one axis, [..., m, ...] -> [..., n m, ...]."""
+    if line == 1 or axis != TORUS_AXIS:
         return lax.all_gather(x, axis, axis=dim, tiled=True)
     for groups in _groups(lax.axis_size(axis), line):
         x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
 
-def scatter_sum(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
-    """Return this device's part [..., m, ...] of the sum of all devices' [..., n m, ...].
-
-    Arguments as for `all_gather`.
-    """
-    if line == 1:
+def _scatter(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
+    """Sum along one axis, [..., n m, ...] -> [..., m, ...]."""
+    if line == 1 or axis != TORUS_AXIS:
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     for groups in reversed(_groups(lax.axis_size(axis), line)):
         x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)

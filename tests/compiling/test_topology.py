@@ -44,14 +44,14 @@ def torus(sizes, shape, names, slices=1):
         ("v5e", (16, 16, 1), (64, 4), (3, 1)),
     ],
 )
-def test_axis_links_are_those_of_the_dimensions_an_axis_spans(chip, sizes, shape, links):
+def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans(chip, sizes, shape, links):
     mesh = torus(sizes, shape, ("data", "fsdp"))
     found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
     # An axis of one device spans nothing; its collectives, if there were any, would count one link.
     assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
 
 
-def test_axis_links_of_several_axes_are_those_of_all_their_dimensions():
+def test_links_along_several_axes_are_those_of_all_their_dimensions():
     mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
     assert links_along(mesh, chip_of("v5p"), "data,fsdp") == 4
     assert links_along(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
@@ -72,18 +72,18 @@ def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
 
 
 @pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])
-def test_axis_links_between_neighbours_are_one_in_each_direction(length, links):
+def test_links_along_axes_between_neighbours_are_one_in_each_direction(length, links):
     mesh = torus((length, 2, 1), (length, 2), ("stage", "fsdp"))
     assert links_along(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
 
 
-def test_axis_links_of_slices_are_those_within_one():
+def test_links_along_axes_of_slices_are_those_within_one():
     mesh = torus((4, 4, 1), (8, 4), ("data", "fsdp"), slices=2)
     assert links_along(mesh, chip_of("v5e"), "data") == 1
 
 
 @pytest.mark.parametrize("axes", ["", "fsdp"])
-def test_axis_links_without_coordinates_are_all_links(axes):
+def test_links_along_axes_without_coordinates_are_all_links(axes):
     switched = SimpleNamespace(
         devices=np.array([SimpleNamespace()] * 4, object).reshape(2, 2), axis_names=("data", "fsdp")
     )

@@ -1,5 +1,6 @@
 """Gathers along a whole torus take two steps, and what they move is the same."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.sharding.torus import all_gather, line_length, scatter_sum
+from maxpipe.sharding.torus import gather_dimension, line_length, scatter_dimension
 
 AXES = ("data", "stage", "fsdp")
 
@@ -56,9 +57,11 @@ def test_line_length_is_one_elsewhere(mesh):
     assert line_length(mesh) == 1
 
 
-def test_line_length_is_one_where_a_chip_is_two_devices():
+@pytest.mark.parametrize("fsdp", [128, 64])
+def test_line_length_is_one_where_a_chip_is_two_devices(fsdp):
     mesh = torus((4, 4, 4), (1, 1, 64), "TPU7x")
-    mesh.devices = np.repeat(mesh.devices, 2, axis=2)
+    # The devices of a chip follow each other, or are those of an axis before fsdp.
+    mesh.devices = np.repeat(mesh.devices, 2, axis=2 if fsdp == 128 else 1)
     assert line_length(mesh) == 1
 
 
@@ -66,27 +69,49 @@ def test_line_length_of_simulated_devices_is_one():
     assert line_length(make_mesh(tiny(**{"mesh.ici.fsdp": 8}))) == 1
 
 
-@pytest.mark.parametrize("line", [1, 2, 4])
-def test_gather_and_scatter_in_two_steps_move_the_same(line):
-    mesh = make_mesh(tiny(**{"mesh.ici.fsdp": 8}))
+@pytest.mark.parametrize("line", [1, 2])
+@pytest.mark.parametrize("axes", [("fsdp",), ("stage", "fsdp"), ("fsdp", "stage")])
+def test_gather_and_scatter_in_two_steps_move_the_same(axes, line):
+    mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     weight = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
+    scales = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
 
     def both(shard, scale):
-        full = all_gather(shard, "fsdp", 1, line)
-        return full, scatter_sum(full * scale[0], "fsdp", 1, line)
+        full = gather_dimension(shard, axes, 1, line)
+        return full, scatter_dimension(full * scale[0, 0], axes, 1, line)
 
     f = jax.jit(
         jax.shard_map(
             both,
             mesh=mesh,
-            in_specs=(P(None, "fsdp"), P("fsdp")),
-            out_specs=(P(), P(None, "fsdp")),
+            in_specs=(P(None, axes), P("stage", "fsdp")),
+            out_specs=(P(), P(None, axes)),
             check_vma=False,
         )
     )
-    scales = np.arange(1, 9, dtype=np.float32)
     full, total = f(weight, scales)
     np.testing.assert_array_equal(full, weight)
-    np.testing.assert_allclose(total, 36 * weight, rtol=1e-6)
-    steps = 1 if line == 1 else 2
+    summed = scales.sum() if "stage" in axes else scales[0].sum()
+    np.testing.assert_allclose(total, summed * weight, rtol=1e-6)
+    steps = line + len(axes) - 1
     assert str(jax.make_jaxpr(f)(weight, scales)).count("all_gather[") == steps
+
+
+@pytest.mark.parametrize(("line", "crossing"), [(1, 4), (2, 1)])
+def test_axes_that_cross_slices_carry_shards_of_a_whole_torus(line, crossing):
+    """In one step fsdp comes first, and the axis before it carries what that has gathered."""
+    mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
+    spec = P(("stage", "fsdp"))
+
+    def gather(shard):
+        return gather_dimension(shard, ("stage", "fsdp"), 0, line)
+
+    f = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    program = jax.make_jaxpr(f)(np.zeros(8, np.float32))
+    (body,) = [eqn.params["jaxpr"] for eqn in program.eqns]
+    sizes = [
+        math.prod(eqn.invars[0].aval.shape)
+        for eqn in body.eqns
+        if eqn.primitive.name == "all_gather" and "stage" in str(eqn.params["axis_name"])
+    ]
+    assert sizes == [crossing]

@@ -102,22 +102,29 @@ class Machine(NamedTuple):
         return within * (grid.ici[at] > 1) + self._dcn_cost() / grid.ici[at]
 
     def gather_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
-        """Return the same for gathers, which take two steps along a whole torus.
+        """Return the seconds that a device needs to send a byte in gathers along an axis.
 
-        See `sharding.torus`: first along lines, over two links, and then across them, over four.
-        Where a chip is two devices they are sums of whole arrays.
+        Along a whole torus they take two steps, first along lines, over two links, and then across
+        them, over four (see `sharding.torus`). Where a chip is two devices, a gather among all
+        devices of a slice is a sum of whole arrays.
         """
         cost = self.collective_cost(grid, links, axis)
-        if not self.is_whole_torus(grid, links, axis):
-            return cost
-        if self.devices > self.num_chips:
-            return 2 * cost
-        size, line, all_links = grid.size(axis), self.grid[-1], links[axis].collectives
-        steps = (line - 1) / 2 + (size - line) / (all_links - 2)
-        return cost * all_links * steps / (size - 1)
+        size, all_links = grid.size(axis), links[axis].collectives
+        if self.is_whole_torus(grid, links, axis):
+            line = self.grid[-1]
+            steps = (line - 1) / 2 + (size - line) / (all_links - 2)
+            return cost * all_links * steps / (size - 1)
+        is_sum = self._spans_torus(grid, links, axis) and size * self.slices == self.devices
+        return 2 * cost if is_sum else cost
 
     def is_whole_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
-        """Return whether an axis spans a slice whose three dimensions are closed."""
+        """Return whether an axis is all devices of a slice whose three dimensions are closed.
+
+        Where a chip is two devices it is not: see `sharding.torus.line_length`.
+        """
+        return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
+
+    def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
         is_within = grid.dcn[MESH_AXES.index(axis)] == 1
         torus = self.chip.torus
         return is_within and torus == CUBES and links[axis].collectives == torus.links

@@ -17,10 +17,15 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     def cost(axis: str) -> float:
         return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
 
+    by_autodiff = _by_autodiff(sizes)
     gathered = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
-    # XLA's partitioner scatters along a whole torus by sums of whole arrays.
-    is_sum = not sizes.is_written_out and machine.is_whole_torus(grid, links, "fsdp")
-    scattered = 2 * cost("fsdp") if is_sum else gathered
+
+    def scattered(by_partitioner: Number) -> Number:
+        """Return what a byte of a gradient takes; the partitioner sums along a whole torus."""
+        if not machine.is_whole_torus(grid, links, "fsdp"):
+            return cost("fsdp")
+        return by_partitioner * 2 * cost("fsdp") + (1.0 - by_partitioner) * gathered
+
     moved = parameters.layer_gathered - parameters.layer_at_rest
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     tensor, context = grid.size("tensor"), grid.size("context")
@@ -42,7 +47,6 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     # Where a stage has several repeats, a differentiated loop sums up over context once.
     is_once = sizes.engine.has_stages * np.greater(sizes.repeats, 1)
     in_units = np.where(is_once, over_data, summed_once)
-    by_autodiff = _by_autodiff(sizes)
     units = 1.0 if sizes.engine.has_stages else sizes.microbatches
     # So do devices that share experts, of the other weights.
     over_experts = 2 * (experts - 1) / experts * cost(EXPERT_AXIS)
@@ -52,7 +56,8 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     once = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
     once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
-    scatter: Number = _gradient_bytes(sizes) * moved * scattered
+    outer_scattered = scattered(float(not sizes.is_written_out))
+    scatter: Number = _gradient_bytes(sizes) * moved * scattered(by_autodiff)
     gradient: Number = parameters.layer_at_rest * in_units + of_layer * over_experts
     if not sizes.engine.has_stages and grid.size("fsdp") > 1 and sharing > 1:
         # XLA sums whole gradients over all these axes at once, and cuts the sums.
@@ -73,7 +78,8 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         reduction=once * summed_once
         + FLOAT32 * after * over_context
         + FLOAT32 * once_over_experts * over_experts,
-        outer=(sizes.itemsize + _summed_bytes(sizes)) * outer * _joint(gathered, cost("stage")),
+        outer=sizes.itemsize * outer * _joint(gathered, cost("stage"))
+        + _summed_bytes(sizes) * outer * _joint(outer_scattered, cost("stage")),
     )
 
 
@@ -131,7 +137,7 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
     return 0.0 if sizes.is_written_out else sizes.gathers("per_iteration")
 
 
-def _joint(*costs: float) -> float:
+def _joint(*costs: Number) -> Number:
     """Return the seconds of a byte in collectives along several axes, which use all their links."""
-    rates = [1 / cost for cost in costs if cost]
+    rates = [1 / cost for cost in costs if np.any(cost)]
     return 1 / sum(rates) if rates else 0.0

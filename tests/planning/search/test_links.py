@@ -11,6 +11,9 @@ from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.search.links import axis_links
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.space import Grid
+from maxpipe.sharding.torus import line_length
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,22 @@ class TestTpu:
             for axis, size in mesh.shape.items():
                 expected = topology.links_along(mesh, chip, axis) if size > 1 else 1
                 assert links[axis].collectives == expected, (sizes, axis)
+
+    @pytest.mark.parametrize(
+        "name", ["v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x4", "v4:4x4x4", "tpu7x:4x4x4"]
+    )
+    def test_whole_tori_are_those_along_which_engines_gather_in_two_steps(self, name):
+        machine = machine_of(name, 1, Config())
+        config = replace(Config(), **{"compile.topology": name})
+        devices = topology.devices_of(config)
+        for other in (1, 2, 4):
+            grid = Grid((other, 1, len(devices) // other, 1, 1, 1), (1,) * 6)
+            keys = {
+                "mesh.ici.data": other,
+                "mesh.ici.fsdp": len(devices) // other,
+                "mesh.ici.stage": 1,
+            }
+            line = line_length(build_mesh(replace(config, **keys), devices))
+            is_whole = machine.is_whole_torus(grid, machine.links(grid), "fsdp")
+            assert line == (machine.grid[-1] if is_whole else 1)
+            assert is_whole == (other == 1 and name not in ("v5p:2x4x4", "tpu7x:4x4x4"))

@@ -78,8 +78,8 @@ def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
     [
         # 3 parts of 64 over two links, then 60 over four; XLA sums whole gradients over six.
         ("v5p:4x4x4", 64, (3 / 2 + 60 / 4) / 64, 2 * 63 / 64 / 6),
-        # Chips of two devices sum whole weights, too.
-        ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 2 * 127 / 128 / 6),
+        # Chips of two devices gather by sums of whole weights.
+        ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 127 / 128 / 6),
         ("v6e:8x8", 64, 63 / 64 / 2, 63 / 64 / 2),
     ],
 )
@@ -100,6 +100,27 @@ def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_are_sums(
     # Norms are never split.
     assert np.ravel(waits.gather / whole) == pytest.approx(gather, rel=0.01)
     assert np.ravel(waits.scatter / whole) == pytest.approx(scatter, rel=0.01)
+
+
+@pytest.mark.parametrize(("gather", "by_partitioner"), [("per_iteration", True), ("once", False)])
+def test_circular_sums_along_a_whole_torus_are_of_whole_arrays_where_autodiff_makes_them(
+    gather, by_partitioner
+):
+    machine = machine_of("v5p:4x4x4", 1, Config())
+    mesh = {"stage": 1, "data": 1, "fsdp": 64}
+    sizes = sizes_of("circular", "gpipe", mesh=mesh, fsdp_gather=[gather])
+    grid = sizes.block.grid
+    links = machine.links(grid)
+    whole = 2 * machine.collective_cost(grid, links, "fsdp")
+    in_two_steps = machine.gather_cost(grid, links, "fsdp")
+    assert in_two_steps < whole
+    moved = sizes.itemsize * (sizes.parameters.layer_gathered - sizes.parameters.layer_at_rest)
+    waits = waits_of(sizes, machine)
+    expected = whole if by_partitioner else in_two_steps
+    assert np.ravel(waits.scatter / moved) == pytest.approx(expected)
+    outer = sizes.parameters.embed_gathered + sizes.parameters.head_gathered
+    outer = sizes.itemsize * (outer - sizes.parameters.outer_at_rest)
+    assert np.ravel(waits.outer / outer) == pytest.approx(in_two_steps + whole)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
