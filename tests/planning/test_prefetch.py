@@ -31,7 +31,7 @@ def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so(kind, size)
 def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so(kind, size, longest):
     does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
     assert not does
-    assert f"mesh axis fsdp has {size} devices, over the {longest} " in note
+    assert f"mesh axis fsdp has {size} devices, and steps are chosen for up to {longest} " in note
 
 
 @pytest.mark.parametrize(
