@@ -93,6 +93,7 @@ def evaluations(root):
     return {row["step"]: row["eval_loss"] for row in rows(root) if "eval_loss" in row}
 
 
+@pytest.mark.slow
 def test_train_in_two_processes_goes_on_with_sequential_engine_and_back(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, output = run(tmp_path / "whole.log", command(whole, *RUN, *SEQUENTIAL))

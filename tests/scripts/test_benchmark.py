@@ -120,6 +120,7 @@ def test_benchmark_gpu_without_a_gpu_exits_with_2(capsys):
     assert "GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_benchmark_gpu_without_need_of_a_gpu_runs_on_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))

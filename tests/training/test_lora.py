@@ -32,6 +32,7 @@ def test_base_keeps_its_bits_and_has_no_moments(runs):
     assert moments == {name.partition(".layers.")[2] for name in added}
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(runs):
     words, root = runs
     more = [*words, "run_name=stopped", f"init_from=run:{root}/base", "steps=4"]

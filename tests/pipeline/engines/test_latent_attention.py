@@ -41,7 +41,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+MARKED = [
+    pytest.param(n, marks=[pytest.mark.slow] if n == "lockstep_1f1b" else []) for n in CASES
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_losses_and_gradients_equal_those_of_one_device(name):
     config = tiny(**LATENT | CASES[name])
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest

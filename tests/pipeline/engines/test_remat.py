@@ -138,7 +138,7 @@ def test_remat_cheap_decides_how_often_a_backward_computes_activation_functions(
         ("circular", "minimal"),
         ("lockstep_1f1b", "full"),
         ("lockstep_1f1b", "minimal"),
-        ("lockstep_zb", "minimal"),
+        pytest.param("lockstep_zb", "minimal", marks=pytest.mark.slow),
     ],
 )
 def test_step_that_holds_cheap_values_equals_the_sequential_one(schedule, policy):

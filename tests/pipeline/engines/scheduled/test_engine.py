@@ -72,15 +72,20 @@ def test_evaluate_of_any_batch_size_is_exact(values, rows):
 @pytest.mark.parametrize(
     ("S", "V", "M", "delay"),
     [
-        (2, 2, 1, False),
-        (2, 2, 5, False),
         (4, 1, 1, False),
-        (4, 2, 3, False),
         (4, 2, 9, False),
-        (2, 2, 1, True),
         (2, 2, 5, True),
-        (4, 1, 7, True),
-        (4, 2, 13, True),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in (
+                (2, 2, 1, False),
+                (2, 2, 5, False),
+                (4, 2, 3, False),
+                (2, 2, 1, True),
+                (4, 1, 7, True),
+                (4, 2, 13, True),
+            )
+        ),
     ],
 )
 def test_gradients_of_any_number_of_microbatches_are_exact(S, V, M, delay):
@@ -120,6 +125,7 @@ def test_gradients_of_a_free_running_table_are_exact(tmp_path):
     check(small(**{"pipeline.schedule": str(path), "pipeline.num_repeats": 1}))
 
 
+@pytest.mark.slow
 def test_gradients_of_a_free_running_table_with_split_backwards_are_exact(tmp_path):
     """W has a tick of its own, on every stage another number of ticks after its I."""
     path = tmp_path / "schedule.csv"

@@ -269,10 +269,10 @@ def temp_bytes(engine, num_microbatches, **values):
     "values",
     [
         {},
-        {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
         *(
             pytest.param(values, marks=pytest.mark.slow)
             for values in (
+                {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
                 {"pipeline.skip_idle": "false", "pipeline.overlap_slots": True},
                 {"pipeline.delay_activation_forwarding": True, "pipeline.fsdp_gather": "once"},
                 {"pipeline.remat_policy": "none", "pipeline.scan_layers_per_stage": True},

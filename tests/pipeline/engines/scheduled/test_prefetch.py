@@ -26,7 +26,10 @@ def config_of(**values):
     [
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"pipeline.skip_idle": "false"}, marks=pytest.mark.slow),
-        {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+        pytest.param(
+            {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
             marks=pytest.mark.slow,
@@ -53,7 +56,7 @@ def test_gradients_with_prefetch_equal_those_without_and_the_reference(values):
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bfloat16_with_prefetch_is_as_near_as_without(tensor):
     """The first gradients of a ring leave in bfloat16, and sums are float32."""
     values = {"model.dtype": "bfloat16", "mesh.ici.fsdp": 2, "mesh.ici.tensor": tensor}
