@@ -85,7 +85,12 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
 }  # fmt: skip
-_NO_WORK = {"AllocateBuffer", "Sharding", "SliceId", "ZeroCrop"}
+# Custom calls of the compiler's own that only name, join or mark what is there already.
+_NO_WORK = {
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding",
+    "SliceId", "ZeroCrop",
+}  # fmt: skip
 
 
 class Prices:
@@ -230,11 +235,7 @@ class Prices:
             if name in computation.instructions
             and (floats := _FLOATS.match(computation.instructions[name].type))
         ]
-        if not target or target[1] != _KERNEL:
-            # One of the compiler's own.
-            moved = _moved_bytes(computation, instruction)
-            return Price(Part.LOOP_FUSIONS, moved / self._constants.hbm_bandwidth)
-        if not words:
+        if not target or target[1] != _KERNEL or not words:
             return self._stated(computation, instruction)
         if len(shapes) < 2:
             return Price(Part.ATTENTION, None)
@@ -247,7 +248,7 @@ class Prices:
         return Price(Part.ATTENTION, flops / peak)
 
     def _stated(self, computation: Computation, instruction: Instruction) -> Price:
-        """Return the price of a kernel that states its FLOPs and bytes, as megablox does."""
+        """Return the price of a custom call that states its FLOPs and bytes, as megablox does."""
         stated = _STATED.search(instruction.attributes)
         if not stated:
             return Price(Part.LOOP_FUSIONS, None)

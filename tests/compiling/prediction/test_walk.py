@@ -171,6 +171,27 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
     assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
 
 
+@pytest.mark.parametrize("target", ["ConcatBitcast", "AssumeGatherIndicesInBound"])
+def test_price_of_a_custom_call_that_moves_nothing_is_none(target):
+    without = walked((HLO / "attention.hlo").read_text(encoding="utf-8"))
+    timeline = walked(with_custom_call(target))
+    assert timeline.seconds == without.seconds
+    assert unknowns(timeline) == unknowns(without)
+
+
+def test_price_of_a_custom_call_that_nobody_knows_is_unknown():
+    timeline = walked(with_custom_call("Novel"))
+    assert unknowns(timeline) == ["kernels whose work is unknown: joined, own.1"]
+
+
+def with_custom_call(target):
+    """The program of an attention kernel, with a call of the compiler's own before it."""
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    first = "  %splash_mha_fwd.1"
+    call = f'  %joined = bf16[2,2,1024,128] custom-call(%k, %k), custom_call_target="{target}"'
+    return text.replace(first, f"{call}\n{first}", 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "products", "largest"),
     [("fwd", 2, 256), ("dq", 3, 1024), ("dkv", 4, 128), ("other fwd", 2, 512)],
