@@ -41,9 +41,7 @@ CASES = {
 }
 
 
-MARKED = [
-    pytest.param(n, marks=[pytest.mark.slow] if n == "lockstep_1f1b" else []) for n in CASES
-]
+MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n == "lockstep_1f1b" else []) for n in CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -92,7 +92,16 @@ CASES = {
 
 # The others differ little from these.
 FIRST = ("lockstep_1f1b", "circular", "1f1b")
-MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
+FURTHER = ("sequential", "circular_per_repeat", "zb_v", "experts")
+
+
+def _marks(name):
+    if name in FIRST:
+        return []
+    return [pytest.mark.slow if name in FURTHER else pytest.mark.grid]
+
+
+MARKED = [pytest.param(name, marks=_marks(name)) for name in CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)
