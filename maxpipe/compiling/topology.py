@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from maxpipe.compiling.collectives import Collective
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
-from maxpipe.config.slices import canonical_topology, examples_of
+from maxpipe.config.slices import canonical_topology, examples_of, num_chips
 from maxpipe.devices.chips import Chip, coordinates, slice_of
 from maxpipe.planning.search.links import links_of
 
@@ -68,7 +68,9 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     topology = canonical_topology(topology)
-    options: dict[str, int | str] = {"num_slices": slices} if slices > 1 else {}
+    options: dict[str, int | str | tuple[int, ...]] = {"num_slices": slices} if slices > 1 else {}
+    if num_chips(topology) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu takes hosts to have at least 2 x 2
     if chip_config := _CHIP_CONFIGS.get(topology.partition(":")[0]):
         options["chip_config_name"] = chip_config
     try:

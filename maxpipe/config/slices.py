@@ -36,7 +36,7 @@ class Generation:
 
 
 _SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = (
     Generation("v4", 2, 1, _SMALL, (), 4096, 4),
     Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256, 8),
@@ -73,18 +73,27 @@ def canonical_topology(name: str) -> str:
     return f"{generation.name}:{grid}"
 
 
+def names_kind(topology: str) -> bool:
+    """Return whether a topology begins with the name of a kind of TPU, or else has a grid."""
+    match = _NAME.fullmatch(topology.lower())
+    return re.split("[-:]", topology.lower())[0] in _BY_NAME or (
+        match is not None and "x" in match[3]
+    )
+
+
 def explain_topology(name: str) -> str:
     """Return what a name was understood as, with its chips; empty if it is libtpu's name."""
     canonical = name if name in ("", "cpu") else canonical_topology(name)
     if canonical == name:
         return ""
-    generation, number = _BY_NAME[canonical.partition(":")[0]], name.partition("-")[2]
+    generation, number = _BY_NAME.get(canonical.partition(":")[0]), name.partition("-")[2]
     chips = num_chips(canonical)
     counted = ""
-    if number.isdecimal():
+    if generation and number.isdecimal():
         unit = "TensorCores, two a chip" if generation.cores_per_chip > 1 else "chips"
         counted = f"; the number in {name} counts {unit}"
-    return f"compile.topology={name} is {canonical}, {chips} chips{counted}"
+    noun = "chip" if chips == 1 else "chips"
+    return f"compile.topology={name} is {canonical}, {chips} {noun}{counted}"
 
 
 def standard_grid(generation: Generation, chips: int) -> str:
@@ -165,7 +174,7 @@ def check_grid(topology: str) -> None:
 
 
 def slices_of(name: str) -> list[str]:
-    """Return all usual slices of a kind of TPU, the smallest first: ["v5e:2x2", ...].
+    """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...].
 
     Raises:
       ValueError: there is no such kind.

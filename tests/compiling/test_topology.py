@@ -1,5 +1,7 @@
 """Links of the torus that mesh axes span: made-up coordinates, and TPU topologies."""
 
+import subprocess
+import sys
 from itertools import product
 from types import SimpleNamespace
 
@@ -142,3 +144,16 @@ class TestTpu:
         slowest = max(use["seconds"] for use in report["links"])
         assert report["bounds"]["network_seconds"] == pytest.approx(slowest)
         assert "2 of 6 links" in text
+
+    @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e-1"])
+    def test_devices_of_the_smallest_slice_are_one_chip(self, topology):
+        """In a process of its own, whose JAX is not in use yet."""
+        code = (
+            "from maxpipe.compiling.topology import devices_of\n"
+            "from maxpipe.config import Config, replace\n"
+            f"config = replace(Config(), **{{'compile.topology': {topology!r}}})\n"
+            "print([d.device_kind for d in devices_of(config)])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        kind = {"v5e:1x1": "TPU v5 lite", "v6e-1": "TPU v6 lite"}[topology]
+        assert done.stdout == f"{[kind]}\n", done.stderr

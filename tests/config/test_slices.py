@@ -3,7 +3,13 @@
 import pytest
 
 from maxpipe.config import ConfigError, load, resolve
-from maxpipe.config.slices import canonical_topology, explain_topology, num_devices
+from maxpipe.config.slices import (
+    canonical_topology,
+    explain_topology,
+    names_kind,
+    num_devices,
+    slices_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +25,8 @@ from maxpipe.config.slices import canonical_topology, explain_topology, num_devi
         ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-256", "v5e:16x16", 256),
         ("v6e-8", "v6e:2x4", 8),
+        ("v6e-1", "v6e:1x1", 1),
+        ("v5litepod-1", "v5e:1x1", 1),
         ("v7x:2x2x1", "tpu7x:2x2x1", 8),
         ("ironwood-128", "tpu7x:4x4x4", 128),
         ("v3:4x4", "v3:4x4", 16),
@@ -54,7 +62,31 @@ def test_explain_topology_says_what_the_number_counts():
     assert explain_topology("ironwood:2x2x1") == (
         "compile.topology=ironwood:2x2x1 is tpu7x:2x2x1, 4 chips"
     )
+    assert explain_topology("v6e-1").startswith("compile.topology=v6e-1 is v6e:1x1, 1 chip;")
+    assert explain_topology("V3:2x2") == "compile.topology=V3:2x2 is v3:2x2, 4 chips"
     assert [explain_topology(name) for name in ("", "cpu", "v5p:4x4x4")] == ["", "", ""]
+
+
+def test_slices_of_a_kind_begin_with_one_chip_where_the_cloud_has_it():
+    assert slices_of("v6e")[:2] == ["v6e:1x1", "v6e:2x2"]
+    assert slices_of("v5litepod")[0] == "v5e:1x1"
+    assert slices_of("v5p")[0] == "v5p:2x2x1"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v5e", True),
+        ("V5P-128", True),
+        ("ironwood:2x2x1", True),
+        ("v3:2x2", True),
+        ("H100:8", False),
+        ("v9-8", False),
+        ("", False),
+    ],
+)
+def test_names_kind_is_true_of_kinds_of_tpus_and_of_grids(name, expected):
+    assert names_kind(name) == expected
 
 
 def test_the_cloud_s_name_resolves_to_libtpu_s():
