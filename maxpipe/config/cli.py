@@ -3,7 +3,7 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -66,6 +66,7 @@ def parse_args(
     prog: str,
     description: str,
     add_flags: AddFlags | None = None,
+    undecided: Collection[str] = (),
 ) -> Arguments:
     """Parse a command line and load its config; --help and --print-config print and exit with 0.
 
@@ -74,6 +75,7 @@ def parse_args(
       prog: the command as users type it, such as `python -m maxpipe.train`.
       description: what the command does, one line.
       add_flags: adds the command's own flags to the parser.
+      undecided: keys whose values the command finds itself, see `load`.
 
     Raises:
       ConfigError: the command line or the config is wrong.
@@ -109,7 +111,7 @@ def parse_args(
         message = f"no config file: {prog} CONFIG.yml key=value ...; presets that ship: {names}"
         raise ConfigError(*problems, Problem("", message))
     try:
-        loaded = load(path, flags.overrides)
+        loaded = load(path, flags.overrides, undecided)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from None
     if problems:

@@ -1,7 +1,7 @@
 """Load a configuration from YAML and overrides, and resolve it for real devices."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from maxpipe.config import from_hf
@@ -36,14 +36,18 @@ class Loaded:
     remarks: tuple[str, ...] = ()
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
+def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = ()) -> Loaded:
     """Read a YAML file, the files it inherits from and `key=value` words, and check the config.
-
-    `path` may also name a shipped configuration, such as llama3-8b.
 
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
     defaults, the furthest `base:`, ..., the file, the shape of `model.from_hf`, the overrides in
     their order. Those may not contradict that shape.
+
+    Args:
+      path: of the file, or the name of a shipped configuration.
+      overrides: `key=value` words.
+      undecided: keys whose values the command finds itself. Each has to be legal alone; rules that
+        read any of them, or check how they go together, are left out.
 
     Raises:
       ConfigError: with all problems.
@@ -71,14 +75,15 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     problems += reference_problems + value_problems + shape_problems
     config = update(Config(), values)
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
-    misread = {problem.key for problem in problems}
-    broken = misread | set(unknown_axes(config))
-    rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+    unusable = {problem.key for problem in problems} | set(undecided)
+    broken = unusable | set(unknown_axes(config))
+    rules = RULES if undecided else (check_unknown_axes, *RULES)
+    rule_problems = apply_rules(rules, config, broken)[1]
     if problems or rule_problems:
-        misfits = _misfits(config, misread)
+        misfits = _misfits(config, unusable)
         if misfits:  # with a mesh that fits, rules that read it may find nothing wrong
             broken |= {problem.key for problem in misfits}
-            rule_problems = apply_rules((check_unknown_axes, *RULES), config, broken)[1]
+            rule_problems = apply_rules(rules, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
     return Loaded(config, sources, remarks)
 
@@ -92,16 +97,16 @@ def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
     return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
 
 
-def _misfits(config: Config, misread: Set[str]) -> Sequence[Problem]:
+def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
     """Return the problems of `simulated_mesh_problems`.
 
     Args:
       config: the values so far.
-      misread: keys without a usable value.
+      unusable: keys without a usable value.
     """
     num_devices = config.mesh.simulated_devices
-    is_unusable = any(key.startswith("mesh") for key in misread)
-    if is_unusable or not num_devices or config.compile.topology not in ("", "cpu"):
+    has_no_mesh = any(key.startswith("mesh") for key in unusable)
+    if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
     if apply_rules((check_unknown_axes,), config, ())[1]:
         return []  # which is among the problems already

@@ -63,6 +63,14 @@ def test_command_with_problems_in_resolve_prints_them_alike(base):
     )
 
 
+def test_parse_args_leaves_out_rules_of_undecided_keys(base):
+    words = [base, "pipeline.num_repeats=3"]
+    with pytest.raises(ConfigError, match=r"pipeline\.num_repeats"):
+        parse(*words)
+    arguments = parse_args(words, prog="p", description="d", undecided=["pipeline.num_repeats"])
+    assert arguments.loaded.config.pipeline.num_repeats == 3
+
+
 def test_exit_on_config_error_passes_other_errors():
     with pytest.raises(ValueError, match="mine"), exit_on_config_error():
         raise ValueError("mine")

@@ -220,3 +220,30 @@ def test_load_every_key_of_an_earlier_version_stays_legal(path):
 def test_every_schedule_of_an_earlier_version_stays_legal():
     assert len(EARLIER) == 2
     assert SCHEDULES.keys() >= EARLIER_SCHEDULES
+
+
+def test_load_judges_undecided_keys_alone_and_not_how_they_go_together(base):
+    words = ["mesh.ici.stage=3", "pipeline.num_repeats=5", "mesh.ici.data=-1", "mesh.ici.fsdp=-1"]
+    undecided = [key for key in OPTIONS if key.startswith(("mesh.", "pipeline."))]
+    with pytest.raises(ConfigError):
+        load(base, words)
+    loaded = load(base, words, undecided)
+    assert loaded.config.mesh.ici.stage == 3
+    assert loaded.config.pipeline.num_repeats == 5
+    simulated = load(base, ["mesh.simulated_devices=7"], undecided)
+    assert simulated.config.mesh.simulated_devices == 7
+
+
+@pytest.mark.parametrize(
+    "word", ["pipeline.num_repeats=0", "pipeline.num_repeats=two", "model.num_kv_heads=3"]
+)
+def test_load_refuses_illegal_values_of_undecided_keys_and_broken_rules_of_others(base, word):
+    with pytest.raises(ConfigError) as caught:
+        load(base, [word], ["pipeline.num_repeats", "pipeline.engine"])
+    assert [problem.key for problem in caught.value.problems] == [word.partition("=")[0]]
+
+
+def test_load_with_several_problems_and_undecided_keys_reports_none_of_the_mesh(base):
+    with pytest.raises(ConfigError) as caught:
+        load(base, ["mesh.simulated_devices=7", "stepz=1"], ["mesh.ici.stage", "pipeline.engine"])
+    assert [problem.key for problem in caught.value.problems] == ["stepz"]
