@@ -3,7 +3,14 @@
 from typing import NamedTuple
 
 from maxpipe.config.sections import MESH_AXES, Config
-from maxpipe.config.slices import canonical_topology, check_grid, hosts_of, num_chips, num_devices
+from maxpipe.config.slices import (
+    canonical_topology,
+    check_grid,
+    hosts_of,
+    names_kind,
+    num_chips,
+    num_devices,
+)
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
     CHIPS,
@@ -18,6 +25,9 @@ from maxpipe.planning.search.links import AxisLinks, axis_links
 from maxpipe.planning.search.space import Axes, Grid
 
 CPU = "cpu"
+MOST_SIMULATED = 1024  # for the product that is searched grows fast with them
+MOST_GPUS = 8  # of one host
+_GPUS = [chip for chip in CHIPS if chip.torus is None]
 # Simulated devices share a machine whose speed is not known: only ratios of times mean anything.
 _NOMINAL = Chip(
     "cpu", {"bfloat16": 1e10, "float32": 1e10}, 0.0, 1e9, 1e9, 1e9, matrix_efficiency=1.0
@@ -143,27 +153,34 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     """Return the machine that a topology names: a TPU slice, cpu:DEVICES or a GPU and a number.
 
     Raises:
-      ValueError: there is no such slice or chip; the message has those nearest.
+      ValueError: there is no such slice or chip, with those nearest; or there are more devices
+        than are priced.
     """
     name, _, number = topology.partition(":")
     dtype = config.model.dtype
     if name.lower() == CPU:
-        if topology.lower() != CPU and (not number.isdecimal() or int(number) < 1):
-            raise ValueError(f"{topology!r}: give the number of devices, such as cpu:8")
-        count = int(number) if number else max(1, config.mesh.simulated_devices)
+        simulated = str(max(1, config.mesh.simulated_devices))
+        count = _count_of(topology, number if ":" in topology else simulated, "devices", CPU)
+        _check_one_machine(topology, count, slices, MOST_SIMULATED, "simulated devices")
         return Machine(
             f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype],
             _NOMINAL.hbm_bandwidth, None, False,
         )  # fmt: skip
-    gpu = next((c for c in CHIPS if c.torus is None and c.name.lower() == name.lower()), None)
+    gpu = next((chip for chip in _GPUS if chip.name.lower() == name.lower()), None)
     if gpu is not None:
-        if not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"{topology!r}: give the number of GPUs, such as {gpu.name}:8")
-        count = int(number)
+        count = _count_of(topology, number, "GPUs", gpu.name)
+        what = "GPUs, those of one host: what is between hosts has no price"
+        _check_one_machine(topology, count, slices, MOST_GPUS, what)
         return Machine(
-            f"{gpu.name}:{count}", gpu, (count,), count * slices, slices, slices,
+            f"{gpu.name}:{count}", gpu, (count,), count, 1, 1,
             gpu.peak_flops[dtype], gpu.hbm_bandwidth, gpu.hbm_bytes, True,
         )  # fmt: skip
+    if not names_kind(topology):
+        gpus = ", ".join(chip.name for chip in _GPUS)
+        raise ValueError(
+            f"there is no chip {topology!r}: give a TPU slice, such as v5p:4x4x4 or v5p-128, GPUs "
+            f"of one host ({gpus}), such as H100:8, or cpu:8"
+        )
     canonical = canonical_topology(topology)
     check_grid(canonical)
     chip = chip_of(canonical)
@@ -175,3 +192,18 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
         hosts_of(canonical) * slices, chip.peak_flops[dtype] / per_chip,
         chip.hbm_bandwidth / per_chip, chip.hbm_bytes / per_chip, True,
     )  # fmt: skip
+
+
+def _count_of(topology: str, number: str, what: str, name: str) -> int:
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"{topology!r}: give the number of {what}, such as {name}:8")
+    return int(number)
+
+
+def _check_one_machine(topology: str, count: int, slices: int, most: int, what: str) -> None:
+    """Raise ValueError unless devices that are no TPUs are those of one machine."""
+    if count > most:
+        raise ValueError(f"{topology}: give at most {most} {what}")
+    if slices > 1:
+        message = f"{topology} is one machine; compile.num_slices={slices} joins slices of a TPU"
+        raise ValueError(f"{message}, so leave it out")

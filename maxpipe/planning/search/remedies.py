@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import CPU
+from maxpipe.planning.search.machine import CPU, MOST_GPUS
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.search import search
@@ -105,8 +105,10 @@ def _larger_slices(request: Request) -> Iterator[str]:
         larger = [t for t in slices_of(kind) if num_chips(t) > chips]
         yield from [*_doubling(larger)][:TRIED_SLICES]
     elif kind != CPU:
-        count = machine.devices // machine.slices
-        yield from (f"{kind}:{count * 2**n}" for n in range(1, TRIED_SLICES))
+        count = 2 * machine.devices
+        while count <= MOST_GPUS:
+            yield f"{kind}:{count}"
+            count *= 2
 
 
 def _offloading(request: Request, facts: Facts) -> str:
