@@ -58,7 +58,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = make_plan(request, facts, compare=flags.compare)
     if not plan.outcome.tried:
         devices = plan.request.machine.devices
-        message = f"--fix/--try leave no mesh, engine and schedule for {devices} devices"
+        keys = ", ".join(plan.request.space().emptying())
+        message = f"--fix/--try of {keys} leave no mesh, engine and schedule for {devices} devices"
         raise ConfigError(Problem("", message))
     print(*summary_lines(plan), sep="\n", flush=True)
     if flags.probe and is_provable(plan):

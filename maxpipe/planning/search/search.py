@@ -93,7 +93,8 @@ def blocks(
         for engine, schedule in space.pipelines(grid.size("stage")):
             for batch, scans in itertools.product(batches, space.scans(engine)):
                 block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
-                if reason := reasons[grid] or legality.of_engine(engine):
+                unkept = space.unkept(engine, schedule)
+                if reason := reasons[grid] or legality.of_engine(engine) or unkept:
                     outcome.tried += math.prod(block.shape)
                     outcome.fallen[reason] += math.prod(block.shape)
                 else:

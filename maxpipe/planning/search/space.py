@@ -5,7 +5,7 @@ Letters: S stages, V repeats, M microbatches.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
@@ -21,26 +21,54 @@ Axes: TypeAlias = tuple[int, ...]  # sizes in the order of MESH_AXES
 _ACROSS_SLICES = ("data", "stage", "fsdp")
 _BATCH_AXES = {key.rpartition(".")[2] for key in SHARD_AXES}
 MESH_KEYS = tuple(f"mesh.{level}.{axis}" for level in ("ici", "dcn") for axis in MESH_AXES)
+SCHEDULE = "pipeline.schedule"
+REPEATS = "pipeline.num_repeats"
+BATCH = "data.global_batch_size"
 GATHERS = "pipeline.fsdp_gather"
 SCANS = "pipeline.scan_layers"
 MOST_UNROLLED = 64  # layers, for each is compiled by itself
 SEARCHED = (
     *MESH_KEYS,
     "pipeline.engine",
-    "pipeline.schedule",
+    SCHEDULE,
     "pipeline.num_microbatches",
-    "pipeline.num_repeats",
+    REPEATS,
     "pipeline.remat_policy",
     GATHERS,
     SCANS,
     "model.logit_tiles",
-    "data.global_batch_size",
+    BATCH,
 )
 # What follows from the searched keys, and is written with them.
 DERIVED = (
     "pipeline.num_layers_per_stage",
     "pipeline.layers_per_stage",
     "pipeline.parallel_layers",
+)
+# What follows from those, or from the devices that the command line names.
+FOLLOWING = (
+    *DERIVED,
+    "pipeline.outside_layers",
+    "compile.save",
+    "compile.load",
+    "compile.topology",
+    "mesh.simulated_devices",
+)
+# A file need not have values of these that go together: candidates have others. Of the searched
+# keys its batch, tiles and schedule stay where nothing else is tried.
+UNDECIDED = (
+    *MESH_KEYS,
+    "mesh.simulated_devices",
+    "pipeline.engine",
+    "pipeline.num_microbatches",
+    REPEATS,
+    "pipeline.remat_policy",
+    GATHERS,
+    SCANS,
+    *DERIVED,
+    "pipeline.outside_layers",
+    "compile.topology",
+    "compile.num_slices",
 )
 
 
@@ -90,6 +118,7 @@ class Space:
       devices, slices: JAX devices over all slices, and slices.
       choices: values of searched keys that the user gave; others are enumerated.
       is_tpu: whether a loop over layers copies what it saves, so that unrolling it may pay.
+      fixed: keys of `choices` whose one value every candidate has.
     """
 
     config: Config
@@ -97,6 +126,7 @@ class Space:
     slices: int
     choices: Mapping[str, Sequence[object]]
     is_tpu: bool = False
+    fixed: tuple[str, ...] = ()
 
     def grids(self) -> Iterator[Grid]:
         """Yield every mesh."""
@@ -142,7 +172,7 @@ class Space:
         else:
             pairs = [(e, name) for name, facts in SCHEDULES.items() for e in facts.engines]
         engines = self.choices.get("pipeline.engine")
-        schedules = self.choices.get("pipeline.schedule")
+        schedules = self.choices.get(SCHEDULE)
         return [
             (engine, schedule)
             for engine, schedule in pairs
@@ -168,11 +198,10 @@ class Space:
 
     def scans(self, engine: str) -> list[bool]:
         """Return whether an engine's layers are a loop: the values to try, if it takes any."""
-        chosen = [bool(value) for value in self.choices.get(SCANS, (True,))]
         if not ENGINES[engine].takes(SCANS):
-            return [True] if True in chosen else []
+            return [True]
         if SCANS in self.choices:
-            return chosen
+            return [bool(value) for value in self.choices[SCANS]]
         layers = self.config.model.stacked_layers
         return [True, False] if self.is_tpu and layers <= MOST_UNROLLED else [True]
 
@@ -186,7 +215,40 @@ class Space:
         """Return the numbers of chunks per stage to try."""
         if stages == 1:
             return [1]
-        chosen = [int(str(n)) for n in self.choices.get("pipeline.num_repeats", ())]
-        if fixed := SCHEDULES[schedule].repeats:
-            return [fixed] if fixed in (chosen or [fixed]) else []
+        chosen = [int(str(n)) for n in self.choices.get(REPEATS, ())]
+        if own := SCHEDULES[schedule].repeats:
+            # What --fix says otherwise is counted as not kept.
+            is_tried = REPEATS in self.fixed or own in (chosen or [own])
+            return [own] if is_tried else []
         return chosen or divisors(max(1, self.config.model.stacked_layers // stages))
+
+    def unkept(self, engine: str, schedule: str) -> str:
+        """Return which value that --fix gives is not that of a candidate; empty if all are."""
+        for key in self.fixed:
+            (value,) = self.choices[key]
+            if reason := self._unkept(key, value, engine, schedule):
+                return f"--fix {key}: {reason}"
+        return ""
+
+    def _unkept(self, key: str, value: object, engine: str, schedule: str) -> str:
+        if key in (SCHEDULE, REPEATS) and not ENGINES[engine].has_stages:
+            return "" if (key, value) == (REPEATS, 1) else "no stages"
+        if key == REPEATS and SCHEDULES[schedule].repeats not in (None, value):
+            return f"{schedule} has {SCHEDULES[schedule].repeats}"
+        if not ENGINES[engine].takes(key) and value != get(self.config, key):
+            return f"not for the {engine} engine"
+        return ""
+
+    def is_empty(self) -> bool:
+        """Return whether no mesh has an engine and a schedule."""
+        return not any(self.pipelines(grid.size("stage")) for grid in self.grids())
+
+    def emptying(self) -> list[str]:
+        """Return the keys of which the given values leave nothing: single ones, or else all."""
+        alone = [
+            key
+            for key, values in self.choices.items()
+            if replace(self, choices={key: values}, fixed=()).is_empty()
+        ]
+        narrowing = (*MESH_KEYS, "pipeline.engine", SCHEDULE)
+        return alone or [key for key in self.choices if key in narrowing]
