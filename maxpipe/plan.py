@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.paths import unwritable
+from maxpipe.config.errors import ConfigError
+from maxpipe.planning.search.flags import file_problems, flag_problems
 from maxpipe.planning.search.request import request_of
+from maxpipe.planning.search.space import UNDECIDED
 
 EXAMPLE = "python -m maxpipe.plan"
+FINALISTS = 3  # compiled by default
 
 
 @exit_on_config_error()
@@ -33,19 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=EXAMPLE,
         description="Choose mesh, schedule and memory for a model on given chips.",
         add_flags=_add_flags,
+        undecided=UNDECIDED,
     )
     flags = arguments.flags
-    files = {"--write": flags.write, "--json": flags.json, "--html": flags.html}
-    problems = [
-        Problem(flag, f"cannot write {file}: {reason}")
-        for flag, file in files.items()
-        if file and (reason := unwritable(file))
-    ]
-    for flag, number in {"--compile": flags.compile, "--probe": flags.probe}.items():
-        if number < 0:
-            problems.append(Problem(flag, f"must be at least 0; got {number}"))
-    if problems:
+    if problems := [*flag_problems(flags), *file_problems(arguments)]:
         raise ConfigError(*problems)
+    if flags.compile is None:
+        flags.compile = 0 if flags.closed else FINALISTS
     request = request_of(arguments)
     # JAX, which reads the model, is imported here, once everything that was written is known good.
     from maxpipe.compiling.plan import launch
@@ -67,7 +63,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-global-batch",
-        type=int,
         metavar="N",
         help="try larger batches, too, by doubling up to N sequences; ranked by seconds a token",
     )
@@ -76,7 +71,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="key=value",
-        help="leave a key no choice, or set one that is not searched",
+        help="leave a key no choice, or set one that is not searched; what cannot have the value, "
+        "such as a schedule without stages, is left out",
     )
     parser.add_argument(
         "--try",
@@ -84,7 +80,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="tried",
         metavar="key=a,b",
-        help="try these values of a searched key, and no others",
+        help="try these values of a searched key, and no others; what does not take the key is "
+        "tried as well",
     )
     parser.add_argument(
         "--memory-margin",
@@ -95,7 +92,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         type=int,
-        default=3,
         metavar="N",
         help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
@@ -108,7 +104,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "(0)",
     )
     parser.add_argument(
-        "--no-compile", action="store_const", const=0, dest="compile", help="closed forms alone"
+        "--no-compile", action="store_true", dest="closed", help="closed forms alone"
     )
     parser.add_argument(
         "--compare", action="store_true", help="put the configuration as it is into the table"

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
@@ -13,6 +14,7 @@ from maxpipe import plan
 from maxpipe.config import load, resolve
 from maxpipe.config.cli import CONFIG_ERROR
 
+BASE = Path("configs/base.yml").resolve()
 FEW = ["--fix", "pipeline.remat_policy=full", "--try", "pipeline.schedule=lockstep_1f1b,circular"]
 FROM = ["base", "--topology", "cpu:4"]
 SMALL = [*FROM, *FEW]
@@ -172,8 +174,81 @@ def test_choices_that_leave_nothing_are_an_error(capsys):
     with pytest.raises(SystemExit) as end:
         plan.main([*SMALL, "--fix", "mesh.ici.stage=3"])
     assert end.value.code == CONFIG_ERROR
-    message = "--fix/--try leave no mesh, engine and schedule for 4 devices"
+    message = "--fix/--try of mesh.ici.stage leave no mesh, engine and schedule for 4 devices"
     assert message in capsys.readouterr().err
+
+
+def test_engines_without_a_fixed_value_are_left_out_and_counted(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    fixed = {"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2}
+    fixed |= {"pipeline.fsdp_gather": "per_iteration"}
+    words = [word for key, value in fixed.items() for word in ("--fix", f"{key}={value}")]
+    assert plan.main([*FROM, *words, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert rows
+    assert all(row["keys"] | fixed == row["keys"] for row in rows)
+    assert " fell: --fix pipeline.schedule: no stages\n" in capsys.readouterr().out
+
+
+def test_unrolled_layers_are_fixed_where_engines_take_them_and_others_are_counted(capsys):
+    assert plan.main([*FROM, "--fix", "pipeline.scan_layers=false"]) == 0
+    printed = capsys.readouterr().out
+    assert " fell: --fix pipeline.scan_layers: not for the circular engine\n" in printed
+    assert "lockstep" not in printed
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "mesh: {ici: {stage: 3}}",
+        "mesh: {ici: {data: -1, fsdp: -1}}",
+        "pipeline: {num_repeats: 3, num_layers_per_stage: 5, layers_per_stage: [1, 2]}",
+        "pipeline: {remat_policy: custom, remat_tensors: {context: device}}",
+        "pipeline: {fsdp_gather: per_repeat, schedule: lockstep_1f1b}",
+        "compile: {num_slices: 2}",
+    ],
+)
+def test_what_the_plan_decides_need_not_be_legal_in_the_file(keys, tmp_path, capsys):
+    bad, file = tmp_path / "bad.yml", tmp_path / "best.yml"
+    bad.write_text(f"base: {BASE}\n{keys}\n")
+    devices = ["--topology", "v5e:2x2" if keys.startswith("compile") else "cpu:4", "--no-compile"]
+    few = ["--try", "pipeline.schedule=circular"]
+    assert plan.main([str(bad), *devices, *few, "--write", str(file), "--compare"]) == 0
+    assert "your configuration" in capsys.readouterr().out
+    load(str(file))
+
+
+def test_files_that_were_read_are_not_replaced(tmp_path, capsys):
+    base, file = tmp_path / "base.yml", tmp_path / "own.yml"
+    base.write_text("steps: 5\n")
+    file.write_text("base: base.yml\n")
+    for read in (base, file):
+        with pytest.raises(SystemExit) as end:
+            plan.main([str(file), *FROM[1:], "--write", str(read)])
+        assert end.value.code == CONFIG_ERROR
+        assert f"would replace {read}, which the configuration reads" in capsys.readouterr().err
+    assert file.read_text() == "base: base.yml\n"
+
+
+def test_nothing_fits_on_eight_gpus_and_no_more_are_proposed(capsys):
+    words = ["llama3-405b", "--topology", "H100:8", "--fix", "pipeline.schedule=lockstep_1f1b"]
+    assert plan.main(words) == 3
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_batches_double_up_to_the_largest_that_is_asked_for(monkeypatch):
+    requests = []
+    monkeypatch.setattr("maxpipe.compiling.plan.launch", lambda r, *_: requests.append(r) or 0)
+    assert plan.main([*FROM, "--max-global-batch", "128"]) == 0
+    assert requests[0].batches == (16, 32, 64, 128)
+
+
+def test_batches_are_of_the_length_that_is_fixed(monkeypatch):
+    requests = []
+    monkeypatch.setattr("maxpipe.compiling.plan.launch", lambda r, *_: requests.append(r) or 0)
+    fixed = ["--fix", "data.sequence_length=256", "--tokens-per-step", "4Ki"]
+    assert plan.main([*FROM, *fixed]) == 0
+    assert requests[0].batches == (16,)
 
 
 @pytest.mark.parametrize("flag", ["--fix", "--try"])
@@ -243,6 +318,31 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
             "leave out --tokens-per-step",
         ),
         (["base", "--topology", "v7", "--smallest"], None),
+        (["base", "--smallest", "compile.topology=v5p:2x2x1"], "compile.topology (command line): "),
+        (["base", "--smallest", "compile.topology=v5p:2x2x1"], "--smallest needs a kind: --topo"),
+        (["base", "--topology", ""], "--topology: is empty"),
+        ([*SMALL, "--tokens-per-step", ""], "--tokens-per-step: is empty"),
+        ([*SMALL, "--tokens-per-step", "4mi"], "--tokens-per-step: expected a whole number"),
+        ([*SMALL, "--tokens-per-step", "1e12"], "data.global_batch_size must be at most 16777216"),
+        ([*SMALL, "--max-global-batch", "1Ki"], None),
+        ([*SMALL, "--max-global-batch", "1Kib"], "--max-global-batch: expected a whole number"),
+        ([*SMALL, "--max-global-batch", "1e14"], "1024 times the 16 sequences of a step, 16384"),
+        ([*SMALL, "--no-compile", "--compile", "2"], "contradicts --compile 2"),
+        ([*SMALL, "--no-compile", "--compile", "0"], None),
+        (
+            [*SMALL, "--json", "plan", "--html", "./plan"],
+            "--html: would replace ./plan, which --js",
+        ),
+        (["base", "--topology", "H100:8", "compile.num_slices=8"], "compile.num_slices=8 joins"),
+        (["base", "--topology", "H100:64"], "at most 8 GPUs"),
+        ([*FROM, "--fix", "compile.num_slices=2"], "compile.num_slices=2 joins slices"),
+        (["base", "--topology", "v5e:4x4", "compile.num_slices=2"], None),
+        ([*FROM, "--fix", "model.embed_dim=255"], "model.embed_dim (--fix): 255 is not divisible"),
+        ([*FROM, "--fix", "model.num_kv_heads=3"], "model.num_kv_heads (--fix): 3 does not"),
+        ([*FROM, "--fix", "model.num_query_heads=3"], "with --fix model.num_query_heads=3): "),
+        ([*FROM, "--fix", "model.moe.dispatch=all_to_all"], "model.moe.dispatch (--fix): "),
+        ([*FROM, "--fix", "model.lora.rank=4"], "model.lora.rank: a plan counts all parameters"),
+        ([*FROM, "model.num_layers=3"], None),
         (["base", "--topology", "v9", "--smallest"], "there is no kind of TPU 'v9'"),
         ([*SMALL, "--compile", "-1"], "must be at least 0"),
     ],

@@ -1,27 +1,34 @@
 """Turn a command line of `maxpipe.plan` into what is searched; needs no JAX."""
 
+import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE
-from maxpipe.config.load import derive_known
+from maxpipe.config.load import derive_known, load
 from maxpipe.config.options import OPTIONS, get, update
-from maxpipe.config.rules.rule import Updates
+from maxpipe.config.rules.model import MODEL_RULES
+from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
+from maxpipe.planning.search.amounts import TOKENS, batches_of, share_of
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
-from maxpipe.planning.search.space import DERIVED, GATHERS, MESH_KEYS, SCANS, SEARCHED, Space
-from maxpipe.planning.search.words import (
+from maxpipe.planning.search.space import (
     BATCH,
-    TOKENS,
-    batches_of,
-    problems_of,
-    share_of,
-    values_of,
+    DERIVED,
+    FOLLOWING,
+    GATHERS,
+    MESH_KEYS,
+    SCANS,
+    SEARCHED,
+    UNDECIDED,
+    Space,
 )
+from maxpipe.planning.search.words import problems_of, values_of
 
 TOPOLOGY = "--topology"
 
@@ -40,6 +47,7 @@ class Request:
       margin: share of a device's memory that closed forms leave free.
       smallest: slices to try, the smallest first; empty where the user names one.
       imports: modules with variants of the user's own.
+      fixed: keys of `choices` whose one value every candidate has.
     """
 
     path: str
@@ -51,6 +59,7 @@ class Request:
     margin: float
     smallest: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     @property
     def limit(self) -> float | None:
@@ -62,7 +71,7 @@ class Request:
         """Return what is searched."""
         machine = self.machine
         is_tpu = machine.tpu is not None
-        return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu)
+        return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu, self.fixed)
 
     def on(self, topology: str) -> "Request":
         """Return the same request for another slice."""
@@ -93,9 +102,6 @@ def request_of(arguments: Arguments) -> Request:
         for key, value in ((key, get(loaded.config, key)) for key in overridden)
         if key != BATCH
     ]
-    if loaded.config.model.lora.rank:
-        message = "a plan counts all parameters as trained, and no adapters; plan with 0"
-        problems.append(Problem("model.lora.rank", message))
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
     choices = {
@@ -103,14 +109,15 @@ def request_of(arguments: Arguments) -> Request:
         for key, values in (tried | fixed).items()
         if key in SEARCHED and (key, values) != (GATHERS, ["auto"])  # left to the search
     }
-    others: Updates = {key: values[0] for key, values in fixed.items() if key not in SEARCHED}
-    config = update(loaded.config, others)
+    config = loaded.config
     try:
-        slices, topology = config.compile.num_slices, flags.topology or _own_topology(config)
-        smallest = tuple(slices_of(topology)) if flags.smallest else ()
-        machine = machine_of(smallest[0] if smallest else topology, slices, config)
-    except ValueError as error:
-        problems.append(Problem(TOPOLOGY, str(error)))
+        config = _fixed_config(arguments, {*fixed} - {*SEARCHED, *FOLLOWING})
+        machine, smallest = _machine(flags, config, loaded.sources)
+    except ConfigError as error:
+        problems += error.problems
+    if config.model.lora.rank:
+        message = "a plan counts all parameters as trained, and no adapters; plan with 0"
+        problems.append(Problem("model.lora.rank", message))
     try:
         margin = share_of(flags.memory_margin)
         batches = batches_of(config, flags, choices)
@@ -118,24 +125,79 @@ def request_of(arguments: Arguments) -> Request:
         problems.append(Problem("", str(error)))
     if problems:
         raise ConfigError(*problems)
-    shared = shared_config(config, machine)
+    shared = shared_config(_of_policies(config, choices), machine)
+    if problems := apply_rules(MODEL_RULES, shared, ())[1]:
+        raise ConfigError(
+            *(dataclasses.replace(p, source=loaded.sources.get(p.key, "")) for p in problems)
+        )
     return Request(
         arguments.path, config, shared, machine, batches, choices, margin, smallest,
-        tuple(flags.imports),
+        tuple(flags.imports), tuple(key for key in fixed if key in choices),
     )  # fmt: skip
 
 
-def _own_topology(config: Config) -> str:
-    topology = config.compile.topology
+def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
+    """Return the configuration with what --fix says of keys that are not searched.
+
+    Raises:
+      ConfigError: it breaks a rule; with all problems.
+    """
+    words = [word for word in arguments.flags.fix if word.partition("=")[0] in keys]
+    if not words:
+        return arguments.loaded.config
+    try:
+        return load(arguments.path, [*arguments.flags.overrides, *words], UNDECIDED).config
+    except ConfigError as error:
+        given = ", ".join(f"--fix {word}" for word in words)
+        raise ConfigError(
+            *(
+                dataclasses.replace(
+                    p,
+                    source="--fix"
+                    if p.key in keys
+                    else f"{p.source or 'command line'}, with {given}",
+                )
+                for p in error.problems
+            )
+        ) from None
+
+
+def _of_policies(config: Config, choices: Mapping[str, Sequence[object]]) -> Config:
+    """Return the configuration without tensors to save if no policy that is tried has any."""
+    policies = map(str, choices.get("pipeline.remat_policy", ()))
+    if any(REMAT_POLICIES[policy].by_tensor for policy in policies):
+        return config
+    prefix = "pipeline.remat_tensors."
+    return update(config, {k: o.default for k, o in OPTIONS.items() if k.startswith(prefix)})
+
+
+def _machine(
+    flags: argparse.Namespace, config: Config, sources: Mapping[str, str]
+) -> tuple[Machine, tuple[str, ...]]:
+    """Return the devices, and with --smallest the slices to try, whose first they are.
+
+    Raises:
+      ConfigError: there are no such devices.
+    """
+    topology, slices = flags.topology or config.compile.topology, config.compile.num_slices
     if not topology:
-        raise ValueError("name the devices: --topology v5p:4x4x8, cpu:8 or H100:8")
-    return topology
+        raise ConfigError(Problem(TOPOLOGY, "name the devices: v5p:4x4x8, cpu:8 or H100:8"))
+    try:
+        smallest = tuple(slices_of(topology)) if flags.smallest else ()
+        machine = machine_of(smallest[0] if smallest else topology, slices, config)
+    except ValueError as error:
+        if flags.topology:
+            raise ConfigError(Problem(TOPOLOGY, str(error))) from None
+        hint = f"; --smallest needs a kind: {TOPOLOGY} v5p" if flags.smallest else ""
+        own = "compile.topology"
+        raise ConfigError(Problem(own, f"{error}{hint}", sources[own])) from None
+    return machine, smallest
 
 
 def shared_config(config: Config, machine: Machine) -> Config:
     """Return what all candidates share, with neutral values of what the plan decides."""
     neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
-    neutral |= {key: OPTIONS[key].default for key in DERIVED}
+    neutral |= {key: OPTIONS[key].default for key in (*DERIVED, GATHERS)}
     neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto", SCANS: True}
     config = update(config, neutral)
     return placed(dataclasses.replace(config, model=derive_known(config).model), machine)
