@@ -86,7 +86,7 @@ MORE_WORDS = {
     "maxpipe.data show": ["--seconds=0.05"],
     "maxpipe.generate": ["--max-tokens=20"],
     "maxpipe.evaluate": ["--help"],  # tasks need lm-eval and a network
-    "maxpipe.plan": ["--no-compile"],
+    "maxpipe.plan": ["--compile", "0"],
     "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
 }
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
