@@ -64,15 +64,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-global-batch",
         metavar="N",
-        help="try larger batches, too, by doubling up to N sequences; ranked by seconds a token",
+        help="try larger batches, too, by doubling up to N sequences, at most 1024 times the "
+        "batch; ranked by seconds a token",
     )
     parser.add_argument(
         "--fix",
         action="append",
         default=[],
         metavar="key=value",
-        help="leave a key no choice, or set one that is not searched; what cannot have the value, "
-        "such as a schedule without stages, is left out",
+        help="leave a key no choice, or set one that is not searched; candidates that cannot have "
+        "the value, as meshes without stages have no schedule, are left out and counted",
     )
     parser.add_argument(
         "--try",
@@ -80,8 +81,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="tried",
         metavar="key=a,b",
-        help="try these values of a searched key, and no others; what does not take the key is "
-        "tried as well",
+        help="try these values of a searched key, and no others; engines that do not take the key "
+        "are tried as well",
     )
     parser.add_argument(
         "--memory-margin",
