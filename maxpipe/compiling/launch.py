@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_pr
 from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
 from maxpipe.compiling.step import StepTrainer
-from maxpipe.compiling.topology import devices_of
+from maxpipe.compiling.topology import devices_of, meshes_to_compile
 from maxpipe.compiling.units import compile_units, names_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
@@ -27,6 +27,7 @@ from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.planning.auto_stages import choose_stages
 
 FITS, DOES_NOT_FIT = 0, 3
@@ -88,11 +89,12 @@ def _compile_stages(
 ) -> int:
     """Compile the separate programs of the stages, report on them, and return the exit code."""
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
+    meshes = meshes_to_compile(config, stage_meshes(mesh))
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
     if flags.units:
-        return _compile_units(flags, mesh, trainer)
-    programs = compile_programs(trainer)
+        return _compile_units(flags, mesh, trainer, meshes)
+    programs = compile_programs(trainer, meshes)
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
     try:
@@ -111,9 +113,11 @@ def _compile_stages(
     return FITS if report.fits else DOES_NOT_FIT
 
 
-def _compile_units(flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer) -> int:
+def _compile_units(
+    flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer, meshes: Sequence[Mesh]
+) -> int:
     """Compile single units, report on them, and return the exit code."""
-    report = compile_units(names_of(flags.units), mesh, trainer, _print)
+    report = compile_units(names_of(flags.units), mesh, trainer, meshes, _print)
     print(*report.lines(), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import jax
+from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective, find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.report import CompilerMemory, collective_line, size
-from maxpipe.compiling.step import memory_of, out_of_memory
+from maxpipe.compiling.step import memory_of, out_of_memory, text_of
+from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.engines.mpmd.staged import NotCompiled
 
 
 class StagesTrainer(Protocol):
@@ -60,21 +62,25 @@ class CompiledProgram:
 
 
 def compile_programs(
-    trainer: StagesTrainer, names: Collection[UnitName] | None = None
+    trainer: StagesTrainer,
+    meshes: Sequence[Mesh],
+    names: Collection[UnitName] | None = None,
 ) -> Iterator[CompiledProgram]:
     """Compile the programs of a training step, one by one.
 
     Args:
       trainer: of a configuration whose stages are chosen.
+      meshes: for each stage, what to compile for; see `meshes_to_compile`.
       names: of those to compile; None for all.
 
     Raises:
       OutOfMemory: the compiler says that the program after the last one does not fit.
+      ConfigError: the compiler refuses it for another reason.
     """
     num_microbatches = trainer.engine.table.num_microbatches
     try:
-        for stage, name, compiled, offloaded in trainer.engine.compile(names):
-            hlo, mesh = compiled.as_text() or "", trainer.engine.meshes[stage]
+        for stage, name, compiled, offloaded in trainer.engine.compile(names, meshes):
+            hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
             yield CompiledProgram(
                 stage,
                 name,
@@ -84,8 +90,12 @@ def compile_programs(
                 offloaded,
                 hlo,
             )
-    except jax.errors.JaxRuntimeError as error:
-        raise (out_of_memory(str(error)) or error) from None
+    except NotCompiled as error:
+        if too_large := out_of_memory(error.reason, str(error.name)):
+            raise too_large from None
+        reason = error.reason.splitlines()[0]
+        message = f"the compiler refuses program {error.name} of the mpmd engine: {reason}"
+        raise ConfigError(Problem("compile.topology", message)) from None
 
 
 def write_programs(

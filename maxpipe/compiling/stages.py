@@ -20,6 +20,7 @@ from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, collectives_of_step
 from maxpipe.compiling.report import collective_line, size
 from maxpipe.compiling.step import OutOfMemory
+from maxpipe.compiling.topology import neighbour_bandwidth
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -262,11 +263,19 @@ def _with_prediction(
     table = run_table(config)
     width = config.model.embed_dim * itemsize(config.model.dtype)
     transfer_bytes = microbatch_tokens(config) * width
-    predicted = predict_stages(table, timelines, basis, transfer_bytes)
+    constants = basis.constants
+    bandwidth = neighbour_bandwidth(
+        trainer.engine.meshes, constants.link_bandwidth, constants.dcn_bandwidth
+    )
+    if bandwidth is None:
+        unknown = ["transfers between stages, over a network of unknown bandwidth"]
+        return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))
+    communication = transfer_bytes / bandwidth
+    predicted = predict_stages(table, timelines, basis, communication)
     tokens = config.data.global_batch_size * config.data.sequence_length
     model_flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
     speed = speed_of(config, mesh, chip, predicted.seconds, model_flops)
-    costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
+    costs = unit_costs(table, timelines, communication)
     return replace(
         report,
         predicted=replace(predicted, speed=speed),

@@ -31,11 +31,15 @@ class StepTrainer(Protocol):
 
 
 class OutOfMemory(Exception):
-    """The compiler gave up: the program needs `needed` bytes and a device has `available`."""
+    """The compiler gave up: the program needs `needed` bytes and a device has `available`.
 
-    def __init__(self, needed: float, available: float):
+    Attributes:
+      program: its name, if it is one of several; otherwise empty.
+    """
+
+    def __init__(self, needed: float, available: float, program: str = ""):
         super().__init__(f"needs {needed:.0f} of {available:.0f} bytes")
-        self.needed, self.available = needed, available
+        self.needed, self.available, self.program = needed, available, program
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,22 @@ class CompiledStep:
         Raises:
           ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
         """
-        try:
-            return self.executable.as_text() or ""
-        except jax.errors.JaxRuntimeError as error:
-            reason = str(error).splitlines()[0][:120]
-            message = f"this JAX cannot read the compiler's result ({reason})"
-            remedy = f"install the libtpu that it was made for: {install_command('tpu')}"
-            raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
+        return text_of(self.executable)
+
+
+def text_of(executable: jax.stages.Compiled) -> str:
+    """Return the optimized HLO of a program.
+
+    Raises:
+      ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
+    """
+    try:
+        return executable.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0][:120]
+        message = f"this JAX cannot read the compiler's result ({reason})"
+        remedy = f"install the libtpu that it was made for: {install_command('tpu')}"
+        raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
 def compile_step(
@@ -144,8 +157,12 @@ def memory_of(compiled: jax.stages.Compiled, mesh: Mesh) -> CompilerMemory:
     return CompilerMemory(arguments, temp, memory.generated_code_size_in_bytes, results)
 
 
-def out_of_memory(message: str) -> OutOfMemory | None:
+def out_of_memory(message: str, program: str = "") -> OutOfMemory | None:
     """Read the sizes out of a compiler's message; None if it is about something else.
+
+    Args:
+      message: of the compiler.
+      program: name of what it was compiling.
 
     Messages are "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM
     (15.7G)".
@@ -157,5 +174,5 @@ def out_of_memory(message: str) -> OutOfMemory | None:
     ):
         if match := re.search(pattern, message):
             needed, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
-            return OutOfMemory(needed, available)
+            return OutOfMemory(needed, available, program)
     return None

@@ -63,24 +63,75 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
             f"install it: {install_command('tpu')}"
         )
         raise ConfigError(Problem(KEY, message))
-    for name, value in _NO_MACHINE.items():
-        os.environ.setdefault(name, value)
-    from jax.experimental import topologies
-
     topology = canonical_topology(topology)
-    options: dict[str, int | str | tuple[int, ...]] = {"num_slices": slices} if slices > 1 else {}
-    if num_chips(topology) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu takes hosts to have at least 2 x 2
-    if chip_config := _CHIP_CONFIGS.get(topology.partition(":")[0]):
-        options["chip_config_name"] = chip_config
     try:
-        return topologies.get_topology_desc(topology, platform="tpu", **options).devices
+        return _described(topology, slices)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         usual = ", ".join(examples_of(topology))
         raise ConfigError(
             Problem(KEY, f"libtpu has no topology {topology}: {reason}; usual slices: {usual}")
         ) from None
+
+
+def _described(topology: str, slices: int) -> Sequence[jax.Device]:
+    """Return the devices of so many slices as libtpu describes them, without a TPU."""
+    for name, value in _NO_MACHINE.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    options: dict[str, int | str | tuple[int, ...]] = {"num_slices": slices} if slices > 1 else {}
+    if num_chips(topology) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu takes hosts to have at least 2 x 2
+    if chip_config := _CHIP_CONFIGS.get(topology.partition(":")[0]):
+        options["chip_config_name"] = chip_config
+    return topologies.get_topology_desc(topology, platform="tpu", **options).devices
+
+
+def meshes_to_compile(config: Config, meshes: Sequence[Mesh]) -> list[Mesh]:
+    """Return for each stage a mesh whose devices make up all slices of a topology.
+
+    libtpu compiles no program that leaves out a slice of its topology. A stage within some of the
+    slices gets devices of a topology of as many, at the same places; others stay as they are.
+
+    Args:
+      config: resolved, for `meshes`.
+      meshes: of the stages.
+    """
+    total = len({slice_of(d) for mesh in meshes for d in mesh.devices.flat})
+    described: dict[int, dict[tuple[int, ...], jax.Device]] = {}
+    alone = []
+    for mesh in meshes:
+        slices = sorted({slice_of(d) for d in mesh.devices.flat})
+        count = len(slices)
+        if count == total:
+            alone.append(mesh)
+            continue
+        if count not in described:
+            devices = _described(canonical_topology(config.compile.topology), count)
+            described[count] = {(slice_of(d), *_place(d)): d for d in devices}
+        grid = np.empty(mesh.devices.shape, object)
+        for index, d in np.ndenumerate(mesh.devices):
+            grid[index] = described[count][slices.index(slice_of(d)), *_place(d)]
+        alone.append(Mesh(grid, mesh.axis_names))
+    return alone
+
+
+def neighbour_bandwidth(meshes: Sequence[Mesh], link: float, dcn: float | None) -> float | None:
+    """Return the bytes/s between neighbouring stages, of the slowest pair; None if unknown.
+
+    Args:
+      meshes: of the stages, in order; the last one sends to the first.
+      link: bytes/s of one link within a slice.
+      dcn: bytes/s between slices; None if unknown.
+    """
+    slices = [[slice_of(d) for d in mesh.devices.flat] for mesh in meshes]
+    return link if all(of_stage == slices[0] for of_stage in slices) else dcn
+
+
+def _place(device: jax.Device) -> tuple[int, ...]:
+    """Return where a device is in its slice."""
+    return (*coordinates(device), getattr(device, "core_on_chip", 0))
 
 
 @dataclass(frozen=True)

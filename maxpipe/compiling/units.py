@@ -122,7 +122,11 @@ def names_of(words: str) -> list[UnitName]:
 
 
 def compile_units(
-    names: Sequence[UnitName], mesh: Mesh, trainer: StagesTrainer, note: Callable[[str], None]
+    names: Sequence[UnitName],
+    mesh: Mesh,
+    trainer: StagesTrainer,
+    meshes: Sequence[Mesh],
+    note: Callable[[str], None],
 ) -> UnitsReport:
     """Compile units one by one, and time each on TPUs.
 
@@ -130,6 +134,7 @@ def compile_units(
       names: of units.
       mesh: of all stages.
       trainer: of the configuration.
+      meshes: for each stage, what to compile for; see `meshes_to_compile`.
       note: prints a line for each.
 
     Raises:
@@ -140,16 +145,15 @@ def compile_units(
         message = f"there is no {', '.join(missing)}; there are {', '.join(map(str, known))}"
         raise ConfigError(Problem(FLAG, message))
     devices = mesh.devices.reshape(-1).tolist()
-    order = [name for name in known if name in names]
     units: list[TimedUnit] = []
     too_large = None
     try:
-        for program in compile_programs(trainer, names):
+        for program in compile_programs(trainer, meshes, names):
             for line in program.lines():
                 note(line)
             units.append(_timed(program, mesh, trainer))
     except OutOfMemory as error:
-        too_large = TooLarge(str(order[len(units)]), error.needed, error.available)
+        too_large = TooLarge(error.program, error.needed, error.available)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 

@@ -4,14 +4,14 @@ import json
 
 import jax
 import pytest
-from helpers.compile_command import run, tpu_aot
+from helpers.compile_command import QUICK, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling import stages
 from maxpipe.compiling.report import size
 from maxpipe.config import load, resolve
 from maxpipe.devices import chips
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.planning.auto_stages import bubble_fraction
 
 SMALL = [
@@ -28,6 +28,22 @@ SMALL = [
     "pipeline.layers_per_stage=auto",
     "model.tie_embeddings=true",
 ]
+SLICED = (
+    "compile.topology=v5e:2x2",
+    "pipeline.schedule=1f1b",
+    "pipeline.engine=mpmd",
+    "pipeline.num_repeats=1",
+    "pipeline.num_microbatches=2",
+    "model.num_layers=2",
+    "model.embed_dim=256",
+    "model.num_query_heads=2",
+    "model.num_kv_heads=2",
+    "model.head_dim=128",
+    "model.mlp_dim=256",
+    "model.vocab_size=512",
+    "data.sequence_length=128",
+    "data.global_batch_size=16",
+)
 ONE_PROGRAM = [
     "pipeline.schedule=lockstep_1f1b",
     "pipeline.layers_per_stage=[]",
@@ -196,6 +212,26 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(t
     assert f", offloaded {size(moved)};" in printed
 
 
+def compiler_says(monkeypatch, message):
+    """Let the compiler give up every program."""
+
+    def compile_none(self, lowered, mesh):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(UnitCompiler, "compile", compile_none)
+
+
+def test_a_computation_that_the_compiler_refuses_is_named_in_one_error(monkeypatch, capsys):
+    compiler_says(monkeypatch, "INVALID_ARGUMENT: Slice is empty.\nStack trace")
+    with pytest.raises(SystemExit) as exit_info:
+        command.main(["configs/base.yml", *SMALL])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    message = "the compiler refuses program F0 of the mpmd engine: INVALID_ARGUMENT: Slice is empty"
+    assert message in error
+    assert "Stack trace" not in error
+
+
 def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "device_memory", lambda devices: 1000.0)
     file = tmp_path / "report.json"
@@ -207,13 +243,9 @@ def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):
 def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     tmp_path, monkeypatch, capsys
 ):
-    def compile_none(self, names=None):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
-        )
-        yield
-
-    monkeypatch.setattr(MpmdEngine, "compile", compile_none)
+    compiler_says(
+        monkeypatch, "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
+    )
     monkeypatch.setattr(chips, "chip_for", lambda kind: chips.chip_of("v5e"))
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
@@ -227,6 +259,26 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
 
 class TestTpu:
     pytestmark = tpu_aot
+
+    @pytest.mark.parametrize(
+        "mesh",
+        [
+            ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2"),
+            # Each stage has two slices of four.
+            ("compile.num_slices=4", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.dcn.data=2"),
+        ],
+        ids=["one_slice", "two_slices"],
+    )
+    def test_stages_in_slices_of_their_own_send_over_the_network_between_them(self, tmp_path, mesh):
+        words = (*SLICED, *mesh, "mesh.ici.fsdp=4")
+        report, _ = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
+        assert report["fits"]
+        # Activations [rows of a microbatch, 128, 256] of a device, at 3.125 GB/s
+        rows = 16 / 2 / (4 if report["num_devices"] == 8 else 8)
+        seconds = 4 * rows * 128 * 256 / 3.125e9
+        assert report["schedule_words"].endswith(f"comm={seconds:.4g}")
+        networks = {c["network"] for stage in report["stages"] for c in stage["collectives"]}
+        assert networks == ({"ici"} if report["num_devices"] == 8 else {"ici", "dcn"})
 
     def test_stages_that_are_no_whole_hosts_of_the_slice_are_refused(self):
         words = ("pipeline.num_repeats=1", "mesh.ici.stage=4", "model.num_layers=4")

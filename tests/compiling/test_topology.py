@@ -11,7 +11,13 @@ import pytest
 from helpers.compile_command import QUICK, report_of, tpu_aot
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.topology import group_links, link_uses, links_along, network_seconds
+from maxpipe.compiling.topology import (
+    group_links,
+    link_uses,
+    links_along,
+    neighbour_bandwidth,
+    network_seconds,
+)
 from maxpipe.devices.chips import GB, chip_of
 
 
@@ -51,6 +57,22 @@ def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans(chip, sizes,
     found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
     # An axis of one device spans nothing; its collectives, if there were any, would count one link.
     assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("slices", "bandwidth"),
+    [
+        ([[0, 0], [0, 0]], 45e9),
+        ([[0, 1], [0, 1]], 45e9),  # each device sends to one of its own slice
+        ([[0, 0], [0, 0], [1, 1]], 3e9),
+    ],
+)
+def test_neighbouring_stages_are_as_fast_as_the_slowest_network_between_them(slices, bandwidth):
+    meshes = [
+        SimpleNamespace(devices=np.array([SimpleNamespace(slice_index=i) for i in of_stage]))
+        for of_stage in slices
+    ]
+    assert neighbour_bandwidth(meshes, 45e9, 3e9) == bandwidth
 
 
 def test_links_along_several_axes_are_those_of_all_their_dimensions():

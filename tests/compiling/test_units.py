@@ -11,8 +11,8 @@ from maxpipe.compiling.programs import CompiledProgram
 from maxpipe.compiling.report import CompilerMemory
 from maxpipe.compiling.units import TimedUnit, names_of
 from maxpipe.config import ConfigError
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 
 WORDS = (
     "configs/base.yml",
@@ -58,14 +58,15 @@ def test_only_the_named_units_are_compiled(tmp_path):
 
 
 def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, capsys):
-    def compile_first(self, names):
-        yield from list(compile_all(self, [UnitName("F", 1)]))
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
-        )
+    def compile_first(self, lowered, mesh):
+        if "@jit_B1" in lowered.as_text():
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
+            )
+        return compile_any(self, lowered, mesh)
 
-    compile_all = MpmdEngine.compile
-    monkeypatch.setattr(MpmdEngine, "compile", compile_first)
+    compile_any = UnitCompiler.compile
+    monkeypatch.setattr(UnitCompiler, "compile", compile_first)
     file = tmp_path / "report.json"
     devices = ("mesh.simulated_devices=8", "mesh.ici.data=4")
     words = ("pipeline.schedule=1f1b", "--units", "B1,F1", "--json", str(file))

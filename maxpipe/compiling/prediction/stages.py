@@ -14,7 +14,7 @@ from maxpipe.planning.simulate import Costs, simulate
 
 
 def predict_stages(
-    table: Table, timelines: Mapping[UnitName, Timeline], basis: Basis, transfer_bytes: float
+    table: Table, timelines: Mapping[UnitName, Timeline], basis: Basis, communication: float
 ) -> Prediction:
     """Compose the units' times in the order of the schedule.
 
@@ -24,15 +24,14 @@ def predict_stages(
     Args:
       table: the schedule, free-running.
       timelines: of the program of each unit, and of those that run once a step.
-      basis: what they rest on; its constants are known.
-      transfer_bytes: what one device sends to a neighbouring stage after a unit.
+      basis: what they rest on.
+      communication: seconds in which a unit's result gets to a neighbouring stage.
 
     Returns:
       The prediction without its speed; its parts are those of the busiest stage.
     """
-    assert basis.constants is not None
     unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
-    costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
+    costs = unit_costs(table, timelines, communication)
     run = simulate(table, costs)
     once = np.zeros(table.num_stages)
     for name, timeline in timelines.items():

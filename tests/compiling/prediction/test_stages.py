@@ -39,7 +39,7 @@ TIMELINES = {
 
 
 def test_stages_are_composed_in_the_order_of_the_schedule():
-    predicted = predict_stages(table(), TIMELINES, BASIS, transfer_bytes=0.5e9)
+    predicted = predict_stages(table(), TIMELINES, BASIS, communication=0.5)
     # F0 1, transfer 0.5, three times F1 and B1 (2 + 4), transfer 0.5, B0 2.
     assert predicted.seconds == pytest.approx(1 + 0.5 + 3 * 6 + 0.5 + 2)
     assert predicted.parts[Part.MATRIX_PRODUCTS] == pytest.approx(3 * (1 + 4))
@@ -55,7 +55,7 @@ def test_stages_gather_and_reduce_once_a_step():
         UnitName("reduce", 0): timeline(0.0, wait=3.0),
         UnitName("reduce", 1): timeline(0.0, wait=2.0),
     }
-    predicted = predict_stages(table(), TIMELINES | ends, BASIS, transfer_bytes=0.5e9)
+    predicted = predict_stages(table(), TIMELINES | ends, BASIS, communication=0.5)
     # Stage 0 ends last; what stage 1 does at its end is hidden by it.
     assert predicted.seconds == pytest.approx(22 + 0.25 + 3)
     assert predicted.parts[Part.COLLECTIVES] == pytest.approx(3 * 1.0 + 2.0)

@@ -210,9 +210,17 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             own = copies if is_here(self.meshes[stage]) else own
         return jax.tree.unflatten(tree, own)
 
-    def compile(self, names: Collection[UnitName] | None = None) -> Iterator[CompiledUnit]:
-        """Compile the training step's computations as `StagedProgram.compile` does."""
-        return self.training.compile(names)
+    def compile(
+        self, names: Collection[UnitName] | None = None, meshes: Sequence[Mesh] | None = None
+    ) -> Iterator[CompiledUnit]:
+        """Compile the training step's computations as `StagedProgram.compile` does.
+
+        Args:
+          names: of those to compile; None for all.
+          meshes: for each stage, of devices that stand for its own; None for its own.
+        """
+        training = self.training if meshes is None else self.training.placed_on(meshes)
+        return training.compile(names)
 
     def texts(self) -> dict[UnitName, str]:
         """Return the training step's computations in words and equations; see `dump`."""

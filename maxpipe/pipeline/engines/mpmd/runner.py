@@ -216,6 +216,7 @@ class Runner:
       sum_shardings: for each stage, of the running sums of the program's outputs.
       parts: if the program is of a device's parts, how they make up arrays.
       offloaded: values that wait for their readers in the host's memory, see `named_residuals`.
+      processes: of each stage; None for those that its devices belong to.
 
     Raises:
       ValueError: the program does not have the chunks or the kinds of units of the table.
@@ -237,6 +238,7 @@ class Runner:
         sum_shardings: Sequence[Mapping[int, NamedSharding]],
         parts: DeviceParts | None = None,
         offloaded: Collection[Var] = frozenset(),
+        processes: Sequence[frozenset[int]] | None = None,
     ):
         check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
@@ -252,7 +254,7 @@ class Runner:
             if values
         }
         # The receiver of these has not compiled the program that writes them.
-        self._members = members = list(map(processes_of, meshes))
+        self._members = members = list(processes or map(processes_of, meshes))
         sent = {
             v: sent_spec(program, v, parts)
             for name, receiver in self._receiver.items()

@@ -8,6 +8,8 @@ Letters: M microbatches, B sequences of the global batch, T tokens of each.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
@@ -20,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
 from maxpipe.devices.chips import coordinates, slice_of
-from maxpipe.devices.transfers import absent, is_here
+from maxpipe.devices.transfers import absent, is_here, processes_of
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -91,6 +93,27 @@ class CompiledUnit(NamedTuple):
     offloaded: int = 0
 
 
+class NotCompiled(Exception):
+    """The compiler gives up the program of a computation, for a reason in its own words."""
+
+    def __init__(self, name: UnitName, reason: str):
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+@contextmanager
+def _compiling(name: UnitName) -> Iterator[None]:
+    """Name the computation that a compiler's error is about.
+
+    Raises:
+      NotCompiled: the compiler gives it up.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise NotCompiled(name, str(error)) from None
+
+
 class UnitCompiler:
     """Compile the programs of units, those that differ in nothing but their devices only once."""
 
@@ -155,7 +178,6 @@ class StagedProgram:
         self._num_microbatches = table.num_microbatches
         self._stage_of_chunk = table.stage_of_chunk.tolist()
         self._context = meshes[0].shape[CONTEXT_AXIS]
-        self._meshes = meshes
         mesh = meshes[0].abstract_mesh
         # 1. Trace and slice.
         scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -195,26 +217,47 @@ class StagedProgram:
             x.shape if self._parts is None else self._parts.running_sum(output, x).shape
             for output, x in enumerate(shapes)
         ]
-        self._sum_shardings = [
-            {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
-            for mesh in meshes
-        ]
-        # A unit takes these of its microbatch, all other inputs as they are.
-        varying = self._inputs(self.program.inputs, "micro")
-        self.runner = Runner(
-            self.program,
-            table,
-            meshes,
-            varying,
-            self._sum_shardings,
-            self._parts,
-            named_residuals(self.program, offloaded),
-        )
+        self._sum_specs = list(output_specs)
+        self._table = table
+        self._offloaded = named_residuals(self.program, offloaded)
+        self._place(meshes)
         needs = self.runner.needs
         self._params = [self._inputs(inputs, "params") for inputs in needs]
         self._shared = [self._inputs(inputs, "scales", "key") for inputs in needs]
         self._micro = [self._inputs(inputs, "micro") for inputs in needs]
         self._prepare = [self._prepare_stage(stage) for stage in range(len(meshes))]
+
+    def _place(
+        self, meshes: Sequence[Mesh], processes: Sequence[frozenset[int]] | None = None
+    ) -> None:
+        """Make the stages' executables for devices; they belong to `processes`, or to their own."""
+        self._meshes = meshes
+        self._sum_shardings = [
+            {output: NamedSharding(mesh, spec) for output, spec in enumerate(self._sum_specs)}
+            for mesh in meshes
+        ]
+        self.runner = Runner(
+            self.program,
+            self._table,
+            meshes,
+            # A unit takes these of its microbatch, all other inputs as they are.
+            self._inputs(self.program.inputs, "micro"),
+            self._sum_shardings,
+            self._parts,
+            self._offloaded,
+            processes,
+        )
+
+    def placed_on(self, meshes: Sequence[Mesh]) -> "StagedProgram":
+        """Return the program for other devices, to be compiled as for those of the stages.
+
+        Args:
+          meshes: for each stage, of the same sizes. To which processes their devices belong makes
+            no difference.
+        """
+        placed = copy(self)
+        placed._place(meshes, list(map(processes_of, self._meshes)))
+        return placed
 
     def _inputs(self, inputs: Collection[Var], *names: str) -> list[Var]:
         """Return the inputs of the program that belong to some parts of `Arguments`, in order."""
@@ -288,6 +331,9 @@ class StagedProgram:
           Computations in an order that respects dependencies; what gathers a chunk's parameters
           before its units and reduces its gradients after them is `gather1`, and `reduce1`, of
           chunk 1.
+
+        Raises:
+          NotCompiled: the compiler gives up the next one.
         """
         specs, compiler = dict(self._specs), UnitCompiler()
 
@@ -300,7 +346,9 @@ class StagedProgram:
             # The first unit of a chunk is its forward; its weights have to be there by then.
             gather = UnitName("gather", name.chunk)
             if name.kind == "F" and name.chunk in self.runner.gathers and is_wanted(gather):
-                yield CompiledUnit(stage, gather, self._compiled_gather(name.chunk, compiler))
+                with _compiling(gather):
+                    compiled = self._compiled_gather(name.chunk, compiler)
+                yield CompiledUnit(stage, gather, compiled)
             if not is_wanted(name):
                 for v in executable.writes:
                     specs[v] = sent_spec(self.program, v, self._parts)
@@ -312,7 +360,8 @@ class StagedProgram:
                 [self._input(v, specs, mesh) for v in executable.fixed],
                 [self._input(v, specs, mesh) for v in executable.varying],
             )
-            compiled = compiler.compile(lowered, mesh)
+            with _compiling(name):
+                compiled = compiler.compile(lowered, mesh)
             # Later computations read these values in the layout that XLA has chosen for them.
             _, written, _ = compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
@@ -320,12 +369,14 @@ class StagedProgram:
             offloaded = sum(_device_bytes(self._value(v, specs, mesh)) for v in executable.moved)
             yield CompiledUnit(stage, name, compiled, offloaded)
         for chunk, (outputs, reduce) in self.runner.reductions.items():
-            if not is_wanted(UnitName("reduce", chunk)):
+            name = UnitName("reduce", chunk)
+            if not is_wanted(name):
                 continue
             stage = self._stage_of_chunk[chunk]
             lowered = reduce.lower([self._sum(stage, output) for output in outputs])
-            compiled = compiler.compile(lowered, self._meshes[stage])
-            yield CompiledUnit(stage, UnitName("reduce", chunk), compiled)
+            with _compiling(name):
+                compiled = compiler.compile(lowered, self._meshes[stage])
+            yield CompiledUnit(stage, name, compiled)
 
     def _compiled_gather(self, chunk: int, compiler: UnitCompiler) -> jax.stages.Compiled:
         inputs, gather = self.runner.gathers[chunk]

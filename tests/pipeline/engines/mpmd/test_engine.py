@@ -70,6 +70,20 @@ def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same
         assert compiled[3] is not compiled[2]
 
 
+def test_programs_compiled_for_other_devices_are_those_of_the_stages():
+    engine = MpmdUnderTest(config_of(fsdp=2)).engine
+    first = engine.meshes[0].devices
+    own = list(engine.compile())
+    assert {d for unit in own for d in devices_of(unit)} > set(first.flat)
+    other = list(engine.compile(meshes=[engine.meshes[0]] * 2))
+    assert {d for unit in other for d in devices_of(unit)} == set(first.flat)
+    assert [unit.name for unit in other] == [unit.name for unit in own]
+
+
+def devices_of(unit):
+    return [d for s in jax.tree.leaves(unit.compiled.input_shardings) for d in s.device_set]
+
+
 def devices_at(*places):
     """Return a mesh of devices at these coordinates, in slice 0 if they name none."""
     devices = [
