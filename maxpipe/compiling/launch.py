@@ -23,7 +23,7 @@ from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.paths import write_file
-from maxpipe.config.slices import explain_topology
+from maxpipe.config.slices import explain_topology, explain_unusual
 from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
@@ -61,6 +61,8 @@ def launch(
         _print(understood)
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
+    if unusual := explain_unusual(config.compile.topology):
+        _print(unusual)
     _check_engine(config, flags)
     mesh = build_mesh(config, devices)
     for line in explain_quantisation(config.model.quantisation, devices[0]):

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from maxpipe.compiling.collectives import Collective
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
-from maxpipe.config.slices import canonical_topology, examples_of, num_chips
-from maxpipe.devices.chips import Chip, coordinates, slice_of
+from maxpipe.config.slices import canonical_topology, check_grid, examples_of, num_chips
+from maxpipe.devices.chips import Chip, chip_of, coordinates, slice_of
 from maxpipe.planning.search.links import links_of
 
 KEY = "compile.topology"
@@ -48,7 +48,7 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     Must run before JAX is used for the first time.
 
     Raises:
-      ConfigError: libtpu is not installed, or does not know the topology.
+      ConfigError: there is no such slice, or libtpu is not installed or does not know it.
     """
     topology = config.compile.topology
     slices = config.compile.num_slices
@@ -57,13 +57,18 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     if topology == SIMULATED:
         jax.config.update("jax_num_cpu_devices", max(1, config.mesh.simulated_devices))
         return jax.devices()
+    topology = canonical_topology(topology)
+    if chip_of(topology):  # libtpu describes grids that chips are not wired in
+        try:
+            check_grid(topology)
+        except ValueError as error:
+            raise ConfigError(Problem(KEY, str(error))) from None
     if importlib.util.find_spec("libtpu") is None:
         message = (
             f"{topology} needs libtpu, which also works without a TPU; "
             f"install it: {install_command('tpu')}"
         )
         raise ConfigError(Problem(KEY, message))
-    topology = canonical_topology(topology)
     try:
         return _described(topology, slices)
     except (jax.errors.JaxRuntimeError, ValueError) as error:

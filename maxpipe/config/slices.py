@@ -173,6 +173,19 @@ def check_grid(topology: str) -> None:
         raise ValueError(f"{topology}: slices above 64 chips are made of cubes of 4x4x4{legal}")
 
 
+def explain_unusual(topology: str) -> str:
+    """Return a line if a canonical topology is no usual slice of a known chip, else nothing."""
+    name, _, grid = topology.partition(":")
+    if name not in _BY_NAME:
+        return ""
+    generation, sizes = _BY_NAME[name], sorted(map(int, grid.split("x")))
+    usual = [sorted(map(int, text.split("x"))) for text in generation.grids]
+    if sizes in usual or math.prod(sizes) > CUBE**3:
+        return ""
+    near = ", ".join(nearest_slices(generation, math.prod(sizes)))
+    return f"compile.topology={topology} is no usual slice of the cloud; those nearest are {near}"
+
+
 def slices_of(name: str) -> list[str]:
     """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...].
 

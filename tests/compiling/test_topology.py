@@ -12,12 +12,14 @@ from helpers.compile_command import QUICK, report_of, tpu_aot
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.topology import (
+    devices_of,
     group_links,
     link_uses,
     links_along,
     neighbour_bandwidth,
     network_seconds,
 )
+from maxpipe.config import ConfigError, load
 from maxpipe.devices.chips import GB, chip_of
 
 
@@ -57,6 +59,22 @@ def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans(chip, sizes,
     found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
     # An axis of one device spans nothing; its collectives, if there were any, would count one link.
     assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5e:32x32", r"has 1024 chips; the largest slice has 256; usual slices: v5e-256"),
+        ("v6e:2x2x2", "grids of v6e have 2 dimensions"),
+        ("v5p:2x2", "grids of v5p have 3 dimensions"),
+        ("ironwood:2x2", "grids of tpu7x have 3 dimensions"),
+        ("v5p:2x6x10", "slices above 64 chips are made of cubes of 4x4x4"),
+    ],
+)
+def test_grids_that_chips_are_not_wired_in_are_refused_with_the_nearest_slices(topology, message):
+    config = load("configs/base.yml", [f"compile.topology={topology}"]).config
+    with pytest.raises(ConfigError, match=message):
+        devices_of(config)
 
 
 @pytest.mark.parametrize(

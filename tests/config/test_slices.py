@@ -6,6 +6,7 @@ from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.slices import (
     canonical_topology,
     explain_topology,
+    explain_unusual,
     names_kind,
     num_devices,
     slices_of,
@@ -51,6 +52,18 @@ def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
     with pytest.raises(ValueError, match=r"slice|neither") as caught:
         canonical_topology(name)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x4", "v5p:4x2x2", "v5p:8x8x12", "v6e:8x4", "v3:2x2", "cpu"])
+def test_usual_slices_need_no_explanation(topology):
+    assert explain_unusual(topology) == ""
+
+
+def test_a_grid_that_no_usual_slice_has_is_named_with_those_nearest():
+    assert explain_unusual("v5p:2x2x3") == (
+        "compile.topology=v5p:2x2x3 is no usual slice of the cloud; "
+        "those nearest are v5p-16 (v5p:2x2x2), v5p-32 (v5p:2x2x4)"
+    )
 
 
 def test_explain_topology_says_what_the_number_counts():
