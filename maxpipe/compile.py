@@ -14,10 +14,10 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from maxpipe.compiling.output_files import check_files
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.imports import import_words, install_command, is_installed
-from maxpipe.config.paths import unwritable
 from maxpipe.config.sections import CompileConfig
 
 
@@ -42,17 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if keys.load:
         message = "is for maxpipe.train; here compile.save=FILE stores the step"
         raise ConfigError(Problem("compile.load", message))
-    if keys.topology == "cpu" and (flags.profile or flags.profile_trace):
-        flag = "--profile" if flags.profile else "--profile-trace"
-        message = "needs the estimates of a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
-        raise ConfigError(Problem(flag, message))
-    files = {
-        "--json": flags.json,
-        "--hlo": flags.hlo,
-        "--profile": flags.profile,
-        "--profile-trace": flags.profile_trace,
-    }
-    _check_files(keys.save, files)
+    check_files(keys, flags)
     if flags.tune_flags:
         _check_tuning(keys, flags)
     # JAX and everything built on it are imported here, once the configuration is known good.
@@ -82,7 +72,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile-trace",
         metavar="FILE.json.gz",
-        help="TPUs: write the predicted step as a trace for Perfetto",
+        help="TPUs: write the predicted step as a trace for Perfetto; FILE.json is not compressed",
     )
     parser.add_argument(
         "--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO"
@@ -114,21 +104,6 @@ def _check_tuning(keys: CompileConfig, flags: argparse.Namespace) -> None:
         problems.append(Problem("--tune-flags", message))
     elif not is_installed("libtpu"):
         problems.append(Problem("--tune-flags", f"needs libtpu: {install_command('tpu')}"))
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _check_files(save: str, reports: dict[str, str | None]) -> None:
-    """Raise ConfigError for files that cannot be written, before compiling, which may take long.
-
-    Args:
-      save: file that is replaced.
-      reports: files that are written in place, such as /dev/stdout, by flag.
-    """
-    problems = []
-    for key, file in {"compile.save": save, **reports}.items():
-        if file and (reason := unwritable(file, is_replaced=key == "compile.save")):
-            problems.append(Problem(key, f"cannot write {file}: {reason}"))
     if problems:
         raise ConfigError(*problems)
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.compiling.analysis import analyse
+from maxpipe.compiling.output_files import trace_content
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.trace import trace_bytes
 from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
@@ -171,7 +172,8 @@ def _write_profile(report: Report, config: Config, flags: argparse.Namespace) ->
     if flags.profile:
         write_file("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
     if flags.profile_trace:
-        write_file("--profile-trace", flags.profile_trace, trace_bytes(report.timeline))
+        content = trace_content(flags.profile_trace, trace_bytes(report.timeline))
+        write_file("--profile-trace", flags.profile_trace, content)
 
 
 def _without_digest(config: Config) -> Config:

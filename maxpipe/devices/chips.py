@@ -220,7 +220,7 @@ CHIPS = (
         12.5 * GB,
         CUBES,
         has_fp8=True,
-        longest_ring=8,  # as v5p: XLA gives no estimates
+        longest_ring=8,  # as v5p: without a clock XLA's cycles are no seconds to compare
     ),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB, has_fp8=True),

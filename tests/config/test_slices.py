@@ -54,7 +54,9 @@ def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x4", "v5p:4x2x2", "v5p:8x8x12", "v6e:8x4", "v3:2x2", "cpu"])
+@pytest.mark.parametrize(
+    "topology", ["v5p:2x2x4", "v5p:4x2x2", "v5p:8x8x12", "v6e:8x4", "v3:2x2", "cpu"]
+)
 def test_usual_slices_need_no_explanation(topology):
     assert explain_unusual(topology) == ""
 

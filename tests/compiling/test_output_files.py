@@ -1,0 +1,64 @@
+"""Files that `maxpipe.compile` writes: their endings, collisions, and profiles of known chips."""
+
+import gzip
+from types import SimpleNamespace
+
+import pytest
+
+from maxpipe.compiling.output_files import check_files, trace_content
+from maxpipe.config import ConfigError
+from maxpipe.config.sections import CompileConfig
+
+
+def check(tmp_path, topology="v5p:2x2x1", save="", **files):
+    """Check files by flag, in a directory that can be written."""
+    flags = dict.fromkeys(("json", "hlo", "profile", "profile_trace"))
+    paths = {name: file if "/" in file else str(tmp_path / file) for name, file in files.items()}
+    keys = CompileConfig(topology=topology, save=save and str(tmp_path / save))
+    check_files(keys, SimpleNamespace(**(flags | paths)))
+
+
+def test_files_of_their_own_with_the_endings_of_what_they_hold_are_accepted(tmp_path):
+    check(tmp_path, "v5p-128", "s.bin", json="a", hlo="b", profile="a.html", profile_trace="a.json")
+    check(tmp_path, profile="/dev/null", profile_trace="/dev/null", hlo="/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"profile": "one.txt"}, r"--profile: writes \.html, which .*one\.txt does not end in"),
+        ({"profile_trace": "one.gz"}, r"--profile-trace: writes \.json\.gz or \.json, which .*gz"),
+        ({"json": "a", "hlo": "a"}, r"--hlo: .*/a is the file of --json; give another one"),
+        ({"json": "a", "save": "a"}, r"--json: .*/a is the file of compile\.save"),
+    ],
+)
+def test_files_with_other_endings_or_two_uses_are_refused(tmp_path, files, message):
+    with pytest.raises(ConfigError, match=message):
+        check(tmp_path, **files)
+
+
+def test_two_ways_to_one_file_are_one_file(tmp_path):
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(ConfigError, match=r"--hlo: .*/link is the file of --json"):
+        check(tmp_path, json="a", hlo="link")
+
+
+@pytest.mark.parametrize(
+    ("topology", "reason"),
+    [
+        ("ironwood:2x2x1", "the clock of tpu7x is unpublished; there are predictions for v4, v5e"),
+        ("v3:2x2", "v3:2x2 is in no table of chips"),
+        ("cpu", "needs the estimates of a TPU's compiler"),
+    ],
+)
+def test_profiles_for_devices_without_a_prediction_are_refused(tmp_path, topology, reason):
+    with pytest.raises(ConfigError) as info:
+        check(tmp_path, topology, profile="a.html", profile_trace="a.json.gz")
+    assert str(info.value).count(reason) == 2
+    check(tmp_path, topology, json="a.json")
+
+
+def test_a_trace_is_compressed_as_the_ending_of_its_file_says():
+    trace = gzip.compress(b"{}")
+    assert trace_content("step.json.gz", trace) == trace_content("/dev/stdout", trace) == trace
+    assert trace_content("step.json", trace) == b"{}"
