@@ -75,7 +75,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="TPUs: write the predicted step as a trace for Perfetto; FILE.json is not compressed",
     )
     parser.add_argument(
-        "--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO"
+        "--programs",
+        metavar="DIR",
+        help="mpmd: write the program of every unit, sliced and as HLO, in place of those there",
     )
     parser.add_argument(
         "--units", metavar="F1,B1", help="mpmd: compile these units alone, each with its time"

@@ -8,7 +8,10 @@ from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.values import as_written
 from maxpipe.devices.chips import Tpu
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.planning.auto_stages import choose_stages, predict
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.footprint import on_tpus
 from maxpipe.planning.gather_mode import KEY as GATHER
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_times import first_layers, layer_times
@@ -135,13 +138,46 @@ def knobs(
       num_devices, num_slices: the devices to stay on.
       tpu: as for `gains`.
     """
-    now = estimate(resolved, tpu).total
+
+    def memory_of(config: Config) -> float:
+        return estimate(with_gather_mode(config, tpu), tpu).total
+
+    return _effective(written, resolved, (num_devices, num_slices), memory_of)
+
+
+def stage_knobs(
+    written: Config, resolved: Config, devices: tuple[int, int], tpu: Tpu | None
+) -> list[Knob]:
+    """Return legal changes that save memory of the fullest stage, the most effective first.
+
+    Args:
+      written: as for `knobs`.
+      resolved: the configuration with separate programs that does not fit, its stages chosen.
+      devices: devices and slices to stay on.
+      tpu: of a device; None if it is no TPU, or an unknown one.
+    """
+
+    def memory_of(config: Config) -> float:
+        if ENGINES[config.pipeline.engine].one_program:
+            raise ValueError("its memory is estimated otherwise")
+        config = choose_stages(on_tpus(config) if tpu else config, None, lambda line: None)
+        return float(predict(config, build_layout(config).chunk_sizes).memory.max())
+
+    return _effective(written, resolved, devices, memory_of)
+
+
+def _effective(
+    written: Config,
+    resolved: Config,
+    devices: tuple[int, int],
+    memory_of: Callable[[Config], float],
+) -> list[Knob]:
+    """Return the changes that save memory by an estimate, the most effective first."""
+    now = memory_of(resolved)
     effective = []
     for changes in _changes(resolved):
         try:
-            changed = resolve(replace(written, **changes), num_devices, num_slices)
-            changed = with_gather_mode(changed, tpu)
-            saves = now - estimate(changed, tpu).total
+            saves = now - memory_of(resolve(replace(written, **changes), *devices))
         except ValueError:
             continue
         if saves > LEAST_SAVING * now:

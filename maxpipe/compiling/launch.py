@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -69,10 +70,10 @@ def launch(
     for line in explain_quantisation(config.model.quantisation, devices[0]):
         _print(line)
     if not ENGINES[config.pipeline.engine].one_program:
-        return _compile_stages(config, mesh, flags, build_trainer)
+        return _compile_stages(config, loaded.config, mesh, flags, build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
     report, executable = analyse(config, loaded.config, mesh, trainer, _print)
-    print(*report.lines(), *advice(devices[0], os.environ), sep="\n")
+    print(*report.lines(), *(advice(devices[0], os.environ) if report.fits else []), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     if flags.hlo:
@@ -88,10 +89,15 @@ def launch(
 
 
 def _compile_stages(
-    config: Config, mesh: Mesh, flags: argparse.Namespace, build_trainer: BuildTrainer
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    flags: argparse.Namespace,
+    build_trainer: BuildTrainer,
 ) -> int:
     """Compile the separate programs of the stages, report on them, and return the exit code."""
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
+    began = time.perf_counter()
     meshes = meshes_to_compile(config, stage_meshes(mesh))
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
@@ -101,7 +107,7 @@ def _compile_stages(
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
     try:
-        report = analyse_stages(config, mesh, trainer, programs, _print)
+        report = analyse_stages(config, written, mesh, trainer, programs, began, _print)
     except OSError as error:
         message = f"cannot write to {flags.programs}: {error.strerror}"
         raise ConfigError(Problem("--programs", message)) from None
@@ -110,7 +116,8 @@ def _compile_stages(
             f"{'written':<12}{flags.programs}: what each computation reads, writes and computes "
             "(.txt), and its HLO (.hlo)"
         )
-    print(*report.lines(), *advice(mesh.devices.flat[0], os.environ), sep="\n")
+    flags_for_overlap = advice(mesh.devices.flat[0], os.environ) if report.fits else []
+    print(*report.lines(), *flags_for_overlap, sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     return FITS if report.fits else DOES_NOT_FIT

@@ -4,6 +4,7 @@ A unit of the schedule runs once for each microbatch. What gathers a chunk's wei
 units, and what reduces its gradients after them, runs once a step.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.staged import NotCompiled
+
+# As `write_programs` names what it writes.
+_WRITTEN = re.compile(r"stage_\d+/(?:[FBIW]|gather|reduce)\d+\.(?:txt|hlo)")
 
 
 class StagesTrainer(Protocol):
@@ -108,15 +112,17 @@ def write_programs(
     Args:
       programs: compiled.
       texts: as sliced.
-      directory: made if it does not exist; such files of earlier calls are removed.
+      directory: made if it does not exist. Programs that an earlier call has written there are
+        removed; other files stay.
 
     Raises:
       OSError: something cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Earlier files may be of stages or units that this configuration does not have.
-    for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
-        earlier.unlink()
+    for file in directory.glob("stage_*/*.*"):
+        if _WRITTEN.fullmatch(f"{file.parent.name}/{file.name}"):
+            file.unlink()
     for program in programs:
         folder = directory / f"stage_{program.stage}"
         folder.mkdir(exist_ok=True)

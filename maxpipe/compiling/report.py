@@ -1,6 +1,6 @@
 """Hold what is known of a compiled step, as data, as JSON and as lines for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from maxpipe.compiling.collectives import Collective
@@ -122,18 +122,13 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        axes = (
-            " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
-            or "one device"
-        )
-        slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         pipeline = self.engine
         if ENGINES[self.engine].has_stages:
             pipeline = (
                 f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
             )
         return [
-            f"devices     {self.num_devices} x {short_name(self.device_kind)}{slices}: {axes}",
+            device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
             f"pipeline    {pipeline}",
             f"compiled    in {self.compile_seconds:.0f} s",
             *self._memory_lines(),
@@ -206,19 +201,7 @@ class Report:
         return f"verdict     does NOT fit: {of}, {excess} too much on each device"
 
     def _knob_lines(self) -> list[str]:
-        if self.fits:
-            return []
-        if not self.knobs:
-            return [
-                "            no single change of batch, schedule or mesh helps on these devices; "
-                "take more of them"
-            ]
-        missing = self.needed - (self.capacity or 0.0)
-        lines = ["            what would help, by estimate:"]
-        for knob in self.knobs:
-            enough = "  enough" if knob.saves >= missing else ""
-            lines.append(f"  {knob.words:<60} saves {size(knob.saves)}{enough}")
-        return lines
+        return [] if self.fits else knob_lines(self.knobs, self.needed - (self.capacity or 0.0))
 
     def _gain_lines(self) -> list[str]:
         if not self.gains or not self.bounds or not self.capacity:
@@ -230,6 +213,27 @@ class Report:
             line = f"  {gain.words:<32} would fit: {memory}, MFU at most {mfu}"
             lines.append(line + (gain.compiles and f"; {gain.compiles}"))
         return lines
+
+
+def device_line(count: int, kind: str, slices: int, mesh: Mapping[str, int]) -> str:
+    """Return a line about the devices and their mesh, for people."""
+    axes = " x ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
+    in_slices = f" in {slices} slices" if slices > 1 else ""
+    return f"devices     {count} x {short_name(kind)}{in_slices}: {axes}"
+
+
+def knob_lines(knobs: Sequence[Knob], missing: float) -> list[str]:
+    """Return lines about ways to save so many bytes, for people."""
+    if not knobs:
+        return [
+            "            no single change of batch, schedule or mesh helps on these devices; "
+            "take more of them"
+        ]
+    lines = ["            what would help, by estimate:"]
+    for knob in knobs:
+        enough = "  enough" if knob.saves >= missing else ""
+        lines.append(f"  {knob.words:<60} saves {size(knob.saves)}{enough}")
+    return lines
 
 
 def collective_line(c: Collective) -> str:

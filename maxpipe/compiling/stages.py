@@ -6,6 +6,7 @@ take memory of a device while a program uses them, and those of one more while t
 TPUs every program is timed, and the simulator composes the times in the order of the schedule.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -13,16 +14,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
+from maxpipe.compiling.knobs import Knob, stage_knobs
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of, time_program
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
 from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, collectives_of_step
-from maxpipe.compiling.report import collective_line, size
+from maxpipe.compiling.report import collective_line, device_line, knob_lines, size
 from maxpipe.compiling.step import OutOfMemory
 from maxpipe.compiling.topology import neighbour_bandwidth
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import chip_for, device_memory, short_name
+from maxpipe.devices.chips import chip_for, device_memory, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
@@ -62,34 +64,45 @@ class StagesReport:
     """Everything that `maxpipe.compile` prints of separate programs.
 
     Attributes:
-      device_kind, num_devices: what was compiled for.
+      device_kind, num_devices, num_slices: what was compiled for.
+      mesh: axis sizes.
       schedule: its name.
       bubble: idle share of the stages' time, see `planning.auto_stages.bubble_fraction`.
       capacity: memory of a device; None if unknown.
+      model_flops: of a step over all devices.
+      compile_seconds: tracing and compilation.
       programs: compiled, in order of their dependencies.
       stages: memory by stage.
-      needed_by_program: bytes of a program that the compiler gave up; None if there is none.
+      too_large: a program that the compiler gave up; those after it were not compiled.
       predicted: None for devices other than TPUs.
       program_seconds: predicted time of a run of each program; empty where nothing is predicted.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
+      knobs: ways to save memory, if it does not fit.
     """
 
     device_kind: str
     num_devices: int
+    num_slices: int
+    mesh: Mapping[str, int]
     schedule: str
     bubble: float
     capacity: float | None
+    model_flops: float
+    compile_seconds: float
     programs: Sequence[CompiledProgram]
     stages: Sequence[StageBytes] = ()
-    needed_by_program: float | None = None
+    too_large: OutOfMemory | None = None
     predicted: Prediction | None = None
     program_seconds: Mapping[UnitName, float] = field(default_factory=dict)
     schedule_words: str = ""
+    knobs: Sequence[Knob] = ()
 
     @property
     def needed(self) -> float:
         """Return the bytes of the fullest stage, or of the program that does not fit."""
-        return self.needed_by_program or max(stage.total for stage in self.stages)
+        if self.too_large:
+            return self.too_large.needed
+        return max(stage.total for stage in self.stages)
 
     @property
     def fits(self) -> bool:
@@ -101,15 +114,25 @@ class StagesReport:
         return collectives_of_step(p for p in self.programs if p.stage == stage)
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
-        return {
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown.
+
+        What only a step in one program has is null.
+        """
+        one_program = dict.fromkeys(("flops", "collectives", "links", "bounds", "gains"))
+        return one_program | {
             "device_kind": self.device_kind,
             "num_devices": self.num_devices,
+            "num_slices": self.num_slices,
+            "mesh": dict(self.mesh),
             "engine": "mpmd",
             "schedule": self.schedule,
             "bubble": self.bubble,
             "fits": None if self.capacity is None else self.fits,
             "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
+            "too_large": self.too_large and self.too_large.program,
+            "model_flops": self.model_flops,
+            "compile_seconds": self.compile_seconds,
+            "knobs": list(map(asdict, self.knobs)),
             "stages": [
                 {f"{name}_bytes": value for name, value in asdict(stage).items()}
                 | {"collectives": list(map(asdict, self.collectives(number)))}
@@ -132,8 +155,9 @@ class StagesReport:
         """Return the report for people, without a line for each program."""
         pipeline = f"{self.schedule} on the mpmd engine, bubble {100 * self.bubble:.1f} %"
         lines = [
-            f"devices     {self.num_devices} x {short_name(self.device_kind)}",
+            device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
             f"pipeline    {pipeline}",
+            f"compiled    in {self.compile_seconds:.0f} s",
         ]
         for number, stage in enumerate(self.stages):
             parts = f"state {size(stage.state)}, in flight {size(stage.in_flight)} (from shapes)"
@@ -164,14 +188,18 @@ class StagesReport:
                 lines.append("  without transfers to the host's memory and back")
             if self.schedule_words:
                 lines.append(f"  units, for maxpipe.schedule: {self.schedule_words}")
-        return [*lines, self._verdict()]
+        lines.append(self._verdict())
+        if not self.fits:
+            lines += knob_lines(self.knobs, self.needed - (self.capacity or 0.0))
+        return lines
 
     def _verdict(self) -> str:
         if self.capacity is None:
             return f"verdict     needs {size(self.needed)} on a device, whose memory is not known"
         sizes = f"{size(self.needed)} of {size(self.capacity)}"
-        if self.needed_by_program:
-            return f"verdict     does not fit: the next program needs {sizes}"
+        if self.too_large:
+            program = f"{self.too_large.program} needs {sizes}"
+            return f"verdict     does NOT fit: {program}; later programs were not compiled"
         return (
             f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
         )
@@ -179,28 +207,36 @@ class StagesReport:
 
 def analyse_stages(
     config: Config,
+    written: Config,
     mesh: Mesh,
     trainer: StagesTrainer,
     programs: Iterable[CompiledProgram],
+    began: float,
     note: Callable[[str], None],
 ) -> StagesReport:
     """Report what a step costs, compiling its programs one by one.
 
     Args:
       config: resolved, its stages chosen.
+      written: what it was resolved from; alternatives are derived from it.
       mesh: of all stages.
       trainer: of the configuration.
       programs: of the trainer, compiled as they are taken.
+      began: when the trainer was begun to be built, by `time.perf_counter`.
       note: prints a line.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    table = run_table(config)
+    tokens = config.data.global_batch_size * config.data.sequence_length
     report = StagesReport(
         device_kind=devices[0].device_kind,
         num_devices=mesh.size,
+        num_slices=config.compile.num_slices,
+        mesh=dict(mesh.shape),
         schedule=config.pipeline.schedule,
         bubble=bubble_fraction(config),
         capacity=device_memory(devices),
+        model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
+        compile_seconds=0.0,
         programs=[],
     )
     compiled: list[CompiledProgram] = []
@@ -210,10 +246,24 @@ def analyse_stages(
             for line in program.lines():
                 note(line)
     except OutOfMemory as error:
-        return replace(
-            report, programs=compiled, needed_by_program=error.needed, capacity=error.available
-        )
-    is_tpu = devices[0].platform == "tpu"
+        report = replace(report, too_large=error, capacity=error.available)
+    report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
+    if not report.too_large:
+        is_tpu = devices[0].platform == "tpu"
+        report = replace(report, stages=_stages(config, trainer, compiled, is_tpu=is_tpu))
+        if is_predictable(mesh):
+            report = _with_prediction(report, config, mesh, trainer)
+    if report.fits:
+        return report
+    on = mesh.size, config.compile.num_slices
+    return replace(report, knobs=stage_knobs(written, config, on, tpu_of(devices)))
+
+
+def _stages(
+    config: Config, trainer: StagesTrainer, compiled: Sequence[CompiledProgram], *, is_tpu: bool
+) -> list[StageBytes]:
+    """Return the memory of each stage, given its programs."""
+    table = run_table(config)
     memory = StageMemory(on_tpus(config) if is_tpu else config, table)
     sizes = [len(layers) for layers in trainer.engine.layer_index()]
     stages = []
@@ -232,8 +282,7 @@ def analyse_stages(
         in_flight = memory.in_flight_bytes(stage, of_stage)
         host = _host_bytes(table, stage, of_programs)
         stages.append(StageBytes(state, in_flight, max(working), max(reductions), host))
-    report = replace(report, programs=compiled, stages=stages)
-    return _with_prediction(report, config, mesh, trainer) if is_predictable(mesh) else report
+    return stages
 
 
 def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
@@ -272,9 +321,7 @@ def _with_prediction(
         return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))
     communication = transfer_bytes / bandwidth
     predicted = predict_stages(table, timelines, basis, communication)
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    model_flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
-    speed = speed_of(config, mesh, chip, predicted.seconds, model_flops)
+    speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
     costs = unit_costs(table, timelines, communication)
     return replace(
         report,

@@ -151,6 +151,23 @@ def test_the_report_has_memory_by_stage_and_units(written):
         assert stage["reduction_bytes"] > 4 * layer / 4
 
 
+def test_the_report_has_the_keys_of_a_step_in_one_program(tmp_path, written):
+    report = json.loads((written / "report.json").read_text())
+    file = tmp_path / "report.json"
+    assert command.main(["configs/base.yml", *SMALL, *ONE_PROGRAM, "--json", str(file)]) == 0
+    other = json.loads(file.read_text())
+    assert report.keys() > other.keys()
+    for key in ("device_kind", "num_devices", "num_slices", "mesh", "model_flops", "knobs"):
+        assert report[key] == other[key]
+    assert report["compile_seconds"] > 0
+    assert [key for key in other if report[key] is None and other[key] is not None] == [
+        "flops",
+        "collectives",
+        "links",
+        "gains",
+    ]
+
+
 def test_the_report_counts_collectives_by_program_and_step(written):
     """Units gather and scatter over fsdp; sums over data are taken once, of what devices have."""
     report = json.loads((written / "report.json").read_text())
@@ -236,8 +253,12 @@ def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "device_memory", lambda devices: 1000.0)
     file = tmp_path / "report.json"
     assert command.main(["configs/base.yml", *SMALL, "--json", str(file)]) == 3
-    assert json.loads(file.read_text())["fits"] is False
-    assert "does NOT fit: " in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert report["fits"] is False
+    assert "pipeline.num_microbatches=4" in {knob["words"] for knob in report["knobs"]}
+    printed = capsys.readouterr().out
+    assert "does NOT fit: " in printed
+    assert "pipeline.num_microbatches=4 " in printed
 
 
 def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
@@ -249,12 +270,18 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     monkeypatch.setattr(chips, "chip_for", lambda kind: chips.chip_of("v5e"))
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
+    for name in ("notes.txt", "F7.md", "F7x.hlo"):
+        (tmp_path / "stage_7" / name).touch()
     words = [*SMALL, "model.quantisation=fp8"]
     assert command.main(["configs/base.yml", *words, "--programs", str(tmp_path)]) == 3
     printed = capsys.readouterr().out
-    assert "does not fit: the next program needs 24.9 GiB of 15.8 GiB" in printed
+    assert "does NOT fit: F0 needs 24.9 GiB of 15.8 GiB; later programs were not" in printed
+    assert "what would help, by estimate:" in printed
+    assert "saves " in printed
+    assert "at the price of memory" not in printed
     assert "has no units for fp8: model.quantisation=fp8 is slower than bfloat16" in printed
-    assert not (tmp_path / "stage_7" / "F7.txt").exists()
+    left = {path.name for path in (tmp_path / "stage_7").iterdir()}
+    assert left == {"notes.txt", "F7.md", "F7x.hlo"}
 
 
 class TestTpu:
