@@ -85,6 +85,9 @@ _OFFLOADED = FlagSet(
 )
 _SPARSE_CORES = ("v4", "v5p", "v6e", "tpu7x")  # chips that have some
 
+# On a TPU JAX adds this when it is imported; the next process will add it again.
+_OF_JAX = " --xla_tpu_use_enhanced_launch_barrier=true"
+
 # By chip, and for every GPU.
 RECOMMENDED = {
     "v4": _TPU,
@@ -125,7 +128,7 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     recommended = recommended_for(device)
     if recommended is None:
         return []
-    own = environment.get(recommended.variable, "")
+    own = environment.get(recommended.variable, "").removesuffix(_OF_JAX)
     text = added_to(own, recommended.flags)
     if text == own:
         return []

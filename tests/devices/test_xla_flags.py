@@ -49,6 +49,15 @@ def test_advice_for_unset_flags_ends_with_a_line_for_a_shell(name):
     assert shlex.split(line) == [f"{recommended.variable}={text}"]
 
 
+@pytest.mark.parametrize("own", ["", "--xla_own=1"])
+def test_advice_with_a_flag_that_jax_has_added_leaves_it_out(own):
+    name = "LIBTPU_INIT_ARGS"
+    after_import = f"{own} --xla_tpu_use_enhanced_launch_barrier=true"
+    advised = advice(DEVICES["v5e"], {name: after_import})
+    assert advised == advice(DEVICES["v5e"], {name: own})
+    assert "barrier" not in advised[-1]
+
+
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_advice_is_empty_if_flags_are_set_to_any_value(name):
     recommended, device = RECOMMENDED[name], DEVICES[name]
