@@ -157,7 +157,7 @@ class Report:
         share = 100 * self.model_flops / self.flops
         return [
             f"FLOPs       {self.flops:.3g} a step, model FLOPs {self.model_flops:.3g}: "
-            f"{share:.0f} %; the rest is recomputation and idle slots"
+            f"{share:.0f} %; the rest is recomputation, idle slots and masked attention"
         ]
 
     def _collective_lines(self) -> list[str]:

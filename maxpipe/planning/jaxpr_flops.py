@@ -2,20 +2,22 @@
 
 The count runs over the jaxpr, where loops still have their lengths: XLA's own cost analysis counts
 the body of a loop once, and after TPU compilation a matrix product no longer looks like one. Matrix
-products, convolutions and kernels count; element-wise operations are noise.
+products, convolutions and kernels count, of attention kernels the blocks that they visit;
+element-wise operations are noise.
 """
 
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from maxpipe.model.experts.exchange import SPARSE_CALL
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
 BranchRuns = Callable[[float], float]
+_ATTENTION = "splash_"  # in the names of its kernels
 
 
 def every_time(runs: float) -> float:
@@ -51,7 +53,7 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         depth = math.prod(kernel) // outputs
         return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name == "pallas_call":
-        return runs * _kernel(params)
+        return runs * _kernel(eqn)
     if name == "cond":
         times = branch_runs(runs)
         return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
@@ -75,9 +77,29 @@ def _count(jaxpr: Jaxpr, runs: float, branch_runs: BranchRuns) -> float:
     return sum(equation_flops(eqn, runs, branch_runs) for eqn in jaxpr.eqns)
 
 
-def _kernel(params: dict[str, Any]) -> float:
+def _kernel(eqn: JaxprEqn) -> float:
+    params = eqn.params
     estimate = params.get("cost_estimate")
     if estimate is not None:
         return float(estimate.flops)
     grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-    return grid * _count(open_jaxpr(params["jaxpr"]), 1.0, every_time)
+    visited = _visited_share(eqn) if _ATTENTION in str(params.get("name")) else 1.0
+    return visited * grid * _count(open_jaxpr(params["jaxpr"]), 1.0, every_time)
+
+
+def _visited_share(eqn: JaxprEqn) -> float:
+    """Return the share of a splash attention kernel's grid in which it computes.
+
+    It skips blocks of queries and keys that a causal mask hides. Devices that have parts of the
+    queries have as many visible blocks as others on average.
+    """
+    operands = [shaped(v) for v in eqn.invars]
+    mask = next((x.shape for x in operands if x.dtype == jnp.int8), ())  # [..., queries, keys]
+    queries, keys = [x.shape[-2] for x in operands if jnp.issubdtype(x.dtype, jnp.floating)][:2]
+    refs = [v.aval for v in eqn.params["jaxpr"].invars]  # of what a visit takes
+    block, key_block = [r.shape[-2] for r in refs if jnp.issubdtype(r.dtype, jnp.floating)][:2]
+    rows, columns = keys // block, keys // key_block
+    if tuple(mask[-2:]) != (queries // block, columns):
+        return 1.0  # the grid of a window has no other blocks
+    visible = sum(-(-(row + 1) * block // key_block) for row in range(rows))
+    return visible / (rows * columns)

@@ -3,6 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -78,6 +81,43 @@ def test_a_conditional_on_every_device_counts_the_runs_of_one():
         program_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5))
         == 8 * 5 * PRODUCT
     )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "window", "share"),
+    [
+        ((128, 128), 0, (1 + 2 + 3 + 4) / 16),
+        ((128, 256), 0, (1 + 1 + 2 + 2) / 8),
+        ((256, 128), 0, (2 + 4) / 8),
+        ((128, 128), 128, 2 / 4),  # the block on the diagonal and the one before it
+    ],
+)
+def test_attention_kernels_count_the_blocks_that_their_mask_leaves(blocks, window, share):
+    """In the forward a query meets a key in two products, in the backward in seven."""
+    rows, heads, length, width = 2, 3, 512, 128
+    query, key = blocks
+    shape = length, length
+    mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(
+            block_q=query,
+            block_kv=key,
+            block_kv_compute=key,
+            block_q_dkv=query,
+            block_kv_dkv=key,
+            block_kv_dkv_compute=key,
+            block_q_dq=query,
+            block_kv_dq=key,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    x = jax.ShapeDtypeStruct((rows, heads, length, width), jnp.bfloat16)
+    gradient = jax.grad(lambda q, k, v: jnp.sum(jax.vmap(kernel)(q, k, v)), argnums=(0, 1, 2))
+    all_pairs = 2 * rows * heads * length**2 * width
+    counted = program_flops(jax.make_jaxpr(gradient)(x, x, x))
+    assert counted == pytest.approx((2 + 7) * share * all_pairs, rel=0.001)
 
 
 def test_a_step_without_recomputation_runs_the_models_flops():
