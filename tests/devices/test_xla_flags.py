@@ -1,9 +1,11 @@
 """Recommended XLA flags: what is printed, and that the installed libtpu takes them."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +39,18 @@ DEVICES = {
 
 def test_every_tpu_of_the_table_of_chips_has_flags():
     assert {chip.name for chip in CHIPS if chip.torus} | {"gpu"} == set(RECOMMENDED) == set(KINDS)
+
+
+def test_documentation_has_every_recommended_flag_with_its_chips():
+    documented = {}
+    text = (Path(__file__).parents[2] / "docs" / "compiling.md").read_text()
+    for flag, chips in re.findall(r"^\| `(xla_\w+=\w+)` \| ([^|]+) \| ", text, re.MULTILINE):
+        for chip in chips.split(", "):
+            documented.setdefault(chip, []).append(flag)
+    assert documented == {
+        chip: [f"{name}={value}" for name, value in recommended.flags.items()]
+        for chip, recommended in RECOMMENDED.items()
+    }
 
 
 @pytest.mark.parametrize("name", RECOMMENDED)
