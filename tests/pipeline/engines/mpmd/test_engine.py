@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.options import update
+from maxpipe.pipeline.engines.mpmd import runner, staged
 from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -78,6 +80,16 @@ def test_programs_compiled_for_other_devices_are_those_of_the_stages():
     other = list(engine.compile(meshes=[engine.meshes[0]] * 2))
     assert {d for unit in other for d in devices_of(unit)} == set(first.flat)
     assert [unit.name for unit in other] == [unit.name for unit in own]
+
+
+def test_programs_for_other_devices_lay_out_what_the_stages_own_processes_send(monkeypatch):
+    """Both stages of this process stand for those of two, which have the devices' numbers."""
+    engine = MpmdUnderTest(config_of(fsdp=2)).engine
+    monkeypatch.setattr(staged, "processes_of", lambda mesh: frozenset([mesh.devices.flat[0].id]))
+    seen = []
+    monkeypatch.setattr(runner, "sent_spec", lambda *value: seen.append(value) or P("fsdp"))
+    engine.training.placed_on([engine.meshes[0]] * 2)
+    assert seen
 
 
 def devices_of(unit):
