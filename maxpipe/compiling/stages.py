@@ -313,6 +313,9 @@ def _with_prediction(
     width = config.model.embed_dim * itemsize(config.model.dtype)
     transfer_bytes = microbatch_tokens(config) * width
     constants = basis.constants
+    report = replace(
+        report, program_seconds={name: timeline.seconds for name, timeline in timelines.items()}
+    )
     bandwidth = neighbour_bandwidth(
         trainer.engine.meshes, constants.link_bandwidth, constants.dcn_bandwidth
     )
@@ -326,6 +329,5 @@ def _with_prediction(
     return replace(
         report,
         predicted=replace(predicted, speed=speed),
-        program_seconds={name: timeline.seconds for name, timeline in timelines.items()},
         schedule_words=stage_words(table, costs),
     )

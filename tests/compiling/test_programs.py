@@ -306,6 +306,14 @@ class TestTpu:
         networks = {c["network"] for stage in report["stages"] for c in stage["collectives"]}
         assert networks == ({"ici"} if report["num_devices"] == 8 else {"ici", "dcn"})
 
+    def test_stages_across_a_network_of_unknown_bandwidth_have_no_predicted_step(self, tmp_path):
+        words = ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.ici.fsdp=4")
+        words = (*SLICED, *words, "compile.topology=v4:2x2x1")
+        report, text = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
+        assert report["predicted_step_seconds"] is None
+        assert "no step time: transfers between stages, over a network of unknown bandwi" in text
+        assert all(program["predicted_seconds"] > 0 for program in report["programs"][:4])
+
     def test_a_unit_that_does_not_fit_is_named_with_what_would_help(self, tmp_path):
         words = (
             "configs/models/llama3-8b.yml",
