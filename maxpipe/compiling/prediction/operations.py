@@ -26,6 +26,7 @@ from maxpipe.compiling.collectives import (
     slice_shape,
 )
 from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
+from maxpipe.compiling.prediction.attention import attention_flops, is_attention
 from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.topology import PERMUTE, group_links
 from maxpipe.devices.chips import Chip
@@ -72,15 +73,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
-_FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
 _KERNEL = "tpu_custom_call"
-# Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
-# for queries, gradients for keys and values.
-_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-# The blocks of such a kernel, in tokens, as JAX writes them next to it: their names end with its
-# word, those of the forward with none. Where it writes none, the option's default is assumed.
-_DEFAULT_BLOCK = 512
-_BLOCKS = r'block_(?:q|kv){}\\*": (\d+)'
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
@@ -224,28 +217,15 @@ class Prices:
         return self._contains[name]
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Price | None:
-        """Return the price of a custom call; an attention kernel is known by name and shapes."""
+        """Return the price of a custom call."""
         target = _TARGET.search(instruction.attributes)
         if target and target[1] in _NO_WORK:
             return None
-        words = [word for word in _ATTENTION_PRODUCTS if word in instruction.name]
-        shapes = [
-            [int(size) for size in floats[1].split(",")]
-            for name in instruction.operands
-            if name in computation.instructions
-            and (floats := _FLOATS.match(computation.instructions[name].type))
-        ]
-        if not target or target[1] != _KERNEL or not words:
+        if not target or target[1] != _KERNEL or not is_attention(instruction):
             return self._stated(computation, instruction)
-        if len(shapes) < 2:
-            return Price(Part.ATTENTION, None)
-        # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
-        # keys under the causal mask, and the masked half of the blocks on the diagonal.
-        queries, keys = math.prod(shapes[0]), shapes[1][-2]
-        met = 0.5 * (keys + min(_largest_block(instruction, words[0]), keys))
-        flops = 2.0 * queries * met * _ATTENTION_PRODUCTS[words[0]]
+        flops = attention_flops(computation, instruction)
         peak = self._constants.attention_efficiency * self._constants.peak_flops
-        return Price(Part.ATTENTION, flops / peak)
+        return Price(Part.ATTENTION, None if flops is None else flops / peak)
 
     def _stated(self, computation: Computation, instruction: Instruction) -> Price:
         """Return the price of a custom call that states its FLOPs and bytes, as megablox does."""
@@ -284,12 +264,6 @@ class Prices:
         instructions = [i for c in computations for i in c.instructions.values()]
         named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
         return dict(sorted((int(call[2]), int(call[1])) for call in named if call))
-
-
-def _largest_block(kernel: Instruction, word: str) -> int:
-    """Return the larger of an attention kernel's blocks of queries and of keys, in tokens."""
-    pattern = _BLOCKS.format("" if word == "fwd" else f"_{word}")
-    return max(map(int, re.findall(pattern, kernel.attributes)), default=_DEFAULT_BLOCK)
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

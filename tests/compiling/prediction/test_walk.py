@@ -197,19 +197,69 @@ def with_custom_call(target):
     [("fwd", 2, 256), ("dq", 3, 1024), ("dkv", 4, 128), ("other fwd", 2, 512)],
 )
 def test_prices_of_attention_kernels_count_the_blocks_that_they_name(kernel, products, largest):
-    blocks = {"block_q": 128, "block_kv": 256, "block_q_dq": 1024, "block_kv_dq": 512}
-    blocks |= {"block_q_dkv": 128, "block_kv_dkv": 128}
+    sizes = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128), "other fwd": (512, 512)}
+    blocks = {
+        f"block_{side}{'' if word == 'fwd' else f'_{word}'}": size
+        for word, pair in sizes.items()
+        for side, size in zip(("q", "kv"), pair, strict=True)
+    }
     if kernel == "other fwd":  # which names none of its own
         blocks = {"block_q_dq": 1024}
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    text = text.replace("splash_mha_fwd", f"splash_mha_{kernel.split()[-1]}")
-    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
-    call = '%k, %k), custom_call_target="tpu_custom_call"'
-    timeline = walked(
-        text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
+    block_q, block_kv = sizes[kernel]
+    text = attention_program(
+        kernel.split()[-1], f"s8[1,{1024 // block_q},{1024 // block_kv}]", blocks
     )
+    timeline = walked(text)
     flops = 2 * products * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * largest / 2)
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
+def attention_program(kernel, mask, blocks):
+    """The program of an attention kernel of 1024 queries and keys."""
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    text = text.replace("splash_mha_fwd", f"splash_mha_{kernel}").replace("s8[1,2,2]", mask)
+    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
+    call = '%k, %k), custom_call_target="tpu_custom_call"'
+    return text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products", "mask"),
+    [("fwd", 2, "s8[1,8,2]"), ("dq", 3, "s8[1,8,2]"), ("dkv", 4, "s8[1,2,8]")],
+)
+def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reaches(
+    kernel, products, mask
+):
+    suffix = "" if kernel == "fwd" else f"_{kernel}"
+    blocks = {f"block_q{suffix}": 128, f"block_kv{suffix}": 128}
+    timeline = walked(attention_program(kernel, mask, blocks))
+    # Each of eight blocks of queries visits two of keys, the first one only its own.
+    flops = 2 * products * (2 * 4 * 128) * (1 + 7 * 2) * 128 * 128
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
+def test_price_of_the_gradient_of_keys_for_a_part_of_the_queries_is_causal_without_a_window():
+    blocks = {"block_q_dkv": 128, "block_kv_dkv": 128}
+    text = attention_program("dkv", "s8[1,2,8]", blocks)
+    part = text.replace("q: bf16[2,4,1024,128]", "q: bf16[2,4,256,128]").replace(
+        "%q = bf16[2,4,1024,128]", "%q = bf16[2,4,256,128]"
+    )
+    flops = 2 * 4 * (2 * 4 * 128) * 256 * (1024 + 128) / 2
+    assert walked(part).seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
+def test_kernel_with_a_name_like_those_of_attention_is_priced_by_what_it_states():
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8").replace("own.1", "rmsnorm_fwd.1")
+    text = text.replace("custom-call(%q), ", "custom-call(%q, %k), ")
+    assert unknowns(walked(text)) == ["kernels whose work is unknown: rmsnorm_fwd.1"]
+    call = '(%q, %k), custom_call_target="tpu_custom_call"'
+    stated = (
+        ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
+        '{"flops":"0","transcendentals":"0","bytes_accessed":"1000"}}}'
+    )
+    timeline = walked(text.replace(call, call + stated))
+    assert unknowns(timeline) == []
+    assert timeline.seconds - walked(text).seconds == pytest.approx(1000 / CONSTANTS.hbm_bandwidth)
 
 
 @pytest.mark.parametrize(("flops", "used", "seconds"), [(8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)])
