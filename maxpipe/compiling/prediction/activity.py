@@ -1,7 +1,8 @@
-"""Count how often a schedule's table takes the conditionals of the scheduled engine's program.
+"""Count how often a step takes the conditionals of its program.
 
-Embedding, head and embedding gradient have a conditional each in the body of a phase's loop, taken
-in the ticks that have such work. A phase of the program is a run of ticks, see `plan`.
+Embedding, head and embedding gradient of the scheduled engine have a conditional each in the body
+of a phase's loop, taken in the ticks that have such work. A phase of the program is a run of ticks,
+see `plan`. Where some layers see all tokens and others a window, attention is a conditional.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.compiling.prediction.origins import Origin
+from maxpipe.config.sections import Config
+from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan
+from maxpipe.pipeline.layout import build_layout
+
+ATTENTION = "attention"
 
 
 class Phase(NamedTuple):
@@ -55,8 +61,32 @@ def phases_of(plan: LockstepPlan) -> list[Phase]:
     return phases
 
 
-def times_taken(phases: list[Phase], origin: Origin, reached: float) -> float:
-    """Return how often a step takes a conditional that it reaches so often; else each time."""
+def global_share(config: Config) -> float:
+    """Return the share of a stage's layers that see all tokens; stages wait for the one with most.
+
+    Args:
+      config: resolved, of an engine with one program.
+    """
+    kinds = config.model.layer_kinds[config.model.first_dense_layers :]
+    sees_all = np.array([*(not is_local(kind) for kind in kinds), False])  # the last is padding
+    layout = build_layout(config)
+    layers = sees_all[layout.layer_index[: layout.num_repeats]]  # [V, S, L]
+    return float(layers.mean(axis=2).max(axis=1).mean())
+
+
+def times_taken(
+    phases: list[Phase], attends_to_all: float, origin: Origin, reached: float
+) -> float:
+    """Return how often a step does the work of a conditional, by default each time.
+
+    Args:
+      phases: of the scheduled engine; empty on others.
+      attends_to_all: as `global_share` returns it.
+      origin: of the conditional.
+      reached: how often a step gets there.
+    """
+    if origin.scope == ATTENTION:
+        return attends_to_all * reached
     number = origin.phase
     if number is None or number >= len(phases):
         return reached

@@ -6,7 +6,7 @@ from functools import partial
 from jax.sharding import Mesh
 
 from maxpipe.compiling.hlo import Module, parse
-from maxpipe.compiling.prediction.activity import Phase, phases_of, times_taken
+from maxpipe.compiling.prediction.activity import Phase, global_share, phases_of, times_taken
 from maxpipe.compiling.prediction.constants import compiler_version, constants_of
 from maxpipe.compiling.prediction.operations import Part, Prices
 from maxpipe.compiling.prediction.origins import Origins
@@ -54,7 +54,8 @@ def predict(
     table = build_table(config) if engine.has_stages else None
     phases = phases_of(lockstep_plan(table)) if table and engine.lockstep else []
     basis = basis_of(mesh, chip)
-    timeline = time_program(hlo, mesh, chip, basis, partial(times_taken, phases))
+    taken = partial(times_taken, phases, global_share(config))
+    timeline = time_program(hlo, mesh, chip, basis, taken)
     if isinstance(timeline, str):
         return Prediction(None, basis, {}, unknown=[timeline]), None
     unknown = unknowns(timeline)

@@ -14,7 +14,7 @@ class Place(NamedTuple):
 
     Attributes:
       phase: label of the outermost loop, or of the scheduled engine's phase.
-      conditional: scope of the enclosing conditional; "" outside.
+      conditional: scope of the outermost enclosing conditional; "" outside.
       runs: how often a step gets here.
       loops: number of enclosing loops.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxpipe.compiling.prediction.activity import Phase
+from maxpipe.compiling.prediction.activity import ATTENTION, Phase
 from maxpipe.compiling.prediction.timeline import Loop, Timeline
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs
@@ -54,7 +54,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     """Return the times of units on the scheduled or the circular engine.
 
     A tick of the scheduled engine takes the sum of its slots. The ticks of its phases, without
-    conditionals, tell the slots apart.
+    the conditionals of embedding and head, tell the slots apart.
 
     Args:
       timeline: of a step.
@@ -66,7 +66,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
-        if not spent.place.conditional:
+        if spent.place.conditional.removesuffix(" gradient") in ("", ATTENTION):
             seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total
     if phases:
         times = _slot_seconds(phases, [seconds.get(f"phase_{n}", 0.0) for n in range(len(phases))])

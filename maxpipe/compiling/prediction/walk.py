@@ -205,7 +205,8 @@ class _Walker:
             # Of several branches without the work, the first stands for all.
             part = share if index == longest else 1 - share if index == (longest == 0) else 0.0
             if part:
-                self.run(branch, place._replace(conditional=scope, runs=part * place.runs))
+                outermost = place.conditional or scope
+                self.run(branch, place._replace(conditional=outermost, runs=part * place.runs))
             if index != longest:
                 expected += part * seconds[index]
         self.timeline.conditionals.append(

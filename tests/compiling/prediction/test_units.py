@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.compiling.prediction.activity import phases_of, times_taken
+from maxpipe.compiling.prediction.activity import global_share, phases_of, times_taken
 from maxpipe.compiling.prediction.operations import Part, Price
 from maxpipe.compiling.prediction.origins import Origin
 from maxpipe.compiling.prediction.timeline import Conditional, Loop, Place, Spent, Timeline
@@ -35,14 +35,35 @@ def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch(repeats, forwar
     assert [phase.heads for phase in phases] == [0, 8, 0]
     assert sum(phase.embeddings for phase in phases) == 8
     assert sum(phase.embedding_gradients for phase in phases) == 8
-    assert times_taken(phases, origin("phase_1/while/body/head"), both) == 8
-    assert times_taken(phases, origin("phase_0/while/body/forward/embedding"), 7) == (
+    assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8
+    assert times_taken(phases, 1.0, origin("phase_0/while/body/forward/embedding"), 7) == (
         phases[0].embeddings
     )
     backward = origin("phase_2/while/body/backward/embedding")
-    assert times_taken(phases, backward, 7) == phases[2].embedding_gradients
+    assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients
     # A conditional that is none of the table's is taken each time.
-    assert times_taken(phases, origin("optimizer"), 1) == 1
+    assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "repeats", "share"),
+    [
+        (6, 1, 1, 2 / 6),
+        (12, 2, 1, 2 / 6),
+        (8, 2, 2, 1 / 2),  # 2 of 8 layers, but in either repeat some stage has one of its two
+    ],
+)
+def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all(
+    layers, stages, repeats, share
+):
+    pattern = ["local", "local", "global"] if layers % 3 == 0 else ["local"] * 3 + ["global"]
+    keys = {"model.layer_pattern": pattern, "model.attention_window": 8}
+    keys |= {"model.num_layers": layers, "mesh.ici.stage": stages, "eval.every": 0}
+    keys |= {"pipeline.num_repeats": repeats, "pipeline.num_microbatches": 2 * stages}
+    config = resolve(replace(Config(), **keys), stages)
+    assert global_share(config) == pytest.approx(share)
+    attention = Origin("jit(train_step)/transpose(jvp(layer))/attention/cond")
+    assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share)
 
 
 def spent(phase, ticks, seconds, conditional=""):
@@ -74,6 +95,20 @@ def test_unit_seconds_of_split_backwards_come_from_the_phases_ticks():
     assert units.words() == "forward=3 input_gradient=4 weight_gradient=2 head=2"
     step = sum(part.total for part in timeline.spent)
     assert simulate(table, units.costs()).makespan == pytest.approx(step)
+
+
+def test_unit_seconds_hold_the_conditionals_of_attention():
+    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
+    phases = phases_of(lockstep_plan(table))
+    slots = {"F": 1.0, "B": 2.0}
+    parts = [
+        spent(f"phase_{number}", phase.ticks, slots[kind], conditional)
+        for number, phase in enumerate(phases)
+        for kind in phase.kinds
+        for conditional in ("", f"attention{' gradient' if kind == 'B' else ''}")
+    ]
+    units = unit_seconds(Timeline(spent=parts), table, phases)
+    assert (units.forward, units.backward) == pytest.approx((2, 4))
 
 
 def test_unit_seconds_of_one_loop_with_two_slots_are_unknown():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from helpers.hand_timed import CONSTANTS, HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
 
 from maxpipe.compiling.hlo import parse
+from maxpipe.compiling.prediction.activity import times_taken
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.prediction.operations import Part, Prices
 from maxpipe.compiling.prediction.origins import Origin
@@ -108,7 +110,10 @@ def test_walk_of_a_conditional_within_a_branch_counts_its_work():
     outer = work.replace(
         work.splitlines()[2].strip(), f"%some.1 = pred[] constant(true)\n  {nested}"
     )
-    assert walked(PROGRAM.replace(work, inner + outer)).seconds == walked().seconds
+    text = PROGRAM.replace(work, inner + outer)
+    assert walked(text).seconds == walked().seconds
+    within = {s.name: s for s in walked(text.replace("body/head/cond", "body/mlp/cond", 1)).spent}
+    assert within["head.inner"].place.conditional == "head"
 
 
 def test_walk_names_phase_source_line_and_scope_of_an_operation():
@@ -236,6 +241,33 @@ def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reac
     # Each of eight blocks of queries visits two of keys, the first one only its own.
     flops = 2 * products * (2 * 4 * 128) * (1 + 7 * 2) * 128 * 128
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
+def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
+    def branch(name, mask):
+        return (
+            f"%{name} (x: (bf16[8,1024,128], {mask})) -> bf16[8,1024,128] {{\n"
+            f"  %x.{name} = (bf16[8,1024,128], {mask}) parameter(0)\n"
+            f"  %q.{name} = bf16[8,1024,128] get-tuple-element(%x.{name}), index=0\n"
+            f"  %m.{name} = {mask} get-tuple-element(%x.{name}), index=1\n"
+            f"  ROOT %splash_mha_fwd.{name} = bf16[8,1024,128] custom-call(%m.{name}, %q.{name}, "
+            f'%q.{name}), custom_call_target="tpu_custom_call"\n}}\n'
+        )
+
+    text = (
+        f"HloModule step\n\n{branch('local', 's8[1,2,1]')}\n{branch('all', 's8[1,2,2]')}\n"
+        "ENTRY %main (p: pred[], l: (bf16[8,1024,128], s8[1,2,1]), a: (bf16[8,1024,128], "
+        "s8[1,2,2])) -> bf16[8,1024,128] {\n  %p = pred[] parameter(0)\n"
+        "  %l = (bf16[8,1024,128], s8[1,2,1]) parameter(1)\n"
+        "  %a = (bf16[8,1024,128], s8[1,2,2]) parameter(2)\n"
+        "  ROOT %c = bf16[8,1024,128] conditional(%p, %l, %a), true_computation=%local, "
+        'false_computation=%all, metadata={op_name="jit(train_step)/layer/attention/cond"}\n}\n'
+    )
+    timeline = walked(text, times_taken=partial(times_taken, [], 0.25))
+    # One block of keys for either block of queries, against one and two.
+    blocks = 0.75 * 2 + 0.25 * 3
+    assert timeline.seconds == pytest.approx(blocks * 4 * 8 * 512 * 512 * 128 / (0.5 * 1e12))
+    assert [c[:4] for c in timeline.conditionals] == [("attention", OUTSIDE, 1, 0.25)]
 
 
 def test_price_of_the_gradient_of_keys_for_a_part_of_the_queries_is_causal_without_a_window():
