@@ -2,8 +2,8 @@
 
 XLA writes an estimate of cycles next to almost every fusion. What carries none is priced here:
 attention kernels by their FLOPs, other kernels by the FLOPs and bytes that they state, transfers by
-their bytes and links, the rest by the bytes of its result through memory. A matrix product or a
-kernel that cannot be priced is reported, not guessed.
+their bytes and links, the rest by the bytes of its result through memory, which is called a guess.
+A matrix product or a kernel that cannot be priced is reported, not guessed.
 """
 
 import math
@@ -54,6 +54,7 @@ class Price(NamedTuple):
       collective: HLO name of the collective, such as "all-gather"; "" if it is none.
       axes: mesh axes of the collective, such as "fsdp".
       is_estimated: whether the seconds are the compiler's estimate.
+      is_guess: whether they are only those of its bytes through memory, for want of an estimate.
       links: the links that the collective sends over; "" if it is none. Transfers over the same
         links wait for each other.
     """
@@ -63,10 +64,11 @@ class Price(NamedTuple):
     collective: str = ""
     axes: str = ""
     is_estimated: bool = False
+    is_guess: bool = False
     links: str = ""
 
 
-_CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')  # a negative one is none
 _PAIRS = re.compile(r"\bsource_target_pairs=(\{[{}\d,]*\})")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
@@ -120,7 +122,7 @@ class Prices:
             return Price(Part.MATRIX_PRODUCTS, None)
         part = Part.COPIES if instruction.opcode == "copy" else Part.LOOP_FUSIONS
         moved = _moved_bytes(computation, instruction)
-        return Price(part, moved / self._constants.hbm_bandwidth)
+        return Price(part, moved / self._constants.hbm_bandwidth, is_guess=True)
 
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
         """Return the price of a collective, of its start, or of a fusion that is nothing else."""

@@ -72,6 +72,7 @@ def predict(
         units=units,
         speed=speed_of(config, mesh, chip, seconds, model_flops),
         unknown=unknown,
+        guessed=guessed_seconds(timeline),
     )
     return prediction, timeline
 
@@ -129,6 +130,11 @@ def parts_of(timeline: Timeline) -> dict[Part, float]:
     return parts
 
 
+def guessed_seconds(timeline: Timeline) -> float:
+    """Return the seconds of a step that are priced by bytes for want of an estimate."""
+    return sum(spent.total for spent in timeline.spent if spent.price.is_guess)
+
+
 def collectives_of(timeline: Timeline) -> list[CollectiveTime]:
     """Return the exposed seconds of collectives by kind and axes, the slowest first."""
     totals: dict[tuple[str, str], float] = {}
@@ -148,6 +154,7 @@ def unknowns(timeline: Timeline) -> list[str]:
             reason = {
                 Part.MATRIX_PRODUCTS: f"matrix products without {ESTIMATE}",
                 Part.COLLECTIVES: "transfers over a network of unknown bandwidth",
+                Part.COPIES: "transfers of which only the end is found",
             }.get(spent.price.part, "kernels whose work is unknown")
             names.setdefault(reason, []).append(spent.name)
     if timeline.unknown_loops:

@@ -74,6 +74,7 @@ class Prediction:
       units: None where there are no units, or where they cannot be told apart.
       speed: None if the seconds are.
       unknown: what cannot be priced, in words.
+      guessed: seconds in the parts without an estimate of the compiler's, priced by bytes.
     """
 
     seconds: float | None
@@ -87,6 +88,7 @@ class Prediction:
     units: UnitSeconds | None = None
     speed: Speed | None = None
     unknown: Sequence[str] = ()
+    guessed: float = 0.0
 
     def as_json(self) -> dict[str, object]:
         """Return plain data; times in seconds, null for what is unknown."""
@@ -94,6 +96,7 @@ class Prediction:
             "seconds": self.seconds,
             "libtpu": self.basis.libtpu,
             "constants": asdict(self.basis.constants) if self.basis.constants else None,
+            "guessed_seconds": self.guessed,
             "parts": {part.value: seconds for part, seconds in self.parts.items()},
             "collectives": [c._asdict() for c in self.collectives],
             "bubble": self.bubble,
@@ -119,6 +122,9 @@ class Prediction:
         for part, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
             name = f"{part}, exposed" if part in (Part.COPIES, Part.COLLECTIVES) else part
             lines.append(f"  {name:<28} {seconds:>9.3g} s  {100 * seconds / total:>4.0f} %")
+        if share := round(100 * self.guessed / total):
+            because = "has no estimate of the compiler's and is priced by its bytes"
+            lines.append(f"  {share} % of the step {because}")
         for time in self.collectives:
             name = f"{time.kind} {time.axes}".strip()
             lines.append(f"    {name:<26} {time.seconds:>9.3g} s")

@@ -5,7 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from maxpipe.compiling.prediction.operations import Part
-from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
+from maxpipe.compiling.prediction.predict import (
+    collectives_of,
+    guessed_seconds,
+    parts_of,
+    unknowns,
+)
 from maxpipe.compiling.prediction.prediction import Basis, CollectiveTime, Prediction
 from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -28,7 +33,8 @@ def predict_stages(
       communication: seconds in which a unit's result gets to a neighbouring stage.
 
     Returns:
-      The prediction without its speed; its parts are those of the busiest stage.
+      The prediction without its speed; its parts, and what of them is guessed, are those of the
+      busiest stage.
     """
     unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
     costs = unit_costs(table, timelines, communication)
@@ -41,11 +47,13 @@ def predict_stages(
     busiest = int(work.argmax())
     makespan = float((run.last_end + once).max())
     parts = dict.fromkeys(Part, 0.0)
+    guessed = 0.0
     waits: dict[tuple[str, str], float] = {}
     for name, timeline in timelines.items():
         if table.stage_of_chunk[name.chunk] != busiest:
             continue
         runs = name.runs(table.num_microbatches)
+        guessed += runs * guessed_seconds(timeline)
         for part, seconds in parts_of(timeline).items():
             parts[part] += runs * seconds
         for time in collectives_of(timeline):
@@ -62,6 +70,7 @@ def predict_stages(
         bubble=makespan - float(work[busiest]),
         has_bubble_in_parts=False,
         unknown=unknown,
+        guessed=guessed,
     )
 
 

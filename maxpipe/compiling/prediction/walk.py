@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from maxpipe.compiling.hlo import Computation, Instruction, Module, known_trip_count
-from maxpipe.compiling.prediction.operations import Price, Prices
+from maxpipe.compiling.prediction.operations import Part, Price, Prices
 from maxpipe.compiling.prediction.origins import Origin, Origins
 from maxpipe.compiling.prediction.timeline import (
     OUTSIDE,
@@ -21,6 +21,9 @@ from maxpipe.compiling.prediction.timeline import (
     Spent,
     Timeline,
 )
+
+# Of the end of a transfer whose start is not in the same computation.
+UNMATCHED = Price(Part.COPIES, None)
 
 # (origin of a conditional, how often a step reaches it) -> how often it does its work.
 TimesTaken = Callable[[Origin, float], float]
@@ -106,7 +109,10 @@ class _Walker:
                 for transfer in (under_way[n] for n in instruction.operands if n in under_way):
                     under_way[name] = transfer
             elif _is_done(instruction):
-                for transfer in self._awaited(computation, instruction, under_way):
+                awaited = self._awaited(computation, instruction, under_way)
+                if not awaited:
+                    self._spend(name, UNMATCHED, origin, phase_place, 0.0)
+                for transfer in awaited:
                     end = max(clock, transfer.end)
                     began = transfer.name, transfer.price, transfer.origin
                     self._spend(*began, phase_place, end - clock)

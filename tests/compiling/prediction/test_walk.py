@@ -8,14 +8,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.hand_timed import CONSTANTS, HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
+from helpers.hand_timed import (
+    BASIS,
+    CONSTANTS,
+    HLO,
+    NANOSECOND,
+    OUTSIDE_LOOPS,
+    PROGRAM,
+    TICK,
+    walked,
+)
 
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.prediction.activity import times_taken
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.prediction.operations import Part, Prices
 from maxpipe.compiling.prediction.origins import Origin
-from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
+from maxpipe.compiling.prediction.predict import (
+    collectives_of,
+    guessed_seconds,
+    parts_of,
+    unknowns,
+)
+from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.timeline import OUTSIDE
 from maxpipe.devices.chips import CHIPS, chip_of
 
@@ -156,6 +171,34 @@ def test_walk_says_what_it_cannot_price():
         "matrix products without estimated_cycles: mlp",
         "loops of unknown length: loop",
     ]
+
+
+def test_walk_names_the_end_of_a_transfer_whose_start_it_has_not_seen():
+    text = PROGRAM.replace("collective-permute-done(%send)", "collective-permute-done(%g)")
+    assert unknowns(walked(text)) == ["transfers of which only the end is found: got"]
+
+
+@pytest.mark.parametrize(
+    "without", ["", ', backend_config={"window_config":{"estimated_cycles":"-1"}}']
+)
+def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_guessed(without):
+    assert guessed_seconds(walked()) == 0
+    estimate = ', backend_config={"window_config":{"estimated_cycles":"300"}}'
+    timeline = walked(PROGRAM.replace(estimate, without))
+    # It writes 400 bytes, and reads as many.
+    assert guessed_seconds(timeline) == nanoseconds(800)
+    prediction = Prediction(
+        timeline.seconds, BASIS, parts_of(timeline), guessed=guessed_seconds(timeline)
+    )
+    assert prediction.as_json()["guessed_seconds"] == nanoseconds(800)
+    share = round(100 * 800 * NANOSECOND / timeline.seconds)
+    line = f"  {share} % of the step has no estimate of the compiler's and is priced by its bytes"
+    assert line in prediction.lines()
+
+
+def test_prediction_of_estimates_alone_has_no_line_about_guesses():
+    prediction = Prediction(walked().seconds, BASIS, parts_of(walked()))
+    assert "priced by its bytes" not in "\n".join(prediction.lines())
 
 
 def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
