@@ -2,9 +2,11 @@
 
 import gzip
 import json
-from itertools import islice
+import math
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 
-from maxpipe.compiling.prediction.profile import COMPUTATION, spans
+from maxpipe.compiling.prediction.profile import COMPUTATION, Span, spans
 from maxpipe.compiling.prediction.timeline import Timeline
 
 MAX_SPANS = 500_000
@@ -13,28 +15,56 @@ MAX_SPANS = 500_000
 def trace_bytes(timeline: Timeline) -> bytes:
     """Return the whole step as gzipped JSON: a thread for each lane, times in microseconds.
 
-    A longer trace than Perfetto opens easily ends after `MAX_SPANS` operations.
+    Spans of a lane that overlap, such as copies that run at once, have threads of their own:
+    Perfetto drops a span that begins within another one and ends after it. A longer trace than
+    Perfetto opens easily ends after `MAX_SPANS` operations, and its process's name says so.
     """
+    title = "predicted step of one device"
+    shown = list(islice(spans(timeline, timeline.entry), MAX_SPANS + 1))
+    if len(shown) > MAX_SPANS:
+        title += f", only its first {MAX_SPANS} operations"
     threads = {COMPUTATION: 0}
     events: list[dict[str, object]] = []
-    for span in islice(spans(timeline, timeline.entry), MAX_SPANS):
-        thread = threads.setdefault(span.lane, len(threads))
+    for name, span in _threaded(shown[:MAX_SPANS]):
+        start, end = _nanoseconds(span.start), _nanoseconds(span.end)
         events.append(
             {
                 "name": span.name,
                 "cat": span.kind,
                 "ph": "X",
-                "ts": 1e6 * span.start,
-                "dur": 1e6 * (span.end - span.start),
+                "ts": _microseconds(start),
+                "dur": _microseconds(end - start),
                 "pid": 0,
-                "tid": thread,
+                "tid": threads.setdefault(name, len(threads)),
                 "args": {"source": span.source, "scope": span.scope},
             }
         )
-    names: list[dict[str, object]] = [_metadata("process_name", 0, "predicted step of one device")]
-    names += [_metadata("thread_name", thread, lane) for lane, thread in threads.items()]
+    names: list[dict[str, object]] = [_metadata("process_name", 0, title)]
+    names += [_metadata("thread_name", thread, name) for name, thread in threads.items()]
     document = {"traceEvents": names + events, "displayTimeUnit": "ms"}
     return gzip.compress(json.dumps(document).encode(), mtime=0)
+
+
+def _threaded(shown: Iterable[Span]) -> Iterator[tuple[str, Span]]:
+    """Yield each span with the first thread of its lane that is free: "copies", "copies 2"."""
+    free_from: dict[str, int] = {}
+    for span in sorted(shown, key=lambda span: span.start):
+        names = (span.lane if n == 1 else f"{span.lane} {n}" for n in count(1))
+        start = _nanoseconds(span.start)
+        name = next(name for name in names if free_from.get(name, 0) <= start)
+        free_from[name] = _nanoseconds(span.end)
+        yield name, span
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return whole nanoseconds, so that neighbours that share an instant do not overlap."""
+    return round(1e9 * seconds)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """Return microseconds of which a reader that drops fractions makes the same nanoseconds."""
+    value = nanoseconds / 1000
+    return value if int(1000 * value) == nanoseconds else math.nextafter(value, math.inf)
 
 
 def _metadata(kind: str, thread: int, name: str) -> dict[str, object]:

@@ -3,10 +3,12 @@
 import gzip
 import json
 import re
+from itertools import pairwise
 
 import pytest
-from helpers.hand_timed import BASIS, NANOSECOND, TICK, walked
+from helpers.hand_timed import BASIS, NANOSECOND, PROGRAM, TICK, walked
 
+from maxpipe.compiling.prediction import trace
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.predict import parts_of
 from maxpipe.compiling.prediction.prediction import Prediction
@@ -96,3 +98,48 @@ def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
     (mlp, *others) = [e for e in run if e["name"] == "mlp"]
     assert len(others) == 2
     assert mlp["args"] == {"source": "maxpipe/model/layers.py:52", "scope": "mlp"}
+
+
+def runs_by_thread(timeline):
+    """The names of threads, and the spans of each in ns, as a reader that drops fractions sees."""
+    events = json.loads(gzip.decompress(trace_bytes(timeline)))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    runs = {name: [] for name in names.values()}
+    for event in (e for e in events if e["ph"] == "X"):
+        start, length = int(1000 * event["ts"]), int(1000 * event["dur"])
+        runs[names[event["tid"]]].append((start, start + length, event["name"]))
+    return {name: sorted(spans) for name, spans in runs.items()}
+
+
+def with_two_permutes():
+    """The program with a second permute, to another neighbour, that starts 30 ns later."""
+    first = next(line for line in PROGRAM.splitlines() if "%send =" in line)
+    second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", "{{2,0},{3,1}}")
+    between = (
+        '  %pre = f32[25] negate(%g), backend_config={"window_config":{"estimated_cycles":"30"}}'
+    )
+    done = next(line for line in PROGRAM.splitlines() if "%got =" in line)
+    later = done.replace("%got", "%got.2").replace("%send", "%send.2")
+    text = PROGRAM.replace(first, f"{first}\n{between}\n{second}")
+    return walked(text.replace(done, f"{done}\n{later}"))
+
+
+def test_trace_gives_spans_that_overlap_threads_of_their_own():
+    threads = runs_by_thread(with_two_permutes())
+    starts = {
+        name: next(start for start, _, operation in runs if operation.startswith("send"))
+        for name, runs in threads.items()
+        if name.startswith("collective-permute")
+    }
+    assert starts == {"collective-permute stage": 0, "collective-permute stage 2": 30}
+    for runs in threads.values():
+        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(runs))
+    assert sum(map(len, threads.values())) == len(list(spans(with_two_permutes(), "main")))
+
+
+def test_trace_that_is_cut_says_so(monkeypatch):
+    monkeypatch.setattr(trace, "MAX_SPANS", 5)
+    document = json.loads(gzip.decompress(trace_bytes(walked())))
+    (process,) = [e for e in document["traceEvents"] if e["name"] == "process_name"]
+    assert process["args"]["name"].endswith(", only its first 5 operations")
+    assert len([e for e in document["traceEvents"] if e["ph"] == "X"]) == 5
