@@ -68,7 +68,7 @@ def predict(
         collectives=collectives_of(timeline),
         bubble=simulate(table, units.costs()).bubble if table and units else None,
         conditionals=timeline.conditionals,
-        phases=_phase_times(timeline, phases),
+        phases=phase_times(timeline, phases),
         units=units,
         speed=speed_of(config, mesh, chip, seconds, model_flops),
         unknown=unknown,
@@ -165,14 +165,21 @@ def unknowns(timeline: Timeline) -> list[str]:
     ]
 
 
-def _phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]:
-    """Return the seconds of each phase, in the order in which they run."""
+def phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]:
+    """Return the seconds of each phase, in the order in which they run.
+
+    Args:
+      timeline: of a step.
+      phases: of the scheduled engine; empty on others.
+    """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
         seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total
     named = {f"phase_{number}": phase for number, phase in enumerate(phases)}
     iterations = {loop.phase: loop.iterations for loop in timeline.loops}
-    order = [*named, *iterations, OUTSIDE]
+    # A scope of a user's own model may look like the name of a phase.
+    others = [name for name in seconds if name not in (*named, *iterations, OUTSIDE)]
+    order = [*named, *iterations, *others, OUTSIDE]
     times = []
     for name in sorted(seconds, key=order.index):
         phase = named.get(name)

@@ -98,12 +98,17 @@ def _iteration_seconds(loops: Sequence[Loop]) -> dict[str, float] | None:
 
 
 def _slot_seconds(phases: Sequence[Phase], seconds: Sequence[float]) -> dict[str, float] | None:
-    """Solve for the times of slots by kind; phases with more ticks count more."""
+    """Solve for the times of slots by kind; phases with more ticks count more.
+
+    Returns:
+      None if the phases do not tell the kinds apart: also where a phase with more slots than
+      another takes less, so that the time of one would be negative.
+    """
     kinds = sorted({kind for phase in phases for kind in phase.kinds})
     ticks = np.array([phase.ticks for phase in phases], float)
     has = np.array([[kind in phase.kinds for kind in kinds] for phase in phases], float)
     weights = np.sqrt(ticks)
     solved, _, rank, _ = np.linalg.lstsq(weights[:, None] * has, np.array(seconds) / weights)
-    if rank < len(kinds):
+    if rank < len(kinds) or (solved < 0).any():
         return None
     return {kind: float(time) for kind, time in zip(kinds, solved, strict=True)}

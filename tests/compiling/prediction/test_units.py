@@ -5,7 +5,15 @@ import pytest
 from maxpipe.compiling.prediction.activity import global_share, phases_of, times_taken
 from maxpipe.compiling.prediction.operations import Part, Price
 from maxpipe.compiling.prediction.origins import Origin
-from maxpipe.compiling.prediction.timeline import Conditional, Loop, Place, Spent, Timeline
+from maxpipe.compiling.prediction.predict import phase_times
+from maxpipe.compiling.prediction.timeline import (
+    OUTSIDE,
+    Conditional,
+    Loop,
+    Place,
+    Spent,
+    Timeline,
+)
 from maxpipe.compiling.prediction.units import unit_seconds
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
@@ -115,6 +123,19 @@ def test_unit_seconds_of_one_loop_with_two_slots_are_unknown():
     table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
     (both,) = [phase for phase in phases_of(lockstep_plan(table)) if phase.kinds == "FB"]
     assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
+
+
+def test_unit_seconds_of_phases_that_contradict_each_other_are_unknown():
+    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
+    phases = phases_of(lockstep_plan(table))
+    seconds = {"F": 5.0, "FB": 4.0, "B": 0.5}
+    parts = [spent(f"phase_{n}", p.ticks, seconds[p.kinds]) for n, p in enumerate(phases)]
+    assert unit_seconds(Timeline(spent=parts), table, phases) is None
+
+
+def test_phase_times_name_a_scope_that_only_looks_like_a_phase():
+    times = phase_times(Timeline(spent=[spent(OUTSIDE, 1, 2.0), spent("phase_2", 1, 3.0)]), [])
+    assert [(time.name, time.seconds) for time in times] == [("phase_2", 3.0), (OUTSIDE, 2.0)]
 
 
 def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
