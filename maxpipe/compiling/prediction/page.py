@@ -7,6 +7,8 @@ from maxpipe.compiling.prediction.operations import Part
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.profile import (
     COMPUTATION,
+    CONDITIONAL,
+    LOOP,
     WAIT,
     Row,
     Span,
@@ -15,7 +17,7 @@ from maxpipe.compiling.prediction.profile import (
     spans,
     table,
 )
-from maxpipe.compiling.prediction.timeline import Loop, Timeline
+from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.render.html import document
 
 MAX_LOOPS = 6
@@ -27,7 +29,8 @@ COLOURS = {
     Part.COPIES.value: "#8b66d0",
     Part.COLLECTIVES.value: "#c8486f",
     WAIT: "#e08aa3",
-    "conditional": "#7c8896",
+    CONDITIONAL: "#7c8896",
+    LOOP: "#a9b3be",
 }
 STYLE = """
 body{margin:0 auto;max-width:1500px}
@@ -66,6 +69,8 @@ for (const lanes of document.querySelectorAll(".lanes")) {
 def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
     """Return a page with a step's time by phase, scope, source line and operation, and timelines.
 
+    The first timeline is the whole step, each loop one span; then come iterations of loops.
+
     Args:
       prediction: of the step; its lines stand at the top.
       timeline: that it sums up.
@@ -78,7 +83,11 @@ def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
         ("By operation", table(timeline, operation_name, 30)),
     )
     loops = sorted(timeline.loops, key=lambda loop: -loop.iterations * loop.seconds)[:MAX_LOOPS]
-    figures = "".join(_timeline(timeline, loop) for loop in loops)
+    whole = list(spans(timeline, timeline.entry, opens_loops=False))
+    figures = _figure(f"The whole step: {_time(timeline.seconds)}", whole, timeline.seconds)
+    for loop in loops:
+        name = f"One of {loop.iterations:.0f} iterations of {loop.phase}: {_time(loop.seconds)}"
+        figures += _figure(name, list(spans(timeline, loop.body)), loop.seconds)
     key = "".join(
         f'<span class="key" style="background:{colour}"></span>{escape(name)}'
         for name, colour in COLOURS.items()
@@ -114,16 +123,17 @@ def _table(title: str, rows: Sequence[Row]) -> str:
     return f"<h2>{title}</h2>\n<table>{head}{''.join(lines)}</table>\n"
 
 
-def _timeline(timeline: Timeline, loop: Loop) -> str:
-    """Draw one iteration of a loop, a lane for computation and one for each kind of transfer."""
-    rectangles = merged(list(spans(timeline, loop.body)), SHORTEST * loop.seconds)
+def _figure(title: str, shown: Sequence[Span], seconds: float) -> str:
+    """Draw spans of so many seconds: a lane for computation, one for each kind of transfer."""
+    if not seconds:
+        return ""
+    rectangles = merged(shown, SHORTEST * seconds)
     lanes = list(dict.fromkeys([COMPUTATION, *(span.lane for span in rectangles)]))
-    boxes = "".join(_box(span, lanes.index(span.lane), loop.seconds) for span in rectangles)
+    boxes = "".join(_box(span, lanes.index(span.lane), seconds) for span in rectangles)
     names = "".join(f"<div>{escape(lane)}</div>" for lane in lanes)
     axis = "".join(
-        f'<span style="left:{10 * n}%">{_time(n / 10 * loop.seconds)}</span>' for n in range(10)
+        f'<span style="left:{10 * n}%">{_time(n / 10 * seconds)}</span>' for n in range(10)
     )
-    title = f"One of {loop.iterations:.0f} iterations of {loop.phase}: {_time(loop.seconds)}"
     return f"""<div><h2>{escape(title)}</h2>
 <p><label>zoom <input type="range" min="0" max="6" step="0.25" value="0"></label></p></div>
 <div class="lanes"><div class="names">{names}</div><div class="scroll"><div class="wide">

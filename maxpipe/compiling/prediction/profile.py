@@ -8,6 +8,8 @@ from maxpipe.compiling.prediction.timeline import OUTSIDE, Event, Spent, Timelin
 
 COMPUTATION = "computation"
 WAIT = "wait"
+CONDITIONAL = "conditional"
+LOOP = "loop"
 UNNAMED = "(no name)"
 
 
@@ -24,7 +26,7 @@ class Span(NamedTuple):
 
     Attributes:
       lane: `COMPUTATION`, `Part.COPIES`, or a collective with its axes, such as "all-gather fsdp".
-      kind: a `Part`, `WAIT`, or "conditional".
+      kind: a `Part`, `WAIT`, `CONDITIONAL` or `LOOP`.
       name: of the operation.
       start, end: seconds.
       source: line of code; "" if unknown.
@@ -67,16 +69,25 @@ def operation_name(spent: Spent) -> str:
     return f"{spent.name} ({spent.place.runs:.0f} x {1e6 * spent.seconds:.3g} µs{place})"
 
 
-def spans(timeline: Timeline, computation: str, start: float = 0.0) -> Iterator[Span]:
-    """Yield what runs in a computation that begins at `start`, loops opened.
+def spans(
+    timeline: Timeline, computation: str, start: float = 0.0, opens_loops: bool = True
+) -> Iterator[Span]:
+    """Yield what runs in a computation.
 
     A conditional that is not always taken is one span of its expected length.
+
+    Args:
+      timeline: of a step.
+      computation: its name.
+      start: when it begins, in seconds.
+      opens_loops: whether what runs inside loops is shown; else each is one span.
     """
     for event in timeline.events[computation]:
-        if event.inside and event.times >= 1:
+        if event.inside and (event.times == 1 or (event.times > 1 and opens_loops)):
             length = (event.end - event.start) / event.times
             for number in range(int(event.times)):
-                yield from spans(timeline, event.inside, start + event.start + number * length)
+                begin = start + event.start + number * length
+                yield from spans(timeline, event.inside, begin, opens_loops)
             continue
         yield from _spans_of(event, start)
 
@@ -85,8 +96,14 @@ def _spans_of(event: Event, start: float) -> Iterator[Span]:
     begin, end = start + event.start, start + event.end
     source, scope = event.origin.source, event.origin.scope
     if event.price is None:
-        name = f"{scope or event.name}, in {100 * event.times:.0f} % of the iterations"
-        yield Span(COMPUTATION, "conditional", name, begin, end, source, scope)
+        is_loop = event.times > 1
+        times = (
+            f"{event.times:.0f} iterations"
+            if is_loop
+            else f"in {100 * event.times:.0f} % of the iterations"
+        )
+        kind = LOOP if is_loop else CONDITIONAL
+        yield Span(COMPUTATION, kind, f"{scope or event.name}, {times}", begin, end, source, scope)
         return
     part = event.price.part
     lane, kind = COMPUTATION, part.value

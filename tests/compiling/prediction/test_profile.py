@@ -6,13 +6,13 @@ import re
 from itertools import pairwise
 
 import pytest
-from helpers.hand_timed import BASIS, NANOSECOND, PROGRAM, TICK, walked
+from helpers.hand_timed import BASIS, HLO, NANOSECOND, PROGRAM, TICK, walked
 
 from maxpipe.compiling.prediction import trace
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.predict import parts_of
 from maxpipe.compiling.prediction.prediction import Prediction
-from maxpipe.compiling.prediction.profile import COMPUTATION, WAIT, merged, spans, table
+from maxpipe.compiling.prediction.profile import COMPUTATION, LOOP, WAIT, merged, spans, table
 from maxpipe.compiling.prediction.trace import trace_bytes
 
 
@@ -49,6 +49,15 @@ def test_spans_show_a_conditional_that_is_taken_at_times_by_its_expected_length(
     assert head.end - head.start == pytest.approx((50 + 2 * 2) / 3 * NANOSECOND)
 
 
+def test_spans_with_loops_closed_show_each_as_one():
+    shown = list(spans(walked(), "main", opens_loops=False))
+    (loop,) = [span for span in shown if span.kind == LOOP]
+    assert loop.name == "loop, 3 iterations"
+    assert loop.end - loop.start == pytest.approx(3 * (TICK + 50) * NANOSECOND)
+    assert not [span for span in shown if span.name == "mlp"]
+    assert [span.name for span in shown if span.lane == "copies"] == ["fetch"]
+
+
 def test_merged_joins_short_neighbours_only():
     tick = list(spans(walked(), "body"))
     assert merged(tick, 0.0) == tick
@@ -79,7 +88,17 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
     for text in ("phase_1", "maxpipe/model/layers.py:52", "optimizer", "all-gather fsdp"):
         assert text in html
     assert "One of 3 iterations of phase_1" in html
+    assert html.count("<svg") == 2
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
+
+
+def test_page_of_a_program_without_loops_draws_the_whole_step():
+    timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
+    assert timeline.loops == []
+    html = page_html(Prediction(timeline.seconds, BASIS, parts_of(timeline)), timeline, "unrolled")
+    assert html.count("<svg") == 1
+    assert "The whole step: 0.1 µs" in html
+    assert html.count("<rect") == len(list(spans(timeline, timeline.entry)))
 
 
 def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
