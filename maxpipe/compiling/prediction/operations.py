@@ -32,6 +32,7 @@ from maxpipe.compiling.topology import PERMUTE, group_links
 from maxpipe.devices.chips import Chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
+_HOST = "S(5)"  # memory space in the layout of arrays on the host
 _INDEX_BYTES = 64  # operands of slices up to this say where they begin
 
 
@@ -55,8 +56,8 @@ class Price(NamedTuple):
       axes: mesh axes of the collective, such as "fsdp".
       is_estimated: whether the seconds are the compiler's estimate.
       is_guess: whether they are only those of its bytes through memory, for want of an estimate.
-      links: the links that the collective sends over; "" if it is none. Transfers over the same
-        links wait for each other.
+      links: the links that the collective sends over, or the memory that a copy passes through; ""
+        for what is no transfer. Transfers over the same links wait for each other.
     """
 
     part: Part
@@ -158,7 +159,9 @@ class Prices:
         )
         if instruction.opcode == "slice-start" or "slice" in instruction.name:
             moved = min([moved, *(n for n in array_bytes(instruction.type) if n > _INDEX_BYTES)])
-        return Price(Part.COPIES, moved / self._constants.hbm_bandwidth)
+        # Copies share the bandwidth of the chip's memory; the host's is another.
+        queue = "host" if _HOST in instruction.type else "memory"
+        return Price(Part.COPIES, moved / self._constants.hbm_bandwidth, links=queue)
 
     def channel(self, instruction: Instruction) -> str:
         """Return what the two ends of a transfer share, for a fusion that of the collective inside.

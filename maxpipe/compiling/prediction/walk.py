@@ -2,8 +2,9 @@
 
 Computation advances the clock. A start notes when its transfer will have ended; its done waits for
 that moment, and only the wait counts as exposed. Transfers over the same links follow each other,
-as there is one bandwidth for all of them. The body of a loop is timed once and multiplied
-by its trip count. A conditional counts in proportion to how often its work is done.
+as there is one bandwidth for all of them, and so do copies within the chip. The body of a loop is
+timed once and multiplied by its trip count. A conditional counts in proportion to how often its
+work is done.
 """
 
 from collections.abc import Callable, Mapping

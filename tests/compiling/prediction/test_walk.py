@@ -81,6 +81,24 @@ def test_walk_of_two_transfers_over_the_same_links_adds_their_times(pairs, expos
     assert walked(text).seconds == nanoseconds(3 * (60 + exposed + 100 + 50) + OUTSIDE_LOOPS)
 
 
+@pytest.mark.parametrize(
+    ("space", "exposed"),
+    [
+        ("", 710),  # the second copy ends after 800 ns, 90 of them hidden
+        (":S(5)", 310),  # to the host: it waits for no other
+    ],
+)
+def test_walk_of_two_copies_within_the_chip_adds_their_times(space, exposed):
+    first, done = (
+        next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
+        for name in ("fetch", "fetched")
+    )
+    second = first.replace("%fetch", "%fetch.2").replace("f32[100],", f"f32[100]{{0{space}}},", 1)
+    last = done.replace("%fetched", "%fetched.2").replace("(%fetch)", "(%fetch.2)")
+    text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
+    assert parts_of(walked(text))[Part.COPIES] == nanoseconds(exposed)
+
+
 def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
     timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
     # 100 bytes are sent beneath a product of 70 cycles.
