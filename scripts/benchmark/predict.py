@@ -5,14 +5,17 @@
         "shape.yml pipeline.schedule=lockstep_1f1b" "shape.yml pipeline.schedule=circular" \\
         --python other/bin/python
 
-Each argument is a configuration with its overrides. Each is compiled by a process of its own, so
-that flags in LIBTPU_INIT_ARGS act, and one that fails leaves the others. The first row is what the
+Each argument is a configuration with its overrides; relative paths start where the command runs.
+Each is compiled by a process of its own, so that flags in LIBTPU_INIT_ARGS act, and one that fails
+leaves the others. The first row is what the
 last column compares with. Exit code 1 means that some configuration could not be predicted.
 """
 
 import argparse
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PARTS = ("matrix products", "attention kernels", "loop fusions", "copies", "collectives")
 HEADER = ("configuration", "step s", *PARTS, "bubble", "MFU %", "temp MiB", "fits", "of first")
 DOES_NOT_FIT = 3
@@ -35,20 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("configurations", nargs="+", metavar='"CONFIG key=value ..."')
     parser.add_argument("--python", default=sys.executable, help="compiles (this one)")
     options = parser.parse_args(argv)
+    if shutil.which(options.python) is None:
+        parser.error(f"--python {options.python}: there is no such program")
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     reference: float | None = None
     bases: set[str] = set()
     failures: list[str] = []
     for configuration in options.configurations:
-        report, error = compiled(options.python, shlex.split(configuration))
+        report, error = compiled(options.python, configuration)
         seconds = report["predicted_step_seconds"] if report else None
         if report and seconds is not None:
             reference = reference or seconds
             bases.add(basis(report["predicted"]))
             print(f"| {' | '.join(row(configuration, report, reference))} |", flush=True)
             continue
-        reasons = (report.get("predicted") or {}).get("unknown") if report else None
-        failures.append(f"{configuration}: {'; '.join(reasons or []) or error or 'no prediction'}")
+        failures.append(f"{configuration}: {reason(report) if report else error}")
     for text in sorted(bases):
         print(f"\npredicted by {text}")
     for text in failures:
@@ -56,15 +60,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def compiled(python: str, words: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+def compiled(python: str, configuration: str) -> tuple[dict[str, Any] | None, str]:
     """Return the report of `maxpipe.compile`, None if it fails; and the end of its messages."""
+    try:
+        words = shlex.split(configuration)
+    except ValueError as error:
+        return None, str(error)
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "report.json"
         command = [python, "-m", "maxpipe.compile", *words, "--json", str(file)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            capture_output=True,
+            text=True,
+        )
         if done.returncode not in (0, DOES_NOT_FIT) or not file.exists():
             return None, (done.stderr.strip() or done.stdout.strip())[-500:]
         return json.loads(file.read_text(encoding="utf-8")), ""
+
+
+def reason(report: dict[str, Any]) -> str:
+    """Return why a report has no prediction."""
+    reasons = list((report.get("predicted") or {}).get("unknown") or [])
+    if report["fits"] is False:
+        needed, capacity = (report["memory"][f"{key}_bytes"] for key in ("needed", "capacity"))
+        reasons.insert(0, f"does not fit: {needed / GIB:.1f} of {capacity / GIB:.1f} GiB")
+    return "; ".join(reasons) or "no prediction"
 
 
 def row(configuration: str, report: dict[str, Any], reference: float) -> list[str]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.hand_timed import BASIS
 
 from maxpipe.compiling.prediction.operations import Part
@@ -34,6 +35,11 @@ import json, sys
 words = sys.argv[3:]
 if words[0] == "bad.yml":
     sys.exit("config error: bad.yml")
+if words[0] == "large.yml":
+    json.dump({{"predicted_step_seconds": None, "predicted": None, "fits": False,
+      "memory": {{"needed_bytes": 20 * 2**30, "capacity_bytes": 16e9}}}},
+      open(words[words.index("--json") + 1], "w"))
+    sys.exit(3)
 report = {{"predicted_step_seconds": 1.0 if words[1] == "a=1" else 0.75, "fits": True,
   "predicted": {predicted!r}, "memory": {{"temp_bytes": 3 * 2**20}}}}
 if words[1] == "a=3":
@@ -43,14 +49,23 @@ json.dump(report, open(words[words.index("--json") + 1], "w"))
 """
 
 
-def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
-    fake.chmod(0o755)
-    words = ["x.yml a=1", "x.yml 'a=2' b=1", "bad.yml", "x.yml a=3"]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *words, "--python", fake], capture_output=True, text=True
-    )
+def predict(*words, **options):
+    command = [sys.executable, SCRIPT, *words]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A Python that answers from a file."""
+    file = tmp_path / "python"
+    file.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
+    file.chmod(0o755)
+    return file
+
+
+def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(fake):
+    words = ["x.yml a=1", "x.yml 'a=2' b=1", "bad.yml", "x.yml a=3", "large.yml", "x.yml 'a=2"]
+    done = predict(*words, "--python", fake)
     assert done.returncode == 1
     head, _, first, second, _, basis = done.stdout.splitlines()
     assert head.startswith("| configuration | step s | matrix products |")
@@ -65,7 +80,28 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(tmp_pa
     assert done.stderr.splitlines() == [
         "no prediction: bad.yml: config error: bad.yml",
         "no prediction: x.yml a=3: kernels whose work is unknown: own",
+        "no prediction: large.yml: does not fit: 20.0 of 14.9 GiB",
+        "no prediction: x.yml 'a=2: No closing quotation",
     ]
+
+
+def test_predict_compiles_where_the_user_stands_with_this_repository(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "sys.exit(os.getcwd() + ' ' + os.environ['PYTHONPATH'])\n"
+    )
+    fake.chmod(0o755)
+    done = predict("own.yml", "--python", "./python", cwd=tmp_path)
+    where = f"{tmp_path} {SCRIPT.parents[2]}"
+    assert done.stderr.startswith(f"no prediction: own.yml: {where}")
+
+
+def test_predict_with_a_python_that_does_not_exist_says_so():
+    done = predict("x.yml", "--python", "/nonexistent")
+    assert done.returncode == 2
+    assert "--python /nonexistent: there is no such program" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_predicted_json_has_what_the_table_reads():

@@ -10,7 +10,9 @@ import jax
 import pytest
 from helpers.hand_timed import HLO, mesh
 
+from maxpipe.compiling.prediction.predict import basis_of, time_program
 from maxpipe.config import load, resolve
+from maxpipe.devices.chips import chip_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict_maxtext.py"
 
@@ -76,16 +78,28 @@ def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp
     memory = SimpleNamespace(
         **{f"{name}_size_in_bytes": size for name, size in sizes.items()}, peak_memory_in_bytes=12
     )
-    compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled)
-    module = SimpleNamespace(main=lambda words: jax.stages.Lowered.compile(None))
+    short = text.replace('"known_trip_count":{"n":"3"}', '"known_trip_count":{"n":"1"}')
+    programs = {
+        name: SimpleNamespace(as_text=lambda hlo=hlo: hlo, memory_analysis=lambda: memory)
+        for name, hlo in (("step", text), ("init", short))
+    }
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: programs[self])
+    module = SimpleNamespace(
+        main=lambda words: [jax.stages.Lowered.compile(name) for name in programs]
+    )
     monkeypatch.setitem(sys.modules, "fake_maxtext", module)
     monkeypatch.setattr(script, "mesh_of", lambda compiled: mesh())
     file = tmp_path / "report.json"
+    seconds = {
+        name: time_program(
+            program.as_text(), mesh(), chip_of("v5p"), basis_of(mesh(), chip_of("v5p"))
+        ).seconds
+        for name, program in programs.items()
+    }
     script.compile_inside(file, "fake_maxtext", ["base.yml"])
     content = json.loads(file.read_text())
     assert content["memory"] == {"temp_bytes": 7}
-    assert content["predicted_step_seconds"] > 0
+    assert content["predicted_step_seconds"] == seconds["step"] > seconds["init"]
 
 
 def test_command_without_a_report_fails_with_its_output(script, tmp_path):
