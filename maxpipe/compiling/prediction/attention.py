@@ -75,5 +75,5 @@ def _sizes(pattern: re.Pattern[str], text: str) -> list[int]:
 
 
 def _block(kernel: Instruction, name: str) -> int:
-    found = re.search(_BLOCK.format(name), kernel.attributes)
-    return int(found[1]) if found else _DEFAULT_BLOCK
+    size = re.search(_BLOCK.format(name), kernel.attributes)
+    return int(size[1]) if size else _DEFAULT_BLOCK
