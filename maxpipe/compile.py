@@ -77,7 +77,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--programs",
         metavar="DIR",
-        help="mpmd: write the program of every unit, sliced and as HLO, and remove those of an earlier call",
+        help="mpmd: write the program of every unit, sliced and as HLO, and remove those of an "
+        "earlier call",
     )
     parser.add_argument(
         "--units", metavar="F1,B1", help="mpmd: compile these units alone, each with its time"

@@ -9,12 +9,14 @@ TPUs every program is timed, and the simulator composes the times in the order o
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Knob, stage_knobs
+from maxpipe.compiling.prediction.activity import chunk_share, times_taken
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of, time_program
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
@@ -304,7 +306,10 @@ def _with_prediction(
     basis = basis_of(mesh, chip)
     timelines: dict[UnitName, Timeline] = {}
     for program in report.programs:
-        timeline = time_program(program.hlo, trainer.engine.meshes[program.stage], chip, basis)
+        layers = trainer.engine.layer_index()[program.name.chunk]
+        taken = partial(times_taken, [], chunk_share(config.model, layers))
+        stage_mesh = trainer.engine.meshes[program.stage]
+        timeline = time_program(program.hlo, stage_mesh, chip, basis, taken)
         if isinstance(timeline, str):
             return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
         timelines[program.name] = timeline

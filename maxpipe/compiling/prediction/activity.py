@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.compiling.prediction.origins import Origin
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan
 from maxpipe.pipeline.layout import build_layout
@@ -67,11 +67,25 @@ def global_share(config: Config) -> float:
     Args:
       config: resolved, of an engine with one program.
     """
-    kinds = config.model.layer_kinds[config.model.first_dense_layers :]
-    sees_all = np.array([*(not is_local(kind) for kind in kinds), False])  # the last is padding
     layout = build_layout(config)
-    layers = sees_all[layout.layer_index[: layout.num_repeats]]  # [V, S, L]
+    layers = _sees_all(config.model)[layout.layer_index[: layout.num_repeats]]  # [V, S, L]
     return float(layers.mean(axis=2).max(axis=1).mean())
+
+
+def chunk_share(model: ModelConfig, layers: np.ndarray) -> float:
+    """Return the share of a chunk's layers that see all tokens.
+
+    Args:
+      model: resolved.
+      layers: their indices in model order, int [L].
+    """
+    return float(_sees_all(model)[layers].mean())
+
+
+def _sees_all(model: ModelConfig) -> np.ndarray:
+    """Return whether each layer in chunks sees all tokens, and False for padding: bool [N + 1]."""
+    kinds = model.layer_kinds[model.first_dense_layers :]
+    return np.array([*(not is_local(kind) for kind in kinds), False])
 
 
 def times_taken(
@@ -81,7 +95,7 @@ def times_taken(
 
     Args:
       phases: of the scheduled engine; empty on others.
-      attends_to_all: as `global_share` returns it.
+      attends_to_all: as `global_share` or `chunk_share` returns it.
       origin: of the conditional.
       reached: how often a step gets there.
     """

@@ -1,8 +1,9 @@
 """Times of units, and how often the table takes conditionals, from a plan and made-up seconds."""
 
+import numpy as np
 import pytest
 
-from maxpipe.compiling.prediction.activity import global_share, phases_of, times_taken
+from maxpipe.compiling.prediction.activity import chunk_share, global_share, phases_of, times_taken
 from maxpipe.compiling.prediction.operations import Part, Price
 from maxpipe.compiling.prediction.origins import Origin
 from maxpipe.compiling.prediction.predict import phase_times
@@ -72,6 +73,12 @@ def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all(
     assert global_share(config) == pytest.approx(share)
     attention = Origin("jit(train_step)/transpose(jvp(layer))/attention/cond")
     assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share)
+
+
+def test_chunk_share_is_that_of_the_chunks_own_layers():
+    keys = {"model.layer_pattern": ["local"] * 3 + ["global"], "model.attention_window": 8}
+    model = resolve(replace(Config(), **keys, **{"model.num_layers": 8}), 1).model
+    assert [chunk_share(model, np.array(layers)) for layers in ([0, 1], [2, 3], [3])] == [0, 0.5, 1]
 
 
 def spent(phase, ticks, seconds, conditional=""):
