@@ -63,15 +63,26 @@ def finalists(rows: Sequence[Row]) -> list[Row]:
     """Return ranked rows in the order in which they are compiled.
 
     The second one is the best of another engine, if it is less than `ENGINES_APART` slower: closed
-    forms err alike on rows of one engine, so its next rows would be no second opinion.
+    forms err alike on rows of one engine, so its next rows would be no second opinion. For the same
+    reason a row that differs from a better one in its loop over layers alone comes after all others
+    that are so near.
     """
     best, *others = rows
     limit = (1 + ENGINES_APART) * best.per_sequence
     engine = best.candidate.engine
     second = next((row for row in others if row.candidate.engine != engine), None)
-    if second is None or second.per_sequence >= limit:
-        return [*rows]
-    return [best, second, *(row for row in others if row is not second)]
+    near, twins, far = [best], [], []
+    if second is not None and second.per_sequence < limit:
+        near.append(second)
+        others = [row for row in others if row is not second]
+    for row in others:
+        if row.per_sequence >= limit:
+            far.append(row)
+        elif any(row.candidate.is_twin(better.candidate) for better in near):
+            twins.append(row)
+        else:
+            near.append(row)
+    return [*near, *twins, *far]
 
 
 def _fits(row: Row) -> bool:

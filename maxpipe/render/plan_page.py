@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import SHOWN, Plan
+from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
@@ -41,7 +41,7 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
       plan: what is drawn.
       words: the command line after the command.
     """
-    rows = [*plan.rows[:SHOWN]] or [*plan.misfits]
+    rows = plan.shown or [*plan.misfits]
     machine = plan.request.machine
     title = f"Plan for {machine.topology}"
     legend = "".join(

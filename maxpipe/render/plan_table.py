@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import SHOWN, Plan
+from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.written import BASES, versions
@@ -21,7 +21,7 @@ _REASONS_SHOWN = 8
 def table_lines(plan: Plan) -> list[str]:
     """Return the table, the chosen row first."""
     own = [plan.own] if isinstance(plan.own, Row) else []
-    rows = [*plan.rows[:SHOWN], *plan.misfits, *own]
+    rows = [*plan.shown, *plan.misfits, *own]
     if not rows:
         return []
     header = list(HEADER)

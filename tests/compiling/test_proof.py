@@ -80,6 +80,28 @@ def test_the_best_of_another_engine_is_compiled_second_unless_it_is_far_slower(p
     assert [int(row.reason) for row in finalists(rows)] == order
 
 
+@pytest.mark.parametrize(
+    ("slower", "order"), [({}, [0, 2, 3, 1]), ({3: 1.3}, [0, 2, 1, 3]), ({2: 1.3}, [0, 3, 1, 2])]
+)
+def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_near(
+    plan, slower, order
+):
+    rows = [row for row in plan.rows if row.candidate.engine == "scheduled"][:4]
+    rows = [
+        dataclasses.replace(
+            row, reason=str(number), scale=(1 + number / 1000) / row.candidate.seconds.step
+        )
+        for number, row in enumerate(rows)
+    ]
+    assert len({row.candidate.sort for row in rows}) == 4
+    twin = dataclasses.replace(rows[0].candidate, scans=not rows[0].candidate.scans)
+    rows[1] = dataclasses.replace(rows[0], candidate=twin, reason="1")
+    for number, scale in slower.items():
+        rows[number] = dataclasses.replace(rows[number], scale=scale * rows[number].scale)
+    rows.sort(key=lambda row: row.per_sequence)
+    assert [int(row.reason) for row in finalists(rows)] == order
+
+
 def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
     rows = [of_engine(row, "scheduled") for row in plan.rows]
     scale = rows[0].seconds / rows[3].seconds

@@ -43,9 +43,23 @@ class Candidate:
     seconds: Seconds
 
     @property
+    def per_sequence(self) -> float:
+        """Return the seconds of one sequence by the closed forms."""
+        return float(self.seconds.step) / self.batch
+
+    @property
+    def sort(self) -> tuple[Grid, str, str, bool]:
+        """Return what makes it another row of the table: mesh, engine, schedule, and its loop."""
+        return (self.grid, self.engine, self.schedule, self.scans)
+
+    def is_twin(self, other: "Candidate") -> bool:
+        """Return whether it differs from another sort in its loop over layers alone."""
+        return self.sort[:-1] == other.sort[:-1] and self.scans != other.scans
+
+    @property
     def order(self) -> tuple[float, int, float]:
         """Return what candidates are ranked by: seconds of a sequence, tiles, then memory."""
-        return (round(float(self.seconds.step) / self.batch, 9), self.tiles, self.memory)
+        return (round(self.per_sequence, 9), self.tiles, self.memory)
 
     @property
     def has_stages(self) -> bool:

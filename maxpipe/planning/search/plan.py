@@ -1,9 +1,10 @@
 """Search, check the best by the configuration's own rules, and say why the others lost."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import resolve
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
@@ -16,7 +17,10 @@ from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
 from maxpipe.planning.search.search import Outcome, price, search
 
-CHECKED = 100  # of the best, by the configuration's own rules
+ROWS = 100
+CHECKS = 2000  # by the configuration's own rules; each takes about a millisecond
+MISFITS = 2
+WORTH = 0.01  # a smaller share of a step is no reason to look for more memory
 SHOWN = 10
 OWN = "your configuration"
 
@@ -29,8 +33,10 @@ class Plan:
       request: what was asked for.
       facts: of the model.
       outcome: of the search.
-      rows: the best of each mesh and schedule, the chosen one first; empty if nothing fits.
-      misfits: faster ones that do not fit.
+      rows: the best of each mesh, schedule, and loop over layers or none, the chosen one first;
+        empty if nothing fits.
+      misfits: faster ones that do not fit, those that need least memory; and what was compiled and
+        does not fit.
       own: the user's own configuration, or why it cannot be priced.
       remedies: what would fit if nothing does.
       uncompiled: rows that were left after others were compiled.
@@ -50,6 +56,12 @@ class Plan:
         """Return the chosen one; None if nothing fits."""
         return self.rows[0] if self.rows else None
 
+    @property
+    def shown(self) -> list[Row]:
+        """Return the rows of a table: the best, and the first one with its layers looped or not."""
+        shown, others = [*self.rows[:SHOWN]], self.rows[SHOWN:]
+        return shown + [row for row in others if row.candidate.is_twin(shown[0].candidate)]
+
     def mfu(self, row: Row) -> float:
         """Return the model FLOPs utilisation of a row."""
         machine, config = self.request.machine, self.request.config
@@ -65,45 +77,73 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
       request: what is asked for.
       facts: of the model.
       compare: whether the user's own configuration is priced, too.
+
+    Raises:
+      ConfigError: there are candidates that fit, and none passes the configuration's own checks.
     """
     outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
-    checked = check(request, outcome.fitting[:CHECKED], outcome)
-    rows = with_reasons(_distinct(checked), request)
-    fastest = rows[0].per_sequence if rows else 0.0
-    faster = [c for c in outcome.misfits if rows and float(c.seconds.step) / c.batch < fastest]
-    misfits = [
-        replace(row, reason=f"{row.memory / GIB:.0f} GiB by the closed form: too much")
-        for row in _distinct(check(request, faster[:SHOWN], outcome))
-    ]
+    checked, problems = _checked(request, outcome.fitting, ROWS)
+    if problems and not checked:
+        (problem, _), *_ = problems.most_common(1)
+        message = f"{problem.message}; so none of the {problems.total()} fastest that fit is legal"
+        raise ConfigError(Problem(problem.key, message))
+    outcome.fallen.update(f"{problem.key}: {problem.message}" for problem in problems.elements())
+    rows = with_reasons(checked, request)
     own = own_row(request) if compare else ""
-    if isinstance(own, Row) and rows:
-        reason = loss_of(own, rows[0]) if fits(own, request) else "does not fit by closed forms"
-        own = replace(own, reason=reason)
-    return Plan(request, facts, outcome, rows, misfits[:2], own)
+    if isinstance(own, Row):
+        if not fits(own, request):
+            own = replace(own, reason="does not fit by closed forms")
+        elif rows:
+            own = replace(own, reason=loss_of(own, rows[0]))
+    misfits = _misfits(request, outcome, rows[0]) if rows else []
+    return Plan(request, facts, outcome, rows, misfits, own)
 
 
-def check(request: Request, candidates: Sequence[Candidate], outcome: Outcome) -> list[Row]:
-    """Return the candidates that pass the configuration's own checks."""
-    rows = []
+def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
+    """Return those that would be faster than the best and need least memory."""
+    limit = request.limit
+    if limit is None:
+        return []
+    faster = [c for c in outcome.misfits if c.per_sequence < (1 - WORTH) * best.per_sequence]
+    rows, _ = _checked(request, sorted(faster, key=lambda c: c.memory), MISFITS)
+    excess = "and by closed forms {:.3g} GiB too much"
+    return [
+        replace(row, reason=f"{loss_of(row, best)}, {excess.format((row.memory - limit) / GIB)}")
+        for row in rows
+    ]
+
+
+def _checked(
+    request: Request, candidates: Sequence[Candidate], most: int
+) -> tuple[list[Row], Counter[Problem]]:
+    """Return the first of each sort that passes the configuration's checks; and what others fail.
+
+    Args:
+      request: what is asked for.
+      candidates: those to check, the best first.
+      most: rows.
+    """
+    rows: dict[tuple[object, ...], Row] = {}
+    problems: Counter[Problem] = Counter()
     for candidate in candidates:
-        config = candidate.config(request.config)
-        try:
-            resolve(config, request.machine.devices, request.machine.slices)
-        except ConfigError as error:
-            problem = error.problems[0]
-            outcome.fallen[f"{problem.key}: {problem.message}"] += 1
-        else:
-            rows.append(Row(candidate, config))
-    return rows
+        if len(rows) == most or len(rows) + problems.total() == CHECKS:
+            break
+        if candidate.sort not in rows:
+            config = candidate.config(request.config)
+            if problem := problem_of(config, request):
+                problems[problem] += 1
+            else:
+                rows[candidate.sort] = Row(candidate, config)
+    return [*rows.values()], problems
 
 
-def _distinct(rows: Sequence[Row]) -> list[Row]:
-    """Return the best of each mesh and schedule."""
-    best: dict[tuple[object, ...], Row] = {}
-    for row in rows:
-        candidate = row.candidate
-        best.setdefault((candidate.grid, candidate.engine, candidate.schedule), row)
-    return [*best.values()]
+def problem_of(config: Config, request: Request) -> Problem | None:
+    """Return the first of what the configuration's own checks find; None if it is sound."""
+    try:
+        resolve(config, request.machine.devices, request.machine.slices)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
 
 
 def own_row(request: Request) -> Row | str:

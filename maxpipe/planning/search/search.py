@@ -23,7 +23,6 @@ from maxpipe.planning.search.space import Grid, Space
 from maxpipe.planning.search.timing import step_seconds
 
 FITTING_OF_BLOCK = 12  # of the fastest that fit
-MISFITS_OF_BLOCK = 1
 
 
 class Priced(NamedTuple):
@@ -41,7 +40,9 @@ class Outcome:
 
     Attributes:
       fitting: candidates within the memory, the fastest first.
-      misfits: faster ones that do not fit, the fastest first.
+      misfits: those that do not fit and are faster, the fastest first; of each block those that no
+        other beats in both time and memory.
+      fastest: seconds of a sequence of the fastest that fits.
       least: the one that needs least memory; None if none is legal.
       tried: number of candidates.
       fallen: how many fell for each reason.
@@ -50,6 +51,7 @@ class Outcome:
 
     fitting: list[Candidate] = field(default_factory=list)
     misfits: list[Candidate] = field(default_factory=list)
+    fastest: float = math.inf
     least: Candidate | None = None
     tried: int = 0
     fallen: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,8 @@ def search(
         if priced is not None:
             _collect(outcome, priced, facts, limit)
     outcome.fitting.sort(key=lambda c: c.order)
-    outcome.misfits.sort(key=lambda c: c.order)
+    faster = (c for c in outcome.misfits if c.per_sequence < outcome.fastest)
+    outcome.misfits = sorted(faster, key=lambda c: c.order)
     outcome.priced_seconds = time.perf_counter() - started
     return outcome
 
@@ -158,24 +161,30 @@ def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
 
 
 def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None) -> None:
-    """Keep the fastest candidates of a block."""
+    """Keep the fastest candidates of a block, and those that would be faster with more memory."""
     block, legal, memory = priced.block, priced.legal, priced.memory
     per_sequence = np.asarray(priced.seconds.step) / block.batch
     fits = legal & (memory <= limit) if limit is not None else legal
     too_large = legal & ~fits
     if count := int(too_large.sum()):
         outcome.fallen["memory: more than the limit"] += count
-    for mask, ranked, most in (
-        (fits, outcome.fitting, FITTING_OF_BLOCK),
-        (too_large, outcome.misfits, MISFITS_OF_BLOCK),
-    ):
-        at = np.flatnonzero(mask)
-        # Of equally fast ones first the one with fewer tiles, then the one of less memory.
-        tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
-        order = np.lexsort((memory[at], tiles[at], np.round(per_sequence[at], 9)))[:most]
-        ranked += [
-            candidate_of(block, int(i), priced.memory, priced.seconds, facts) for i in at[order]
-        ]
+    at = np.flatnonzero(fits)
+    # Of equally fast ones first the one with fewer tiles, then the one of less memory.
+    tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
+    order = np.lexsort((memory[at], tiles[at], np.round(per_sequence[at], 9)))
+    fitting = at[order][:FITTING_OF_BLOCK]
+    outcome.fastest = min([outcome.fastest, *per_sequence[fitting]])
+    at = np.flatnonzero(too_large & (per_sequence < outcome.fastest))
+    misfits = at[_front(per_sequence[at], memory[at])]
+    for found, places in ((outcome.fitting, fitting), (outcome.misfits, misfits)):
+        found += [candidate_of(block, int(i), memory, priced.seconds, facts) for i in places]
     least = int(np.argmin(np.where(legal, memory, math.inf)))
     if outcome.least is None or memory[least] < outcome.least.memory:
         outcome.least = candidate_of(block, least, memory, priced.seconds, facts)
+
+
+def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Return the places of those that no other beats in both, the fastest first."""
+    order = np.lexsort((memory, seconds))
+    least = np.minimum.accumulate(memory[order])
+    return order[np.diff(least, prepend=math.inf) < 0]
