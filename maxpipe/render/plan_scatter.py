@@ -29,9 +29,11 @@ def front(points: Sequence[Point]) -> list[Point]:
 def scatter_svg(plan: Plan) -> str:
     """Return the picture of memory against time of all candidates that were ranked."""
     outcome = plan.outcome
-    points = [_point(c) for c in [*outcome.fitting, *outcome.misfits]]
-    if not points:
+    candidates = [*outcome.fitting, *outcome.misfits]
+    if not candidates:
         return ""
+    unit = None if plan.request.machine.is_timed else min(c.per_sequence for c in candidates)
+    points = [_point(candidate, unit) for candidate in candidates]
     edge = front(points)
     # What is far slower than the slowest of the front would squeeze the others together.
     latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
@@ -94,11 +96,13 @@ def _axes(frame: tuple[float, float, float], most: float, longest: float) -> str
     )
 
 
-def _point(candidate: Candidate) -> Point:
-    seconds = float(candidate.seconds.step)
+def _point(candidate: Candidate, unit: float | None) -> Point:
+    """Return the point of a candidate, with its time in so many seconds of a sequence if given."""
+    seconds = candidate.per_sequence
+    time = f"{candidate.seconds.step:.3g} s" if unit is None else f"{seconds / unit:.3g} x fastest"
     text = (
         f"{candidate.mesh_text()}\n{candidate.schedule_text()} M={candidate.microbatches} "
         f"V={candidate.repeats} {candidate.policy} {candidate.gather}\n"
-        f"{candidate.memory / GIB:.3g} GiB, {seconds:.3g} s"
+        f"{candidate.memory / GIB:.3g} GiB, {time}"
     )
-    return Point(seconds / candidate.batch, candidate.memory, text)
+    return Point(seconds, candidate.memory, text)
