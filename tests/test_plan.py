@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -105,10 +106,63 @@ def test_page_has_a_bar_for_each_part_and_loads_nothing(written, report):
     page = (written / "best.html").read_text()
     assert page.count("<svg") == 2
     shown = min(len(report["rows"]), 10)
-    assert page.count('height="20"') == 4 * shown  # three parts of the time, and the memory
+    # Three parts of the time, and the memory, of those and of the user's own.
+    assert page.count('height="20"') == 4 * (shown + 1)
+    assert '<text x="0" y="357">your configuration: stage=2 fsdp=2 batch=16</text>' in page
     assert "http" not in page
     for row in report["rows"][:10]:  # multiples of the fastest row's
         assert f">{row['relative_time']:.3g}</text>" in page
+
+
+def test_page_of_simulated_devices_has_multiples_and_no_seconds(written):
+    texts = re.findall(r'data-text="([^"]*GiB, [^"]*)"', (written / "best.html").read_text())
+    assert len(texts) > 10
+    assert all(re.search(r" GiB, [\d.e+]+ x fastest$", text) for text in texts)
+
+
+def test_own_configuration_of_another_batch_shows_it_and_loses_per_sequence(written):
+    lines = (written / "printed.txt").read_text().splitlines()
+    (own,) = (line for line in lines if "your configuration" in line)
+    chosen = next(line for line in lines if line.endswith("chosen") and " batch=" in line)
+    assert own.startswith("stage=2 fsdp=2 batch=16  ")
+    assert " batch=32  " in chosen
+    assert re.search(r"your configuration; \+[\d.]+% per sequence: \w+$", own)
+
+
+def test_own_configuration_that_is_not_legal_says_so_where_nothing_fits(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    words = ["llama3-405b", "--topology", "v5p:2x2x1", "--no-compile", "--compare"]
+    words += ["--fix", "pipeline.schedule=lockstep_1f1b", "--fix", "pipeline.engine=scheduled"]
+    assert plan.main([*words, "--html", str(page)]) == 3
+    reason = "your configuration: mesh.ici: stage=6 x fsdp=-1 makes 6"
+    assert f"\n{reason}" in capsys.readouterr().out
+    assert reason in page.read_text()
+
+
+def test_own_configuration_is_a_row_where_nothing_fits(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    words = [*ON_FOUR, "--compare", "--html", str(page), "--tokens-per-step", "4Mi"]
+    assert plan.main(words) == 3
+    assert "  your configuration" in capsys.readouterr().out
+    assert ">your configuration: stage=2 fsdp=2 batch=" in page.read_text()
+
+
+@pytest.mark.parametrize(("remat", "says"), [("mlp_up=offload", True), ("mlp_up=device", False)])
+def test_transfers_to_the_host_are_left_out_where_tensors_are_offloaded(remat, says, capsys):
+    words = ["--fix", "pipeline.remat_policy=custom", "--fix", f"pipeline.remat_tensors.{remat}"]
+    assert plan.main([*FROM, *words, "--fix", "pipeline.engine=sequential"]) == 0
+    printed = capsys.readouterr().out
+    assert ("transfers to the host's memory are not in these seconds" in printed) == says
+
+
+def test_written_file_is_trained_by_a_command_that_a_shell_can_read(capsys, tmp_path):
+    file = tmp_path / "the best.yml"
+    words = [*FROM, "--fix", "pipeline.engine=sequential", "--import", "json"]
+    assert plan.main([*words, "--write", str(file)]) == 0
+    _, _, command = capsys.readouterr().out.splitlines()[-1].partition(".yml: ")
+    assert shlex.split(command) == [
+        "python", "-m", "maxpipe.train", str(file), "--import", "json",
+    ]  # fmt: skip
 
 
 def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(capsys, tmp_path):
@@ -121,6 +175,7 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert f"not written {best}: nothing fits" in printed
     assert not best.exists()
     assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()
+    assert "trying      --topology v5p:4x4x8\n" in printed
     assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in printed
     larger = ["llama3-405b", "--topology", "v5p:4x4x8", "--no-compile"]
     assert plan.main([*larger, "--fix", "pipeline.schedule=lockstep_1f1b"]) == 0
@@ -140,10 +195,11 @@ def test_nothing_fits_says_with_how_many_tokens_it_would(capsys):
     assert plan.main([*ON_FOUR, "--tokens-per-step", str(2 * int(fewer[2]))]) == 3
 
 
-def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys):
+def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys, tmp_path):
     words = ["qwen3-0.6b", "--topology", "v5e", "--smallest", "--no-compile"]
     fixed = ["--fix", "pipeline.schedule=lockstep_1f1b", "--tokens-per-step", "256Ki"]
-    assert plan.main([*words, *fixed]) == 0
+    files = {"--json": tmp_path / "plan.json", "--html": tmp_path / "plan.html"}
+    assert plan.main([*words, *fixed, *(str(w) for f in files.items() for w in f)]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("slice "))
     slices = [line.split() for line in lines[start + 1 :] if line.startswith("v5e:")]
@@ -151,8 +207,28 @@ def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys):
     assert slices[0][0] == "v5e:2x2"
     assert chips == sorted(set(chips))
     assert len(chips) > 2
+    assert [line.split() for line in lines[:start] if line.startswith("trying ")][
+        -len(chips) :
+    ] == [["trying", row[0]] for row in slices]
+    costs = json.loads(files["--json"].read_text())["slice_costs"]
+    assert [(cost["topology"], cost["chips"]) for cost in costs] == [
+        (row[0], int(row[1])) for row in slices
+    ]
+    assert [cost["chip_seconds"] for cost in costs] == pytest.approx(
+        [float(row[3]) for row in slices], rel=1e-3
+    )
+    assert "\n".join(lines[start : start + 1 + len(slices)]) in files["--html"].read_text()
     for _, count, step, cost in slices:
         assert float(cost) == pytest.approx(float(step) * int(count) * 1e9 / 2**18, rel=1e-3)
+
+
+def test_smallest_of_several_slices_says_how_many(capsys):
+    words = ["qwen3-0.6b", "--topology", "v5e", "--smallest", "--no-compile"]
+    words += ["compile.num_slices=2", "--fix", "pipeline.engine=sequential"]
+    assert plan.main([*words, "--fix", "mesh.ici.tensor=1", "--fix", "mesh.ici.context=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("slice "))
+    assert lines[start + 1].split()[:4] == ["2", "x", "v5e:2x2", "8"]
 
 
 def test_written_file_of_a_hugging_face_model_is_of_the_same_model(tmp_path):

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,13 +12,13 @@ from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import install_command
+from maxpipe.config.imports import import_words, install_command
 from maxpipe.config.paths import write_file
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
-from maxpipe.planning.search.remedies import promising_slices, remedies, slice_costs
+from maxpipe.planning.search.remedies import remedies, smallest_plans
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.written import file_text
 from maxpipe.render.plan_page import page_html
@@ -53,22 +55,11 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         _check_probe(request, flags.compile)
     facts = Facts(request.config)
     if request.smallest:
-        plan = _smallest(request, facts)
+        plan = _smallest(request, flags, facts)
     else:
-        plan = make_plan(request, facts, compare=flags.compare)
-    if not plan.outcome.tried:
-        devices = plan.request.machine.devices
-        keys = ", ".join(plan.request.space().emptying())
-        message = f"--fix/--try of {keys} leave no mesh, engine and schedule for {devices} devices"
-        raise ConfigError(Problem("", message))
-    print(*summary_lines(plan), sep="\n", flush=True)
-    if flags.probe and is_provable(plan):
-        plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
-    if flags.compile and is_provable(plan):
-        plan = prove(plan, flags.compile, _print)
-    is_compiled = any(row.proof or row.probed for row in plan.misfits)
-    if plan.winner is None and not is_compiled:
-        plan = replace(plan, remedies=remedies(plan.request, facts))
+        plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
+    if plan.winner is None:
+        plan = replace(plan, remedies=remedies(plan, facts, _print))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
         print(*_nothing_fits(plan), sep="\n")
@@ -82,22 +73,47 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         return NOTHING_FITS
     if flags.write:
         write_file("--write", flags.write, file_text(plan, plan.winner, words))
-        print(f"written     {flags.write}: python -m maxpipe.train {flags.write}")
+        train = ["python", "-m", "maxpipe.train", flags.write, *import_words(request.imports)]
+        print(f"written     {flags.write}: {shlex.join(train)}")
     return FITS
 
 
-def _smallest(request: Request, facts: Facts) -> Plan:
-    """Return the plan of the smallest slice that trains the model; print what larger ones cost."""
-    costs = slice_costs(promising_slices(request, facts), facts)
-    if not costs:
-        return make_plan(request.on(request.smallest[-1]), facts)
-    figures = [
-        (cost.plan.request.machine.topology, cost.chips, winner.seconds, cost.chip_seconds)
-        for cost in costs
-        if (winner := cost.plan.winner) is not None
-    ]
-    print("by closed forms:", *slice_lines(figures), "", sep="\n", flush=True)
-    return costs[0].plan
+def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan:
+    """Return the proved plan of the smallest slice that trains the model.
+
+    What larger ones cost is printed. Where nothing fits on any, it is the plan of the last one.
+    """
+    plans = smallest_plans(request, facts, _print)
+    costs = [plan.cost() for plan in plans if plan.winner is not None]
+    if costs:
+        print("by closed forms:", *slice_lines(costs), "", sep="\n", flush=True)
+    *smaller, last = (replace(plan, slices=costs) for plan in plans)
+    for plan in smaller:
+        proved = _proved(plan, flags)
+        if proved.winner is not None:
+            return proved
+        topology = proved.request.machine.topology
+        print(f"nothing that was compiled fits {topology}: the next slice\n", flush=True)
+    return _proved(last, flags)
+
+
+def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
+    """Return the plan with its best rows probed and compiled; print what was searched.
+
+    Raises:
+      ConfigError: nothing was searched, or none of the best could be compiled.
+    """
+    if not plan.outcome.tried:
+        devices = plan.request.machine.devices
+        keys = ", ".join(plan.request.space().emptying())
+        message = f"--fix/--try of {keys} leave no mesh, engine and schedule for {devices} devices"
+        raise ConfigError(Problem("", message))
+    print(*summary_lines(plan), sep="\n", flush=True)
+    if flags.probe and is_provable(plan):
+        plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
+    if flags.compile and is_provable(plan):
+        plan = prove(plan, flags.compile, _print)
+    return plan
 
 
 def _check_probe(request: Request, compiled: int) -> None:
@@ -114,17 +130,20 @@ def _check_probe(request: Request, compiled: int) -> None:
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
+    would_fit = ["what would fit:", *(f"  {remedy}" for remedy in plan.remedies)]
     if compiled := sum(row.proof is not None for row in plan.misfits):
-        more = f"--compile {2 * compiled}, or " if plan.uncompiled else ""
-        return [
-            f"none of the {compiled} compiled fits; {plan.uncompiled} others were not compiled: "
-            f"{more}--memory-margin 25%"
-        ]
-    if probed := sum(row.probed is not None for row in plan.misfits):
-        return [
-            f"none of the {probed} probed fits, and there are no others: --memory-margin 5%, or "
-            "compile them whole, without --probe"
-        ]
+        others = "and there are no others"
+        if plan.uncompiled:
+            others = f"{plan.uncompiled} others were not compiled: --compile {2 * compiled}"
+        line = f"none of the {compiled} compiled fits; {others}"
+        would_fit[0] = "what would fit by closed forms:"
+        return [line, *would_fit] if plan.remedies else [line]
+    if probed := [row.probed.memory for row in plan.misfits if row.probed]:
+        line = f"none of the {len(probed)} probed fits, and there are no others: "
+        capacity = plan.request.machine.capacity
+        if capacity is not None and min(probed) <= capacity:
+            line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
+        return [f"{line}compile them whole, without --probe"]
     least, limit = plan.outcome.least, plan.request.limit
     if least is None:
         return ["nothing is legal; the lines above say why"]
@@ -132,8 +151,8 @@ def _nothing_fits(plan: Plan) -> list[str]:
     usable = f" of the {limit / GIB:.3g} that it may use" if limit else ""
     lines = [f"nothing fits: {needed}{usable}: {least.mesh_text()}, {least.schedule_text()}"]
     if plan.remedies:
-        return [*lines, "what would fit:", *(f"  {remedy}" for remedy in plan.remedies)]
-    return [*lines, "neither fewer tokens, nor more chips, nor offloading alone would fit"]
+        return [*lines, *would_fit]
+    return [*lines, "neither fewer tokens, nor more chips, nor offloading alone was found to fit"]
 
 
 def _print(text: str) -> None:

@@ -10,7 +10,7 @@ from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import basis_lines, summary_lines
+from maxpipe.render.plan_table import basis_lines, batch_text, slice_lines, summary_lines
 
 PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
 STYLE = """
@@ -41,14 +41,20 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
       plan: what is drawn.
       words: the command line after the command.
     """
-    rows = plan.shown or [*plan.misfits]
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    rows = [*(plan.shown or plan.misfits), *own]
     machine = plan.request.machine
     title = f"Plan for {machine.topology}"
     legend = "".join(
         f'<span style="background:var({colour})"></span>{name}' for name, colour in PARTS
     )
     command = shlex.join(["python", "-m", "maxpipe.plan", *words])
-    summary = "\n".join([*summary_lines(plan), *basis_lines(plan)])
+    lines = [*summary_lines(plan), *basis_lines(plan)]
+    if isinstance(plan.own, str) and plan.own:
+        lines.append(plan.own)
+    if plan.slices:
+        lines += ["", "by closed forms:", *slice_lines(plan.slices)]
+    summary = "\n".join(lines)
     body = f"""<h1>{escape(title)}</h1>
 <p>{escape(command)}; {escape(versions())}</p>
 <h2>The best of each mesh and schedule: time of a step, and memory of a device</h2>
@@ -69,7 +75,7 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     parts = []
     for number, row in enumerate(rows):
         y, x = 8 + number * _ROW, float(_LABEL)
-        parts.append(_label(row, y, is_chosen=number == 0 and bool(plan.rows)))
+        parts.append(_label(plan, row, y, is_chosen=number == 0 and bool(plan.rows)))
         # Where the compiler predicts the sum of the parts, its length is drawn.
         scale = _TIME * row.per_sequence / max(times) / float(row.parts.step)
         for (name, colour), value in zip(PARTS, row.parts, strict=True):
@@ -92,12 +98,14 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     return f'<svg viewBox="0 0 {left + _MEMORY + 80} {height}">{"".join(parts)}</svg>'
 
 
-def _label(row: Row, y: float, *, is_chosen: bool) -> str:
+def _label(plan: Plan, row: Row, y: float, *, is_chosen: bool) -> str:
     candidate = row.candidate
+    name = f"{row.name}: " if row.name else ""
+    mesh = f"{name}{candidate.mesh_text()}{batch_text(plan, row)}"
     weight = ' font-weight="700"' if is_chosen else ""
     sizes = f"M={candidate.microbatches}" + f" V={candidate.repeats}" * candidate.has_stages
     return (
-        f'<text x="0" y="{y + 9}"{weight}>{escape(candidate.mesh_text())}</text>'
+        f'<text x="0" y="{y + 9}"{weight}>{escape(mesh)}</text>'
         f'<text class="quiet" x="0" y="{y + 22}">{escape(candidate.schedule_text())} {sizes} '
         f"{escape(candidate.policy)}</text>"
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan
+from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.planning.search.plan import Plan, SliceCost
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.written import BASES, versions
@@ -22,13 +22,11 @@ def table_lines(plan: Plan) -> list[str]:
     """Return the table, the chosen row first."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     rows = [*plan.shown, *plan.misfits, *own]
-    if not rows:
-        return []
     header = list(HEADER)
     if not plan.request.machine.is_timed:
         header[HEADER.index("seconds")] = "x fastest"
     cells = [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
-    lines = columns(cells, _LEFT)
+    lines = columns(cells, _LEFT) if rows else []
     if isinstance(plan.own, str) and plan.own:
         lines.append(plan.own)
     return lines
@@ -39,7 +37,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     memory = f"{row.memory / GIB:.1f}"
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
-    unit = 1.0 if machine.is_timed else _fastest(plan)
+    unit = 1.0 if machine.is_timed else _fastest(plan) * candidate.batch
     parts = [f"{float(part) / unit:.3g}" for part in row.parts]
     reason = reason_text(plan, row)
     if row.name:
@@ -47,7 +45,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     elif is_first and plan.rows:
         reason = reason or "chosen"
     return [
-        candidate.mesh_text() + _batch_text(plan, row),
+        candidate.mesh_text() + batch_text(plan, row),
         candidate.schedule_text(),
         str(candidate.microbatches),
         str(candidate.repeats) if candidate.has_stages else "",
@@ -72,13 +70,18 @@ def reason_text(plan: Plan, row: Row) -> str:
     return f"{row.reason}; not probed: {row.unprobed}" if row.unprobed else row.reason
 
 
-def _batch_text(plan: Plan, row: Row) -> str:
-    return f" batch={row.candidate.batch}" if len(plan.request.batches) > 1 else ""
+def batch_text(plan: Plan, row: Row) -> str:
+    """Return the batch of a row where rows differ in it; else ""."""
+    batches = {*plan.request.batches}
+    if isinstance(plan.own, Row):
+        batches.add(plan.own.candidate.batch)
+    return f" batch={row.candidate.batch}" if len(batches) > 1 else ""
 
 
 def _fastest(plan: Plan) -> float:
-    rows = [*plan.rows, *plan.misfits]
-    return min(row.seconds for row in rows) if rows else 1.0
+    """Return the seconds of a sequence of the fastest row."""
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    return min(row.per_sequence for row in [*plan.rows, *plan.misfits] or own)
 
 
 def summary_lines(plan: Plan) -> list[str]:
@@ -107,8 +110,9 @@ def summary_lines(plan: Plan) -> list[str]:
 
 def basis_lines(plan: Plan) -> list[str]:
     """Return what the figures rest on, and what they leave out."""
-    winner = plan.winner
-    if winner and REMAT_POLICIES[winner.candidate.policy].host:
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    shown = [*plan.shown, *plan.misfits, *own]
+    if any(offloaded_names(row.config.pipeline) for row in shown):
         return [*_bases(plan), "transfers to the host's memory are not in these seconds"]
     return _bases(plan)
 
@@ -171,6 +175,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "misfits": [_row_json(plan, row) for row in plan.misfits],
         "own": _row_json(plan, plan.own) if isinstance(plan.own, Row) else plan.own or None,
         "remedies": list(plan.remedies),
+        "slice_costs": [cost._asdict() for cost in plan.slices],
     }
 
 
@@ -200,9 +205,11 @@ def _parts_json(seconds: Seconds | None) -> dict[str, float] | None:
     return seconds and {name: float(part) for name, part in seconds._asdict().items()}
 
 
-def slice_lines(costs: Sequence[tuple[str, int, float, float]]) -> list[str]:
-    """Return a line for each slice: (topology, chips, seconds of a step, chip-seconds)."""
-    lines = [f"{'slice':<14}{'chips':>6}{'s a step':>11}{'chip-seconds for 10^9 tokens':>31}"]
-    for topology, chips, seconds, chip_seconds in costs:
-        lines.append(f"{topology:<14}{chips:>6}{seconds:>11.4g}{chip_seconds:>31.4g}")
-    return lines
+def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
+    """Return a table of slices, with what each costs."""
+    cells = [("slice", "chips", "s a step", "chip-seconds for 10^9 tokens")]
+    for cost in costs:
+        name = f"{cost.slices} x {cost.topology}" if cost.slices > 1 else cost.topology
+        figures = (f"{cost.seconds:.4g}", f"{cost.chip_seconds:.4g}")
+        cells.append((name, str(cost.chips), *figures))
+    return columns(cells)

@@ -85,10 +85,52 @@ def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, tmp
     assert command.main([*WORDS, *TOPOLOGY, *words]) == 3
     assert not compilers
     printed = capsys.readouterr().out
-    assert "probed fits, and there are no others: --memory-margin 5%" in printed
+    assert "probed fits, and there are no others: compile them whole" in printed
     assert "B1 of its probe needs 279 GiB" in printed
     # By closed forms all would fit.
     assert json.loads(file.read_text())["remedies"] == []
+
+
+def test_probes_that_miss_the_margin_alone_have_a_margin_with_which_they_fit(
+    compilers, monkeypatch, capsys
+):
+    capacity = 95 * 2**30
+    monkeypatch.setattr(probing.Probing, "memory", lambda *rest: 0.795 * capacity)
+    monkeypatch.setattr(probing, "ROWS", 10**6)
+    words = ["--probe", "1000", "--memory-margin", "40%", "compile.cache_dir=off"]
+    assert command.main([*WORDS, *TOPOLOGY, *words, "--fix", "pipeline.engine=scheduled"]) == 3
+    assert "there are no others: --memory-margin 20%, or compile" in capsys.readouterr().out
+
+
+SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]
+
+
+def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
+    compilers, monkeypatch, tmp_path, capsys
+):
+    texts, file = [], tmp_path / "best.yml"
+
+    def compile_whole(text, note, imports):
+        texts.append(text)
+        return Proof(2e10, 1.0, "topology: v5e:2x4" in text, "", 1.0)
+
+    monkeypatch.setattr(proof, "compile_configuration", compile_whole)
+    assert command.main([*WORDS, *SMALLEST, "--compile", "1", "--write", str(file)]) == 0
+    assert ["topology: v5e:2x2" in text for text in texts] == [True, True, False]
+    assert "topology: v5e:2x4" in file.read_text()
+    printed = capsys.readouterr().out
+    assert "nothing that was compiled fits v5e:2x2: the next slice" in printed
+
+
+def test_smallest_where_nothing_compiled_fits_any_slice_ends_with_the_last(
+    compilers, monkeypatch, capsys
+):
+    refusal = Proof(2e10, 1.0, False, "", 1.0)
+    monkeypatch.setattr(proof, "compile_configuration", lambda *rest: refusal)
+    assert command.main([*WORDS, *SMALLEST, "--compile", "1"]) == 3
+    printed = capsys.readouterr().out
+    assert printed.count(": the next slice\n") == 4
+    assert printed.count("devices     ") == 5
 
 
 @pytest.mark.parametrize(

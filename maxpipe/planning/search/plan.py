@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import resolve
@@ -22,7 +23,25 @@ CHECKS = 2000  # by the configuration's own rules; each takes about a millisecon
 MISFITS = 2
 WORTH = 0.01  # a smaller share of a step is no reason to look for more memory
 SHOWN = 10
+BILLION = 1e9
 OWN = "your configuration"
+
+
+class SliceCost(NamedTuple):
+    """What training costs on a number of slices, by closed forms.
+
+    Attributes:
+      topology: of a slice.
+      slices, chips: their number, and the chips of all.
+      seconds: of a step.
+      chip_seconds: to train on a billion tokens.
+    """
+
+    topology: str
+    slices: int
+    chips: int
+    seconds: float
+    chip_seconds: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,7 @@ class Plan:
       own: the user's own configuration, or why it cannot be priced.
       remedies: what would fit if nothing does.
       uncompiled: rows that were left after others were compiled.
+      slices: with --smallest, what the slices cost on which something fits, the smallest first.
     """
 
     request: Request
@@ -50,6 +70,7 @@ class Plan:
     own: Row | str = ""
     remedies: Sequence[str] = field(default=())
     uncompiled: int = 0
+    slices: Sequence[SliceCost] = ()
 
     @property
     def winner(self) -> Row | None:
@@ -61,6 +82,15 @@ class Plan:
         """Return the rows of a table: the best, and the first one with its layers looped or not."""
         shown, others = [*self.rows[:SHOWN]], self.rows[SHOWN:]
         return shown + [row for row in others if row.candidate.is_twin(shown[0].candidate)]
+
+    def cost(self) -> SliceCost:
+        """Return what training costs as the chosen one does it; there must be one."""
+        assert self.winner is not None
+        machine, config = self.request.machine, self.request.config
+        tokens = self.winner.candidate.batch * config.data.sequence_length
+        seconds, chips = self.winner.seconds, machine.num_chips
+        topology, slices = machine.topology, machine.slices
+        return SliceCost(topology, slices, chips, seconds, BILLION * seconds * chips / tokens)
 
     def mfu(self, row: Row) -> float:
         """Return the model FLOPs utilisation of a row."""

@@ -1,77 +1,155 @@
 """Find what would help when nothing fits, and what slices of a kind cost."""
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.config.errors import ConfigError
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import CPU, MOST_GPUS
-from maxpipe.planning.search.plan import Plan, make_plan
+from maxpipe.planning.search.plan import Plan, make_plan, problem_of
 from maxpipe.planning.search.request import Request
-from maxpipe.planning.search.search import search
+from maxpipe.planning.search.search import fitting_of_blocks
 
 LARGER = 4  # slices above the smallest that are priced
 TRIED_SLICES = 8
-BILLION = 1e9
+SECONDS = 20.0  # of all searches for remedies
 POLICY = "pipeline.remat_policy"
+MARGIN = "--memory-margin"
+_MARGIN_STEP = 5  # per cent
+Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class SliceCost:
-    """What training costs on one slice.
+def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
+    """Return what would fit where nothing does, each found by a search of its own.
 
-    Attributes:
-      plan: its plan.
-      chips: of the slice.
-      chip_seconds: to train on a billion tokens.
+    Where closed forms let pass what the compiler refuses, they are searched with a margin by which
+    they refuse it, too.
+
+    Args:
+      plan: in which nothing fits.
+      facts: of the model.
+      note: prints a line.
     """
-
-    plan: Plan
-    chips: int
-    chip_seconds: float
-
-
-def remedies(request: Request, facts: Facts) -> list[str]:
-    """Return what would fit where nothing does, each found by a search of its own."""
-    lines = []
+    request, flag, lines = plan.request, "", []
+    trial = _Trial(facts, note, time.perf_counter() + SECONDS)
+    if any(row.proof or row.probed for row in plan.misfits):
+        margin = refusing_margin(plan)
+        if margin is None:
+            return []
+        request, flag = replace(request, margin=margin), f" {MARGIN} {margin:.0%}"
+        if trial.fits(request, flag.strip()):
+            lines.append(f"others that need less:{flag}")
     # A smaller batch leaves parameters, optimizer state and gradients as large as they are.
     for batch in _smaller_batches(request.batches[0]) if _holds_state(request, facts) else ():
-        if _fits(request.with_batches([batch]), facts):
+        key = f"data.global_batch_size={batch}{flag}"
+        if trial.fits(request.with_batches([batch]), key):
             tokens = batch * request.config.data.sequence_length
-            lines.append(f"fewer tokens: data.global_batch_size={batch}, {tokens} tokens a step")
+            lines.append(f"fewer tokens: {key}, {tokens} tokens a step")
             break
-    larger = next((t for t in _larger_slices(request) if _fits(request.on(t), facts)), None)
-    if larger:
-        lines.append(f"more chips: --topology {larger}")
-    offloaded = _offloading(request, facts)
-    if offloaded:
-        lines.append(
-            f"offloading: --fix {POLICY}={offloaded}, with the host's memory; how fast that is the "
-            "plan does not know"
-        )
+    for topology in _larger_slices(request):
+        larger = request.on(topology)
+        if _holds_state(larger, facts) and trial.fits(larger, f"--topology {topology}{flag}"):
+            lines.append(f"more chips: --topology {topology}{flag}")
+            break
+    for policy in _offloading_policies(request):
+        fixed = f"--fix {POLICY}={policy}{flag}"
+        offloads = replace(request, choices={**request.choices, POLICY: [policy]})
+        if trial.fits(offloads, fixed):
+            with_host = "with the host's memory; how fast that is the plan does not know"
+            lines.append(f"offloading: {fixed}, {with_host}")
+            break
     return lines
 
 
-def slice_costs(request: Request, facts: Facts) -> list[SliceCost]:
-    """Return the smallest slice that trains the model and some above it; empty if none does."""
-    costs: list[SliceCost] = []
-    for topology in request.smallest:
-        plan = make_plan(request.on(topology), facts)
+@dataclass
+class _Trial:
+    """Searches for anything that fits, until a time is over.
+
+    Attributes:
+      facts: of the model.
+      note: prints a line.
+      deadline: by `time.perf_counter`.
+    """
+
+    facts: Facts
+    note: Note
+    deadline: float
+
+    def fits(self, request: Request, words: str) -> bool:
+        """Return whether something fits that passes the configuration's checks.
+
+        Args:
+          request: what is searched.
+          words: that ask for it.
+        """
+        if time.perf_counter() > self.deadline:
+            return False
+        self.note(f"trying      {words}")
+        batches = [*request.batches]
+        for found in fitting_of_blocks(
+            request.space(), request.machine, self.facts, batches, request.limit
+        ):
+            if any(problem_of(c.config(request.config), request) is None for c in found):
+                return True
+            if time.perf_counter() > self.deadline:
+                self.note(f"            left off after {SECONDS:.0f} s")
+                return False
+        return False
+
+
+def refusing_margin(plan: Plan) -> float | None:
+    """Return the margin with which closed forms refuse what was compiled or probed; or None.
+
+    None stands for all of the memory, and for a memory that is unknown.
+    """
+    capacity = plan.request.machine.capacity
+    memories = [row.candidate.memory for row in plan.misfits if row.proof or row.probed]
+    if capacity is None or not memories:
+        return None
+    percent = _MARGIN_STEP * (math.floor(100 * (1 - min(memories) / capacity) / _MARGIN_STEP) + 1)
+    return percent / 100 if percent < 100 else None
+
+
+def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
+    """Return plans of the smallest slice that trains the model, and of some above it.
+
+    Where nothing fits on any it is the plan of the largest.
+
+    Args:
+      request: with the slices to try.
+      facts: of the model.
+      note: prints a line.
+
+    Raises:
+      ConfigError: what fits does not pass the configuration's own checks, on any slice.
+    """
+    plans: list[Plan] = []
+    problem: ConfigError | None = None
+    for topology in _promising_slices(request, facts):
+        note(f"trying      {topology}")
+        try:
+            plan = make_plan(request.on(topology), facts)
+        except ConfigError as error:
+            problem = error
+            continue
         if plan.winner is not None:
-            chips = plan.request.machine.num_chips
-            tokens = plan.winner.candidate.batch * request.config.data.sequence_length
-            per_token = plan.winner.seconds * chips / tokens
-            costs.append(SliceCost(plan, chips, per_token * BILLION))
-        if len(costs) > LARGER:
+            plans.append(plan)
+        if len(plans) > LARGER:
             break
-    return costs
+    if plans:
+        return plans
+    if problem is not None:
+        raise problem
+    return [make_plan(request.on(request.smallest[-1]), facts)]
 
 
-def promising_slices(request: Request, facts: Facts) -> Request:
-    """Return the request without slices whose memory is too small for the state alone."""
-    promising = [t for t in request.smallest if _holds_state(request.on(t), facts)]
-    return replace(request, smallest=tuple(_doubling(promising)))
+def _promising_slices(request: Request, facts: Facts) -> Iterator[str]:
+    """Yield the slices whose memory is large enough for the state alone."""
+    return _doubling([t for t in request.smallest if _holds_state(request.on(t), facts)])
 
 
 def _holds_state(request: Request, facts: Facts) -> bool:
@@ -97,7 +175,7 @@ def _smaller_batches(batch: int) -> Iterator[int]:
 
 
 def _larger_slices(request: Request) -> Iterator[str]:
-    """Yield the next slices of the same kind, or more simulated devices or GPUs."""
+    """Yield the next slices of the same kind, or more GPUs; simulated devices have no memory."""
     machine = request.machine
     kind, _, _ = machine.topology.partition(":")
     if machine.chip.torus is not None:
@@ -111,16 +189,8 @@ def _larger_slices(request: Request) -> Iterator[str]:
             count *= 2
 
 
-def _offloading(request: Request, facts: Facts) -> str:
-    """Return a policy that offloads with which something fits; "" if there is none."""
+def _offloading_policies(request: Request) -> list[str]:
+    """Return the policies that offload; none where the user chose policies."""
     if POLICY in request.choices:
-        return ""
-    for name in (name for name, policy in REMAT_POLICIES.items() if policy.host):
-        if _fits(replace(request, choices={**request.choices, POLICY: [name]}), facts):
-            return name
-    return ""
-
-
-def _fits(request: Request, facts: Facts) -> bool:
-    outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
-    return bool(outcome.fitting)
+        return []
+    return [name for name, policy in REMAT_POLICIES.items() if policy.host]

@@ -135,13 +135,14 @@ def loss_of(row: Row, best: Row) -> str:
     if row.proof is not None and not row.proof.fits:
         return "does not fit, says the compiler"
     slower = row.per_sequence / best.per_sequence - 1
+    per = "" if row.candidate.batch == best.candidate.batch else " per sequence"
     are_compiled = all(r.proof and r.proof.parts for r in (row, best))
     per_sequence = [
         [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.predicted_parts)]
         for r in (row, best)
     ]
     if slower <= -5e-4:
-        return f"{-slower:.1%} faster"
+        return f"{-slower:.1%} faster{per}"
     losses = [a - b for a, b in zip(*per_sequence, strict=True)]
     part = ("computation", "communication", "bubble")[losses.index(max(losses))]
-    return f"{slower:+.1%}: {part}" if slower >= 5e-4 else "as fast"
+    return f"{slower:+.1%}{per}: {part}" if slower >= 5e-4 else f"as fast{per}"

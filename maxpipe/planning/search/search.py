@@ -86,6 +86,19 @@ def search(
     return outcome
 
 
+def fitting_of_blocks(
+    space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
+) -> Iterator[list[Candidate]]:
+    """Yield the fastest of each block that fit, as soon as it is priced; see `search`."""
+    legality, counted = Legality(space.config, machine.hosts), Outcome()
+    for block in blocks(space, legality, batches, counted):
+        found = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
+        priced = price(block, legality, facts, machine, counted.fallen)
+        if priced is not None:
+            _collect(found, priced, facts, limit)
+        yield found.fitting
+
+
 def blocks(
     space: Space, legality: Legality, batches: list[int], outcome: Outcome
 ) -> Iterator[Block]:

@@ -1,0 +1,112 @@
+"""What would fit where nothing does: each tried by a search, in a time, and said to be tried."""
+
+import dataclasses
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, Problem, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.planning.search import plan as plans
+from maxpipe.planning.search import remedies as module
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.plan import make_plan
+from maxpipe.planning.search.remedies import refusing_margin, remedies, smallest_plans
+from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.rows import Proof
+
+CHOICES = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
+
+
+@pytest.fixture(scope="module")
+def request_and_facts():
+    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of("v5e:2x2", 1, config)
+    return Request("base", config, config, machine, (64,), CHOICES, 0.0), Facts(config)
+
+
+def on_capacity(request, share, facts):
+    """Return the request on devices with so much of what the least candidate needs."""
+    least = make_plan(request, facts).outcome.least
+    machine = request.machine._replace(capacity=share * least.memory)
+    return dataclasses.replace(request, machine=machine)
+
+
+def test_remedies_say_what_is_tried(request_and_facts):
+    request, facts = request_and_facts
+    lines = []
+    plan = make_plan(on_capacity(request, 0.9, facts), facts)
+    found = remedies(plan, facts, lines.append)
+    assert plan.winner is None
+    assert lines[0] == "trying      data.global_batch_size=32"
+    assert lines[-1].startswith("trying      --topology v5e:")
+    assert found[0].startswith("fewer tokens: data.global_batch_size=")
+    assert found[1].startswith("more chips: --topology v5e:")
+
+
+def test_remedies_end_when_their_time_is_over(request_and_facts, monkeypatch):
+    request, facts = request_and_facts
+    plan = make_plan(on_capacity(request, 0.9, facts), facts)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(module, "SECONDS", 3.0)
+    lines = []
+    assert remedies(plan, facts, lines.append) == []
+    assert lines == ["trying      data.global_batch_size=32", "            left off after 3 s"]
+
+
+def test_remedies_pass_the_configurations_checks(request_and_facts, monkeypatch):
+    request, facts = request_and_facts
+    plan = make_plan(on_capacity(request, 0.96, facts), facts)
+    fewer, more = remedies(plan, facts, lambda line: None)
+    assert fewer.startswith("fewer tokens: data.global_batch_size=2,")
+    assert more.startswith("more chips: ")
+
+    def resolve(config, devices, slices):
+        if config.data.global_batch_size == 2 or devices > 4:
+            raise ConfigError(Problem("data", "is refused"))
+
+    monkeypatch.setattr(plans, "resolve", resolve)
+    (fewer,) = remedies(plan, facts, lambda line: None)
+    assert fewer.startswith("fewer tokens: data.global_batch_size=1,")
+
+
+@pytest.mark.parametrize(
+    ("share", "margin"), [(0.97, 0.05), (0.95, 0.1), (0.6, 0.45), (0.04, None)]
+)
+def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compiler_did(
+    request_and_facts, share, margin
+):
+    request, facts = request_and_facts
+    plan = make_plan(request, facts)
+    refusal = Proof(1e12, None, False, "", 1.0)
+    least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
+    machine = request.machine._replace(capacity=least.memory / share)
+    misfits = [dataclasses.replace(more, proof=refusal), dataclasses.replace(least, proof=refusal)]
+    request = dataclasses.replace(request, machine=machine)
+    compiled = dataclasses.replace(plan, request=request, misfits=misfits)
+    assert refusing_margin(compiled) == margin
+    uncompiled = dataclasses.replace(compiled, misfits=[least])
+    assert refusing_margin(uncompiled) is None
+
+
+def test_smallest_goes_on_where_what_fits_a_slice_does_not_pass_the_checks(
+    request_and_facts, monkeypatch
+):
+    request, facts = request_and_facts
+    request = dataclasses.replace(request, smallest=("v5e:2x2", "v5e:2x4"))
+
+    def resolve(config, devices, slices):
+        if devices <= few:
+            raise ConfigError(Problem("data", "is refused"))
+
+    monkeypatch.setattr(plans, "resolve", resolve)
+    few, lines = 4, []
+    (plan,) = smallest_plans(request, facts, lines.append)
+    assert plan.request.machine.topology == "v5e:2x4"
+    assert lines == ["trying      v5e:2x2", "trying      v5e:2x4"]
+    few = 8
+    with pytest.raises(ConfigError, match="data: is refused"):
+        smallest_plans(request, facts, lines.append)
