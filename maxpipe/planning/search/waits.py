@@ -1,7 +1,10 @@
 """Compute the times of a block's transfers: of weights, gradients, activations and tokens."""
 
+import math
+
 import numpy as np
 
+from maxpipe.config.sections import MESH_AXES
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import Units, Waits, exposed
 from maxpipe.planning.search.sizes import BlockSizes
@@ -9,78 +12,149 @@ from maxpipe.planning.stores import FLOAT32, Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 
+class _Costs:
+    """Seconds of a byte in collectives along the axes of a block's mesh; 0 along one of size 1.
+
+    Args:
+      sizes: of the block.
+      machine: the devices.
+    """
+
+    def __init__(self, sizes: BlockSizes, machine: Machine):
+        self._grid = grid = sizes.block.grid
+        links = machine.links(grid)
+        self._each = {
+            axis: machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
+            for axis in MESH_AXES
+        }
+        self.gather = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
+        self.permute = machine.permute_cost(grid, links) if grid.size("stage") > 1 else 0.0
+        self._is_whole_torus = machine.is_whole_torus(grid, links, "fsdp")
+
+    def of(self, axis: str) -> float:
+        """Return the seconds of a byte along an axis."""
+        return self._each[axis]
+
+    def of_sum(self, *axes: str) -> Number:
+        """Return the seconds in which n devices sum up a byte: 2 (n - 1) / n, over all links."""
+        count = math.prod(map(self._grid.size, axes))
+        return 2 * (count - 1) / count * _joint(*(self._each[axis] for axis in axes))
+
+    def scatter(self, by_partitioner: Number) -> Number:
+        """Return the seconds of a byte of a gradient, which is summed up over fsdp and cut.
+
+        Along a whole torus the partitioner sums whole gradients.
+        """
+        cost = self.of("fsdp")
+        if not self._is_whole_torus:
+            return cost
+        return by_partitioner * 2 * cost + (1.0 - by_partitioner) * self.gather
+
+
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     """Return the seconds of transfers."""
-    grid, parameters = sizes.block.grid, sizes.parameters
-    links = machine.links(grid)
-
-    def cost(axis: str) -> float:
-        return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
-
-    by_autodiff = _by_autodiff(sizes)
-    gathered = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
-
-    def scattered(by_partitioner: Number) -> Number:
-        """Return what a byte of a gradient takes; the partitioner sums along a whole torus."""
-        if not machine.is_whole_torus(grid, links, "fsdp"):
-            return cost("fsdp")
-        return by_partitioner * 2 * cost("fsdp") + (1.0 - by_partitioner) * gathered
-
-    moved = parameters.layer_gathered - parameters.layer_at_rest
+    costs, parameters = _Costs(sizes, machine), sizes.parameters
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
-    tensor, context = grid.size("tensor"), grid.size("context")
-    experts = grid.size(EXPERT_AXIS)
-    # Two sums of activations over tensor in a forward, each as a scatter and a gather.
-    summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
-    keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * (context - 1) * cost("context")
-    # Every device gets the tokens of all, and the sums over devices go back, float32.
-    sums = sizes.tokens * FLOAT32 * sizes.config.model.embed_dim
-    exchanged = (activations + sums) * (experts - 1) * cost(EXPERT_AXIS)
-    outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
-    # Devices that share weights sum up their gradients, by autodiff in every unit.
-    over_data, over_context = (
-        2 * (n - 1) / n * cost(axis)
-        for axis, n in (("data", grid.size("data")), ("context", context))
-    )
-    sharing = grid.size("data") * context
-    summed_once = 2 * (sharing - 1) / sharing * _joint(cost("data"), cost("context"))
-    # Where a stage has several repeats, a differentiated loop sums up over context once.
-    is_once = sizes.engine.has_stages * np.greater(sizes.repeats, 1)
-    in_units = np.where(is_once, over_data, summed_once)
-    units = 1.0 if sizes.engine.has_stages else sizes.microbatches
-    # So do devices that share experts, of the other weights.
-    over_experts = 2 * (experts - 1) / experts * cost(EXPERT_AXIS)
-    of_layer = (parameters.layer_gathered - sizes.layer.expert_weights) / grid.size("fsdp")
-    once_over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts
-    once_over_experts = once_over_experts + by_autodiff * parameters.outer_at_rest
-    once = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
-    once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
-    after = by_autodiff * is_once * (parameters.at_rest - parameters.outer_at_rest)
-    outer_scattered = scattered(float(not sizes.is_written_out))
-    scatter: Number = _gradient_bytes(sizes) * moved * scattered(by_autodiff)
-    gradient: Number = parameters.layer_at_rest * in_units + of_layer * over_experts
-    if not sizes.engine.has_stages and grid.size("fsdp") > 1 and sharing > 1:
-        # XLA sums whole gradients over all these axes at once, and cuts the sums.
-        devices = sharing * grid.size("fsdp")
-        joint = _joint(cost("data"), cost("context"), cost("fsdp"))
-        of_all = 2 * (devices - 1) / devices * joint
-        scatter = 0.0
-        gradient = parameters.layer_gathered * of_all + of_layer * over_experts
+    forward, backward = _activation_waits(sizes, costs)
+    scatter, gradient = _gradient_waits(sizes, costs)
     return Waits(
-        gather=sizes.itemsize * moved * gathered,
+        gather=sizes.itemsize
+        * (parameters.layer_gathered - parameters.layer_at_rest)
+        * costs.gather,
         scatter=scatter,
-        forward=summed + keys + exchanged,
-        # Sums of keys' gradients are float32; keys of other devices are gathered again.
-        backward=(summed + exchanged) * (1 + sizes.recomputed)
-        + keys * (2.0 + np.greater(sizes.recomputed, 0)),
-        gradient=by_autodiff * sizes.itemsize * gradient,
-        permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
-        reduction=once * summed_once
-        + FLOAT32 * after * over_context
-        + FLOAT32 * once_over_experts * over_experts,
-        outer=sizes.itemsize * outer * _joint(gathered, cost("stage"))
-        + _summed_bytes(sizes) * outer * _joint(outer_scattered, cost("stage")),
+        forward=forward,
+        backward=backward,
+        gradient=gradient,
+        permute=activations * costs.permute,
+        reduction=_reduction_wait(sizes, costs),
+        outer=_outer_wait(sizes, costs),
     )
+
+
+def _activation_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
+    """Return the seconds of a layer's transfers of activations, forwards and backwards.
+
+    With A bytes of activations, A' of them in float32, K bytes of keys and values, and c of an axis
+    the seconds of a byte, a forward takes
+
+        2 A c(sum over tensor) + K (context - 1) c(context) + (A + A') (expert - 1) c(expert)
+
+    since layers sum up twice, and every device gets the tokens of all that have other experts and
+    sends sums back. A backward takes as long, and once more for what it computes again; but keys
+    are gathered again if there is any of that, and their gradients are summed up in float32.
+    """
+    grid, embed = sizes.block.grid, sizes.config.model.embed_dim
+    activations = sizes.tokens * sizes.itemsize * embed
+    summed = 2 * activations * costs.of_sum("tensor")
+    others = grid.size("context") - 1
+    keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * others * costs.of("context")
+    exchanged = activations + sizes.tokens * FLOAT32 * embed
+    exchanged = exchanged * (grid.size(EXPERT_AXIS) - 1) * costs.of(EXPERT_AXIS)
+    again = summed + exchanged
+    keys_backward = keys * (2.0 + np.greater(sizes.recomputed, 0))
+    return again + keys, again * (1 + sizes.recomputed) + keys_backward
+
+
+def _gradient_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
+    """Return the seconds in which units sum up a layer's gradients: over fsdp, and over copies.
+
+    With G and L weights of a layer, gathered and at rest, and O of G that are of no expert, of b
+    and g bytes, the first takes b (G - L) c(scatter), and the second, where autodiff has units sum
+    up, g (L c(sum over data and context) + O / fsdp c(sum over expert)).
+    """
+    grid, parameters = sizes.block.grid, sizes.parameters
+    by_autodiff, fsdp = _by_autodiff(sizes), grid.size("fsdp")
+    gathered = parameters.layer_gathered
+    shared = (gathered - sizes.layer.expert_weights) / fsdp * costs.of_sum(EXPERT_AXIS)
+    if not sizes.engine.has_stages and fsdp > 1 and grid.size("data") * grid.size("context") > 1:
+        # XLA sums whole gradients over all these axes at once, and cuts the sums.
+        of_all = gathered * costs.of_sum("data", "context", "fsdp")
+        return 0.0, by_autodiff * sizes.itemsize * (of_all + shared)
+    moved = gathered - parameters.layer_at_rest
+    scatter = _gradient_bytes(sizes) * moved * costs.scatter(by_autodiff)
+    over_copies = np.where(
+        _sums_context_once(sizes), costs.of_sum("data"), costs.of_sum("data", "context")
+    )
+    gradient = parameters.layer_at_rest * over_copies + shared
+    return scatter, by_autodiff * sizes.itemsize * gradient
+
+
+def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
+    """Return the seconds in which gradients are summed over copies once a step.
+
+    Those are all gradients in float32, but where autodiff has units sum up those of layers: then
+    they are those of embedding and head in the dtype of activations (for each microbatch without
+    stages), and over context those of layers that a loop over several repeats sums up.
+    """
+    parameters, by_autodiff = sizes.parameters, _by_autodiff(sizes)
+    outer, all_others = parameters.outer_at_rest, parameters.at_rest - parameters.outer_at_rest
+    times = 1.0 if sizes.engine.has_stages else sizes.microbatches
+    over_copies = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
+    over_copies = over_copies + by_autodiff * times * sizes.itemsize * outer
+    over_context = FLOAT32 * by_autodiff * _sums_context_once(sizes) * all_others
+    over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts + by_autodiff * outer
+    return (
+        over_copies * costs.of_sum("data", "context")
+        + over_context * costs.of_sum("context")
+        + FLOAT32 * over_experts * costs.of_sum(EXPERT_AXIS)
+    )
+
+
+def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
+    """Return the seconds in which embedding and head are gathered and their gradients summed up.
+
+    Both take all links along fsdp and stage.
+    """
+    parameters = sizes.parameters
+    moved = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    scatter = costs.scatter(float(not sizes.is_written_out))
+    gathered = sizes.itemsize * _joint(costs.gather, costs.of("stage"))
+    return moved * (gathered + _summed_bytes(sizes) * _joint(scatter, costs.of("stage")))
+
+
+def _sums_context_once(sizes: BlockSizes) -> Number:
+    """Return 1 where a differentiated loop over several repeats sums up over context, else 0."""
+    return sizes.engine.has_stages * np.greater(sizes.repeats, 1)
 
 
 def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
