@@ -18,8 +18,39 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.stage_memory import units_in_flight
 
-_NOTHING = np.zeros((3, 6, 5))
+# The stage of the first chunk, that of the last one, and all others.
+FIRST_STAGE, LAST_STAGE, OTHER_STAGES = range(3)
+_MOMENTS = 6
 _MANY = 1e6  # more than there are chunks, so that these decide between equal numbers of others
+
+
+class InFlight(NamedTuple):
+    """Chunks in flight of a free-running schedule, float [3, 6]: by stage, at its fullest moments.
+
+    The stages are `FIRST_STAGE`, `LAST_STAGE` and `OTHER_STAGES`. The moments are those with most
+    chunks between F and the end of B or I, with most between I and W, with most of both, and again
+    three that have most of the stage's first chunk.
+
+    Attributes:
+      saved: chunks between F and the end of B or I.
+      handed_over: those between I and W.
+      saved_first, handed_over_first: of these the stage's first chunk.
+      arrived: inputs and gradients that may wait.
+    """
+
+    saved: np.ndarray
+    handed_over: np.ndarray
+    saved_first: np.ndarray
+    handed_over_first: np.ndarray
+    arrived: np.ndarray
+
+    def extrapolated(self, far: "InFlight", times: float) -> "InFlight":
+        """Return what is in flight as many times further from here as another is."""
+        pairs = zip(self, far, strict=True)
+        return InFlight(*(near + times * (there - near) for near, there in pairs))
+
+
+_NOTHING = InFlight(*np.zeros((len(InFlight._fields), 3, _MOMENTS)))
 
 
 class Pattern(NamedTuple):
@@ -33,11 +64,7 @@ class Pattern(NamedTuple):
       transfers: ticks in which one transfer is not hidden by the other kind of unit.
       residuals, arrivals, stash: slots of a lockstep engine's stores.
       turns_back: 1 if a free-running schedule has the first and the last chunk on one stage.
-      in_flight: of a free-running schedule float [3, 6, 5]. For the stage of the first chunk, that
-        of the last, and the others: the moments with most chunks between F and the end of B or I,
-        with most between I and W, with most of both, and the same three for the stage's first
-        chunk. For each moment: the chunks between F and the end of B or I, and those between I and
-        W, the same two for the first chunk alone, and the inputs and gradients that may wait.
+      in_flight: of a free-running schedule.
     """
 
     idle_forward: float = 0.0
@@ -50,7 +77,7 @@ class Pattern(NamedTuple):
     arrivals: float = 0.0
     stash: float = 0.0
     turns_back: float = 0.0
-    in_flight: np.ndarray = _NOTHING
+    in_flight: InFlight = _NOTHING
 
 
 def pattern(
@@ -91,7 +118,7 @@ def pattern(
     far = _of_table(schedule, engine, stages, 3 * period, repeats, *options)
     more = microbatches / period - 2
     numbers = np.array(near[:-1]) + more * (np.array(far[:-1]) - np.array(near[:-1]))
-    in_flight = near.in_flight + more * (far.in_flight - near.in_flight)
+    in_flight = near.in_flight.extrapolated(far.in_flight, more)
     return Pattern._make([*numbers.tolist(), in_flight])
 
 
@@ -143,24 +170,26 @@ def _free_running(table: Table) -> Pattern:
     )
 
 
-def _in_flight(table: Table) -> np.ndarray:
-    """Return `Pattern.in_flight` of a free-running schedule."""
+def _in_flight(table: Table) -> InFlight:
+    """Return what a free-running schedule has in flight."""
     repeats, slots = table.num_repeats, activation_slots(table)
     arrivals = np.asarray(slots.activations.peak) + np.asarray(slots.gradients.peak)
-    moments = [
-        np.stack([c[:, :repeats].sum(1), c[:, repeats:].sum(1), c[:, 0], c[:, repeats]], axis=1)
-        for c in units_in_flight(table)
-    ]  # of each stage int [combinations, 4]
+    combinations = units_in_flight(table)
     first, last = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
     others = [stage for stage in range(table.num_stages) if stage not in (first, last)]
-    result = np.zeros_like(_NOTHING)
-    for place, stages in enumerate(([first], [last], others)):
+    result = InFlight(*np.zeros_like(_NOTHING))
+    for place, stages in ((FIRST_STAGE, [first]), (LAST_STAGE, [last]), (OTHER_STAGES, others)):
         if not stages:
             continue
-        counts = np.concatenate([moments[stage] for stage in stages])
-        saved, handed_over, saved_first, handed_over_first = counts.T
+        counts = np.concatenate([combinations[stage] for stage in stages])
+        saved, handed_over = counts[:, :repeats].sum(1), counts[:, repeats:].sum(1)
+        saved_first, handed_over_first = counts[:, 0], counts[:, repeats]
         both, of_first = saved + handed_over, saved_first + handed_over_first
         ranks = (saved, handed_over, both, saved_first, handed_over_first, of_first)
-        result[place, :, :4] = counts[[int(np.argmax(rank + both / _MANY)) for rank in ranks]]
-        result[place, :, 4] = max(arrivals[stage] for stage in stages)
+        fullest = [int(np.argmax(rank + both / _MANY)) for rank in ranks]
+        result.saved[place] = saved[fullest]
+        result.handed_over[place] = handed_over[fullest]
+        result.saved_first[place] = saved_first[fullest]
+        result.handed_over_first[place] = handed_over_first[fullest]
+        result.arrived[place] = max(arrivals[stage] for stage in stages)
     return result

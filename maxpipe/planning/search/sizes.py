@@ -14,7 +14,7 @@ from maxpipe.planning.footprint import itemsize, optimizer_bytes
 from maxpipe.planning.prefetch import KEY as PREFETCH
 from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.patterns import Pattern, pattern
+from maxpipe.planning.search.patterns import InFlight, Pattern, pattern
 
 
 class BlockSizes:
@@ -111,10 +111,11 @@ class BlockSizes:
         values = [[getattr(p, name) for p in row] for row in self.patterns]
         return np.array(values, float)[:, :, None, None, None]
 
-    def in_flight(self) -> np.ndarray:
-        """Return `Pattern.in_flight` of all patterns, [3, 6, 5, M, V, 1, 1, 1]."""
+    def in_flight(self, place: int) -> InFlight:
+        """Return what stages of a place have in flight at their moments, [6, M, V, 1, 1, 1]."""
         values = np.array([[p.in_flight for p in row] for row in self.patterns], float)
-        return np.moveaxis(values, (0, 1), (-2, -1))[..., None, None, None]
+        of_place = np.moveaxis(values[..., place, :], (0, 1), (-2, -1))
+        return InFlight(*of_place[..., None, None, None])
 
     @property
     def is_unrolled(self) -> bool:

@@ -8,6 +8,7 @@ back, and of the others the fullest.
 import numpy as np
 
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
+from maxpipe.planning.search.patterns import FIRST_STAGE, LAST_STAGE, OTHER_STAGES
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.stores import FLOAT32, Number
 
@@ -21,14 +22,18 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
       logits: bytes of logits and their gradient, which the last chunk's stage works with.
     """
     turns_back = sizes.of_pattern("turns_back")
-    stages: list[tuple[Number, Number]] = [(1.0, turns_back), (turns_back, 1.0), (0.0, 0.0)]
+    stages: dict[int, tuple[Number, Number]] = {
+        FIRST_STAGE: (1.0, turns_back),
+        LAST_STAGE: (turns_back, 1.0),
+        OTHER_STAGES: (0.0, 0.0),
+    }
     totals = [
         _state(sizes, first, last)
         + _in_flight(sizes, place, first)
         + unit
         + _weights_of_ends(sizes, first, last)
         + last * logits
-        for place, (first, last) in enumerate(stages)
+        for place, (first, last) in stages.items()
     ]
     return np.maximum.reduce(np.broadcast_arrays(*totals))
 
@@ -63,17 +68,16 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
 
     Args:
       sizes: of the block.
-      place: of the stage among those of `Pattern.in_flight`.
+      place: of the stage, as in `InFlight`.
       first: 1 where it has the first chunk, which runs the first dense layers, too.
     """
     embed, layers = sizes.config.model.embed_dim, sizes.layers
     unit = embed + layers * sizes.residuals
     handed_over = embed + layers * sizes.handed_over
-    columns = []
-    for saved, handed, saved_first, handed_first, arrived in sizes.in_flight()[place]:
-        dense = saved_first * sizes.first_kept + handed_first * sizes.first_handed_over
-        columns.append(saved * unit + handed * handed_over + first * dense + arrived * embed)
-    return sizes.tokens * sizes.itemsize * np.maximum.reduce(np.broadcast_arrays(*columns))
+    at = sizes.in_flight(place)
+    dense = at.saved_first * sizes.first_kept + at.handed_over_first * sizes.first_handed_over
+    columns = at.saved * unit + at.handed_over * handed_over + first * dense + at.arrived * embed
+    return sizes.tokens * sizes.itemsize * columns.max(axis=0)
 
 
 def _weights_of_ends(sizes: BlockSizes, first: Number, last: Number) -> Number:

@@ -18,7 +18,7 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes
-from maxpipe.planning.search.patterns import pattern
+from maxpipe.planning.search.patterns import FIRST_STAGE, pattern
 from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.search import Outcome, price, search
 from maxpipe.planning.search.sizes import BlockSizes
@@ -195,7 +195,8 @@ def test_pattern_of_many_microbatches_is_that_of_the_whole_table(schedule, engin
     if engine == "mpmd":
         run = simulate(table, Costs())
         assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
-        first_stage = extrapolated.in_flight[0, :, :2].sum(axis=1)
+        in_flight = extrapolated.in_flight
+        first_stage = in_flight.saved[FIRST_STAGE] + in_flight.handed_over[FIRST_STAGE]
         assert first_stage.max() == run.peak_in_flight[0]
     else:
         run = simulate(
