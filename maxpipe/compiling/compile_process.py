@@ -24,21 +24,21 @@ Note = Callable[[str], None]
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
-    """Run `maxpipe.compile` on a configuration in a process of its own.
+    """Return what the compiler says of a configuration.
 
     Args:
       yaml_text: the configuration, complete.
       note: prints a line every now and then.
       imports: modules with variants of the user's own.
     """
-    with _written(yaml_text) as file:
+    with written(yaml_text) as file:
         return compile_command([file, *import_words(imports)], note)
 
 
 def compile_command(
     words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
 ) -> Proof:
-    """Run `maxpipe.compile` with these words in a process of its own.
+    """Return what the compiler says of a command line.
 
     Args:
       words: the command line after the command.
@@ -46,32 +46,17 @@ def compile_command(
       environment: variables besides those of this process.
     """
     started = time.perf_counter()
-    report = report_of(words, note, environment or {})
+    report = report_of(words, note, environment)
     took = time.perf_counter() - started
     if isinstance(report, str):
         return Proof(None, None, False, f"not compiled: {report}", took)
     return _read(report, took)
 
 
-def run_compile(yaml_text: str, words: Sequence[str], note: Note) -> dict[str, object] | str:
-    """Run `maxpipe.compile` on a configuration in a process of its own.
-
-    Args:
-      yaml_text: the configuration, complete.
-      words: further flags.
-      note: prints a line every now and then.
-
-    Returns:
-      Its JSON report; or why there is none.
-    """
-    with _written(yaml_text) as file:
-        return report_of([file, *words], note, {})
-
-
 def report_of(
-    words: Sequence[str], note: Note, environment: Mapping[str, str]
+    words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
 ) -> dict[str, object] | str:
-    """Run `maxpipe.compile` with these words, and return its JSON report; or why there is none.
+    """Run `maxpipe.compile` in a process, and return its JSON report; or why there is none.
 
     Args:
       words: the command line after the command.
@@ -81,7 +66,7 @@ def report_of(
     with tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory:
         report, log = Path(directory, "report.json"), Path(directory, "log")
         command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
-        variables = {**os.environ, **environment}
+        variables = {**os.environ, **(environment or {})}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=variables
@@ -94,8 +79,8 @@ def report_of(
 
 
 @contextmanager
-def _written(yaml_text: str) -> Iterator[str]:
-    """Write a configuration to a file, and remove it afterwards."""
+def written(yaml_text: str) -> Iterator[str]:
+    """Write a configuration to a file for as long as the context lasts; give its name."""
     with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
         file = Path(directory, "candidate.yml")
         file.write_text(yaml_text, encoding="utf-8")

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-from maxpipe.compiling.compile_process import Note, run_compile
+from maxpipe.compiling.compile_process import Note, report_of, written
 from maxpipe.compiling.units import TooLarge
 from maxpipe.config.imports import ENTRY_POINTS, import_words
 from maxpipe.devices.agreement import source_digest
@@ -45,7 +45,8 @@ def probe_figures(
     if stored := stored_figures(probe, cache):
         return stored
     words = ["--units", ",".join(probe.units), *import_words(imports)]
-    report = run_compile(probe.text(), words, note)
+    with written(probe.text()) as file:
+        report = report_of([file, *words], note)
     if isinstance(report, str):
         return report
     figures = _answer(report)

@@ -28,12 +28,13 @@ def answering(monkeypatch, answer):
     """Answer the compiler's process with this; return the words of each call."""
     calls = []
 
-    def run(text, words, note):
-        assert text == PROBE.text()
-        calls.append(words)
+    def run(words, note):
+        file, *others = words
+        assert Path(file).read_text() == PROBE.text()
+        calls.append(others)
         return answer
 
-    monkeypatch.setattr(probe_process, "run_compile", run)
+    monkeypatch.setattr(probe_process, "report_of", run)
     return calls
 
 
