@@ -48,7 +48,6 @@ class Parameters(NamedTuple):
     Attributes:
       at_rest: all of them.
       whole_over_experts: those that each device along mesh axis `expert` has.
-      gathered: all of them, whole over fsdp.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest: those of embedding and head.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
@@ -58,7 +57,6 @@ class Parameters(NamedTuple):
 
     at_rest: float
     whole_over_experts: float
-    gathered: float
     layer_at_rest: float
     layer_gathered: float
     outer_at_rest: float
@@ -185,7 +183,6 @@ class Facts:
             self._parameters[key] = Parameters(
                 at_rest,
                 self._whole_over_experts(key, at_rest),
-                total_parameters(config, ("fsdp",)),
                 device_parameters(config, "layers"),
                 layer,
                 device_parameters(config, "embed") + device_parameters(config, "head"),

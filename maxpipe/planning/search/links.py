@@ -104,7 +104,7 @@ def _whole_dimensions(size: int, left: Sequence[int]) -> Iterator[tuple[int, ...
 
 
 def _split_places(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the same where a dimension is divided among axes."""
+    """Return the chips that a group of each axis spans, where a dimension is divided among axes."""
     left = list(grid)
     places = {}
     for axis, size in reversed([*sizes.items()]):

@@ -61,7 +61,10 @@ def working_of(sizes: BlockSizes) -> Working:
 
 
 def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
-    """Return the same as `planning.estimate.estimate`, for many."""
+    """Return the bytes of a device where one program runs all stages, or there are none.
+
+    They are those of `planning.estimate.estimate`.
+    """
     parameters = sizes.parameters
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients

@@ -90,10 +90,10 @@ class _Trial:
             return False
         self.note(f"trying      {words}")
         batches = [*request.batches]
-        for found in fitting_of_blocks(
+        for candidates in fitting_of_blocks(
             request.space(), request.machine, self.facts, batches, request.limit
         ):
-            if any(problem_of(c.config(request.config), request) is None for c in found):
+            if any(problem_of(c.config(request.config), request) is None for c in candidates):
                 return True
             if time.perf_counter() > self.deadline:
                 self.note(f"            left off after {SECONDS:.0f} s")

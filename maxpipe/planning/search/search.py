@@ -92,11 +92,11 @@ def fitting_of_blocks(
     """Yield the fastest of each block that fit, as soon as it is priced; see `search`."""
     legality, counted = Legality(space.config, machine.hosts), Outcome()
     for block in blocks(space, legality, batches, counted):
-        found = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
+        of_block = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
         priced = price(block, legality, facts, machine, counted.fallen)
         if priced is not None:
-            _collect(found, priced, facts, limit)
-        yield found.fitting
+            _collect(of_block, priced, facts, limit)
+        yield of_block.fitting
 
 
 def blocks(
@@ -189,8 +189,8 @@ def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None
     outcome.fastest = min([outcome.fastest, *per_sequence[fitting]])
     at = np.flatnonzero(too_large & (per_sequence < outcome.fastest))
     misfits = at[_front(per_sequence[at], memory[at])]
-    for found, places in ((outcome.fitting, fitting), (outcome.misfits, misfits)):
-        found += [candidate_of(block, int(i), memory, priced.seconds, facts) for i in places]
+    for ranked, places in ((outcome.fitting, fitting), (outcome.misfits, misfits)):
+        ranked += [candidate_of(block, int(i), memory, priced.seconds, facts) for i in places]
     least = int(np.argmin(np.where(legal, memory, math.inf)))
     if outcome.least is None or memory[least] < outcome.least.memory:
         outcome.least = candidate_of(block, least, memory, priced.seconds, facts)
