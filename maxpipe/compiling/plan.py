@@ -18,8 +18,9 @@ from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
-from maxpipe.planning.search.remedies import remedies, smallest_plans
+from maxpipe.planning.search.remedies import remedies
 from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.smallest import smallest_plans
 from maxpipe.planning.search.written import file_text
 from maxpipe.render.plan_page import page_html
 from maxpipe.render.plan_table import (

@@ -1,26 +1,23 @@
-"""Find what would help when nothing fits, and what slices of a kind cost."""
+"""Find what would help when nothing fits."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from maxpipe.config.catalog import REMAT_POLICIES
-from maxpipe.config.errors import ConfigError
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import CPU, MOST_GPUS
-from maxpipe.planning.search.plan import Plan, make_plan, problem_of
+from maxpipe.planning.search.plan import Plan, problem_of
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.search import fitting_of_blocks
+from maxpipe.planning.search.smallest import TRIED_SLICES, Note, doubling, holds_state
 
-LARGER = 4  # slices above the smallest that are priced
-TRIED_SLICES = 8
 SECONDS = 20.0  # of all searches for remedies
 POLICY = "pipeline.remat_policy"
 MARGIN = "--memory-margin"
 _MARGIN_STEP = 5  # per cent
-Note = Callable[[str], None]
 
 
 def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
@@ -44,7 +41,7 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
         if trial.fits(request, flag.strip()):
             lines.append(f"others that need less:{flag}")
     # A smaller batch leaves parameters, optimizer state and gradients as large as they are.
-    for batch in _smaller_batches(request.batches[0]) if _holds_state(request, facts) else ():
+    for batch in _smaller_batches(request.batches[0]) if holds_state(request, facts) else ():
         key = f"data.global_batch_size={batch}{flag}"
         if trial.fits(request.with_batches([batch]), key):
             tokens = batch * request.config.data.sequence_length
@@ -52,7 +49,7 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
             break
     for topology in _larger_slices(request):
         larger = request.on(topology)
-        if _holds_state(larger, facts) and trial.fits(larger, f"--topology {topology}{flag}"):
+        if holds_state(larger, facts) and trial.fits(larger, f"--topology {topology}{flag}"):
             lines.append(f"more chips: --topology {topology}{flag}")
             break
     for policy in _offloading_policies(request):
@@ -114,60 +111,6 @@ def refusing_margin(plan: Plan) -> float | None:
     return percent / 100 if percent < 100 else None
 
 
-def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
-    """Return plans of the smallest slice that trains the model, and of some above it.
-
-    Where nothing fits on any it is the plan of the largest.
-
-    Args:
-      request: with the slices to try.
-      facts: of the model.
-      note: prints a line.
-
-    Raises:
-      ConfigError: what fits does not pass the configuration's own checks, on any slice.
-    """
-    plans: list[Plan] = []
-    problem: ConfigError | None = None
-    for topology in _promising_slices(request, facts):
-        note(f"trying      {topology}")
-        try:
-            plan = make_plan(request.on(topology), facts)
-        except ConfigError as error:
-            problem = error
-            continue
-        if plan.winner is not None:
-            plans.append(plan)
-        if len(plans) > LARGER:
-            break
-    if plans:
-        return plans
-    if problem is not None:
-        raise problem
-    return [make_plan(request.on(request.smallest[-1]), facts)]
-
-
-def _promising_slices(request: Request, facts: Facts) -> Iterator[str]:
-    """Yield the slices whose memory is large enough for the state alone."""
-    return _doubling([t for t in request.smallest if _holds_state(request.on(t), facts)])
-
-
-def _holds_state(request: Request, facts: Facts) -> bool:
-    """Return whether all memory is enough for parameters, optimizer state and gradients alone."""
-    limit = request.limit
-    return limit is None or limit * request.machine.devices >= facts.least_state_bytes()
-
-
-def _doubling(topologies: Sequence[str]) -> Iterator[str]:
-    """Yield slices that at least double, after the first few."""
-    last = 0
-    for number, topology in enumerate(topologies):
-        chips = num_chips(topology)
-        if number < TRIED_SLICES or chips >= 2 * last:
-            last = chips
-            yield topology
-
-
 def _smaller_batches(batch: int) -> Iterator[int]:
     while batch > 1:
         batch //= 2
@@ -181,7 +124,7 @@ def _larger_slices(request: Request) -> Iterator[str]:
     if machine.chip.torus is not None:
         chips = num_chips(machine.topology)
         larger = [t for t in slices_of(kind) if num_chips(t) > chips]
-        yield from [*_doubling(larger)][:TRIED_SLICES]
+        yield from [*doubling(larger)][:TRIED_SLICES]
     elif kind != CPU:
         count = 2 * machine.devices
         while count <= MOST_GPUS:

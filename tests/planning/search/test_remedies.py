@@ -12,7 +12,7 @@ from maxpipe.planning.search import remedies as module
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
-from maxpipe.planning.search.remedies import refusing_margin, remedies, smallest_plans
+from maxpipe.planning.search.remedies import refusing_margin, remedies
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Proof
 
@@ -90,23 +90,3 @@ def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compi
     assert refusing_margin(compiled) == margin
     uncompiled = dataclasses.replace(compiled, misfits=[least])
     assert refusing_margin(uncompiled) is None
-
-
-def test_smallest_goes_on_where_what_fits_a_slice_does_not_pass_the_checks(
-    request_and_facts, monkeypatch
-):
-    request, facts = request_and_facts
-    request = dataclasses.replace(request, smallest=("v5e:2x2", "v5e:2x4"))
-
-    def resolve(config, devices, slices):
-        if devices <= few:
-            raise ConfigError(Problem("data", "is refused"))
-
-    monkeypatch.setattr(plans, "resolve", resolve)
-    few, lines = 4, []
-    (plan,) = smallest_plans(request, facts, lines.append)
-    assert plan.request.machine.topology == "v5e:2x4"
-    assert lines == ["trying      v5e:2x2", "trying      v5e:2x4"]
-    few = 8
-    with pytest.raises(ConfigError, match="data: is refused"):
-        smallest_plans(request, facts, lines.append)
