@@ -136,9 +136,9 @@ def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
         return []
     faster = [c for c in outcome.misfits if c.per_sequence < (1 - WORTH) * best.per_sequence]
     rows, _ = _checked(request, sorted(faster, key=lambda c: c.memory), MISFITS)
-    excess = "and by closed forms {:.3g} GiB too much"
+    usable = f"GiB above the usable {limit / GIB:.3g}"
     return [
-        replace(row, reason=f"{loss_of(row, best)}, {excess.format((row.memory - limit) / GIB)}")
+        replace(row, reason=f"{loss_of(row, best)}, {(row.memory - limit) / GIB:.3g} {usable}")
         for row in rows
     ]
 

@@ -8,6 +8,7 @@ from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES
+from maxpipe.devices.chips import GIB
 from maxpipe.planning.search import plan as module
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
@@ -117,7 +118,8 @@ def test_misfits_are_the_faster_ones_that_need_least_memory():
     assert limit < plan.misfits[0].memory <= least
     assert plan.misfits[0].memory <= plan.misfits[1].memory
     for row in plan.misfits:
-        assert "faster, and by closed forms " in row.reason
+        above = f"{(row.memory - limit) / GIB:.3g} GiB above the usable {limit / GIB:.3g}"
+        assert row.reason.endswith(f"% faster, {above}")
 
 
 def test_misfits_of_a_search_are_faster_and_none_of_a_block_beats_another():
