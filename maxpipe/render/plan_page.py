@@ -32,6 +32,7 @@ for (const mark of document.querySelectorAll("[data-text]")) {
 }
 """
 _ROW, _LABEL, _TIME, _MEMORY, _GAP = 34, 300, 480, 170, 56
+_LONGEST = 44  # characters of a label in its own width; longer ones are squeezed into the space
 
 
 def page_html(plan: Plan, words: Sequence[str]) -> str:
@@ -102,10 +103,12 @@ def _label(plan: Plan, row: Row, y: float, *, is_chosen: bool) -> str:
     candidate = row.candidate
     name = f"{row.name}: " if row.name else ""
     mesh = f"{name}{candidate.mesh_text()}{batch_text(plan, row)}"
-    weight = ' font-weight="700"' if is_chosen else ""
+    style = ' font-weight="700"' if is_chosen else ""
+    if len(mesh) > _LONGEST:
+        style += f' textLength="{_LABEL - 8}" lengthAdjust="spacingAndGlyphs"'
     sizes = f"M={candidate.microbatches}" + f" V={candidate.repeats}" * candidate.has_stages
     return (
-        f'<text x="0" y="{y + 9}"{weight}>{escape(mesh)}</text>'
+        f'<text x="0" y="{y + 9}"{style}>{escape(mesh)}</text>'
         f'<text class="quiet" x="0" y="{y + 22}">{escape(candidate.schedule_text())} {sizes} '
         f"{escape(candidate.policy)}</text>"
     )
