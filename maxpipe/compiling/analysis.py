@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.knobs import Gain, gains, knobs
+from maxpipe.compiling.links import LinkUse, link_uses, network_seconds
 from maxpipe.compiling.prediction.predict import is_predictable, predict
 from maxpipe.compiling.report import Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
-from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, tpu_of

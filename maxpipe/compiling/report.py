@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob
+from maxpipe.compiling.links import LinkUse
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.timeline import Timeline
-from maxpipe.compiling.topology import LinkUse
 from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import short_name
 from maxpipe.planning.estimate import Bounds, Memory

@@ -53,35 +53,28 @@ class Weights:
     def shardings(self) -> dict[str, Tree[NamedSharding]]:
         """Return the sharding of every live parameter at rest."""
 
-        def layer(spec: ParamSpec) -> NamedSharding:
-            return self._rules.sharding(
-                self._layer_axes + spec.axes, self._layer_shape + spec.shape
-            )
+        def sharding(
+            spec: ParamSpec, *, axes: Sequence[str], shape: Sequence[int]
+        ) -> NamedSharding:
+            return self._rules.sharding((*axes, *spec.axes), (*shape, *spec.shape))
 
-        def outer(spec: ParamSpec) -> NamedSharding:
-            return self._rules.sharding(spec.axes, spec.shape)
-
-        return {
-            "embed": map_specs(outer, self._specs["embed"]),
-            "layers": map_specs(layer, self._specs["layers"]),
-            "head": map_specs(outer, self._specs["head"]),
-        }
+        outer = partial(sharding, axes=(), shape=())
+        layer = partial(sharding, axes=self._layer_axes, shape=self._layer_shape)
+        of = {"embed": outer, "layers": layer, "head": outer}
+        return {name: map_specs(f, self._specs[name]) for name, f in of.items()}
 
     def abstract(self) -> dict[str, Tree[jax.ShapeDtypeStruct]]:
         """Return shape, dtype and sharding of every live parameter at rest."""
 
-        def layer(spec: ParamSpec, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            shape = self._layer_shape + spec.shape
-            return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=sharding)
+        def leaf(
+            spec: ParamSpec, sharding: NamedSharding, *, leading: tuple[int, ...]
+        ) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leading + spec.shape, spec.dtype, sharding=sharding)
 
-        def outer(spec: ParamSpec, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-
-        shardings = self.shardings()
+        leading = {"embed": (), "layers": self._layer_shape, "head": ()}
         return {
-            "embed": map_specs(outer, self._specs["embed"], shardings["embed"]),
-            "layers": map_specs(layer, self._specs["layers"], shardings["layers"]),
-            "head": map_specs(outer, self._specs["head"], shardings["head"]),
+            name: map_specs(partial(leaf, leading=leading[name]), self._specs[name], shardings)
+            for name, shardings in self.shardings().items()
         }
 
     def gather_layer(self, layer: Params) -> Params:

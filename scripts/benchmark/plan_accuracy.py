@@ -33,9 +33,10 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import Machine, machine_of
 from maxpipe.planning.search.plan import priced_configuration
+from maxpipe.planning.search.pricing import price
 from maxpipe.planning.search.probes import Probing
 from maxpipe.planning.search.request import Request, shared_config
-from maxpipe.planning.search.search import Outcome, price
+from maxpipe.planning.search.search import Outcome
 from maxpipe.planning.search.written import versions
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob, gains, knobs
+from maxpipe.compiling.links import LinkUse
 from maxpipe.compiling.report import CompilerMemory, Report, size
 from maxpipe.compiling.step import progress
-from maxpipe.compiling.topology import LinkUse
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
 from maxpipe.planning.estimate import Memory, estimate, step_bounds

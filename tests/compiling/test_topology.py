@@ -1,64 +1,15 @@
-"""Links of the torus that mesh axes span: made-up coordinates, and TPU topologies."""
+"""Devices of TPU slices that need not be there."""
 
 import subprocess
 import sys
-from itertools import product
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
-from helpers.compile_command import QUICK, report_of, tpu_aot
+from helpers.compile_command import tpu_aot
 
-from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.topology import (
-    devices_of,
-    group_links,
-    link_uses,
-    links_along,
-    neighbour_bandwidth,
-    network_seconds,
-)
+from maxpipe.compiling.topology import devices_of, neighbour_bandwidth
 from maxpipe.config import ConfigError, load
-from maxpipe.devices.chips import GB, chip_of
-
-
-def torus(sizes, shape, names, slices=1):
-    """A mesh whose devices lie in the torus in the order of their coordinates."""
-    devices = [
-        SimpleNamespace(coords=coords, slice_index=index)
-        for index in range(slices)
-        for coords in product(*(range(size) for size in sizes))
-    ]
-    grid = np.empty(len(devices), object)
-    grid[:] = devices
-    return SimpleNamespace(devices=grid.reshape(shape), axis_names=names)
-
-
-@pytest.mark.parametrize(
-    ("chip", "sizes", "shape", "links"),
-    [
-        # Closed dimensions of whole cubes: two links each.
-        ("v5p", (4, 4, 4), (4, 16), (2, 4)),
-        ("v4", (4, 4, 8), (16, 8), (4, 2)),
-        ("v5p", (4, 4, 4), (1, 64), (6, 6)),
-        # Open lines: the ends have one link in each dimension.
-        ("v5p", (2, 2, 2), (2, 4), (1, 2)),
-        ("v5p", (2, 2, 4), (4, 4), (2, 1)),
-        ("v5e", (4, 4, 1), (4, 4), (1, 1)),
-        ("v6e", (4, 8, 1), (1, 32), (4, 2)),
-        # A dimension of a pod's whole length is closed.
-        ("v5e", (16, 16, 1), (16, 16), (2, 2)),
-        ("v6e", (8, 16, 1), (8, 16), (1, 2)),
-        # A part of a closed dimension is an open line.
-        ("v5e", (16, 16, 1), (64, 4), (3, 1)),
-    ],
-)
-def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans(chip, sizes, shape, links):
-    mesh = torus(sizes, shape, ("data", "fsdp"))
-    found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
-    # An axis of one device spans nothing; its collectives, if there were any, would count one link.
-    assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -93,97 +44,8 @@ def test_neighbouring_stages_are_as_fast_as_the_slowest_network_between_them(sli
     assert neighbour_bandwidth(meshes, 45e9, 3e9) == bandwidth
 
 
-def test_links_along_several_axes_are_those_of_all_their_dimensions():
-    mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
-    assert links_along(mesh, chip_of("v5p"), "data,fsdp") == 4
-    assert links_along(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
-
-
-@pytest.mark.parametrize(
-    ("groups", "links"),
-    [
-        ([range(n, n + 4) for n in range(0, 64, 4)], 2),
-        ([range(n, 64, 4) for n in range(4)], 4),
-        ([range(64)], 6),
-    ],
-    ids=["lines", "planes", "all"],
-)
-def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
-    mesh = torus((4, 4, 4), (2, 64), ("data", "fsdp"), slices=2)
-    assert group_links(mesh, chip_of("v5p"), groups) == links
-
-
-@pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])
-def test_links_along_axes_between_neighbours_are_one_in_each_direction(length, links):
-    mesh = torus((length, 2, 1), (length, 2), ("stage", "fsdp"))
-    assert links_along(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
-
-
-def test_links_along_axes_of_slices_are_those_within_one():
-    mesh = torus((4, 4, 1), (8, 4), ("data", "fsdp"), slices=2)
-    assert links_along(mesh, chip_of("v5e"), "data") == 1
-
-
-@pytest.mark.parametrize("axes", ["", "fsdp"])
-def test_links_along_axes_without_coordinates_are_all_links(axes):
-    switched = SimpleNamespace(
-        devices=np.array([SimpleNamespace()] * 4, object).reshape(2, 2), axis_names=("data", "fsdp")
-    )
-    assert links_along(switched, chip_of("v5p"), axes) == 6
-    h100 = SimpleNamespace(links=1, torus=None)
-    assert links_along(switched, h100, axes) == 1
-
-
-def test_network_seconds_are_those_of_the_slowest_axes():
-    chip, mesh = chip_of("v5p"), torus((2, 2, 2), (2, 4), ("stage", "fsdp"))
-    collectives = [
-        Collective("all-gather", "fsdp", "ici", 1, 1, 100 * GB),
-        Collective("reduce-scatter", "fsdp", "ici", 1, 1, 100 * GB),
-        Collective("collective-permute", "stage", "ici", 1, 1, 50 * GB),
-        Collective("all-reduce", "", "ici", 1, 0, 0),
-    ]
-    uses = link_uses(collectives, mesh, chip)
-    assert [(use.axes, use.kind, use.links, use.of) for use in uses] == [
-        ("fsdp", "collectives", 2, 6),
-        ("stage", "permutes", 1, 6),
-    ]
-    assert [use.seconds for use in uses] == pytest.approx([1.0, 0.5])
-    assert network_seconds(uses, chip) == pytest.approx(1.0)
-
-
-def test_network_seconds_are_at_least_those_of_all_links_together():
-    chip, axes = chip_of("v5p"), ("data", "stage", "fsdp")
-    mesh = torus((4, 4, 4), (4, 4, 4), axes)
-    each = [Collective("all-gather", axis, "ici", 1, 1, 200 * GB) for axis in axes]
-    whole = Collective("all-gather", "data,stage,fsdp", "ici", 1, 1, 300 * GB)
-    uses = link_uses([*each, whole], mesh, chip)
-    assert network_seconds(uses, chip) == pytest.approx(1.5)
-
-
-def test_network_seconds_over_dcn_are_those_of_the_network_card():
-    mesh = torus((2, 2, 1), (2, 4), ("data", "fsdp"), slices=2)
-    between = [Collective("all-reduce", "data", "dcn", 1, 1, 25 * GB)]
-    v5p, v4 = chip_of("v5p"), chip_of("v4")
-    uses = link_uses(between, mesh, v5p)
-    assert (uses[0].links, network_seconds(uses, v5p)) == (None, pytest.approx(4.0))
-    assert network_seconds(link_uses(between, mesh, v4), v4) is None
-
-
 class TestTpu:
     pytestmark = tpu_aot
-
-    def test_report_names_the_links_of_each_mesh_axis(self, tmp_path):
-        words = ("compile.topology=v5p:2x2x2", "mesh.ici.fsdp=4", "data.global_batch_size=32")
-        report, text = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
-        links = {(use["axes"], use["kind"]): (use["links"], use["of"]) for use in report["links"]}
-        # Stages differ in one dimension of the torus, fsdp in the two others; none is closed. jax
-        # 0.12 turns the order of the second stage, whose devices then differ in two.
-        stage_links = 1 if jax.__version__.startswith("0.10.") else 2
-        assert links["stage", "permutes"] == (stage_links, 6)
-        assert links["fsdp", "collectives"] == (2, 6)
-        slowest = max(use["seconds"] for use in report["links"])
-        assert report["bounds"]["network_seconds"] == pytest.approx(slowest)
-        assert "2 of 6 links" in text
 
     @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e-1"])
     def test_devices_of_the_smallest_slice_are_one_chip(self, topology):

@@ -26,9 +26,9 @@ from maxpipe.compiling.collectives import (
     slice_shape,
 )
 from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
+from maxpipe.compiling.links import PERMUTE, group_links
 from maxpipe.compiling.prediction.attention import attention_flops, is_attention
 from maxpipe.compiling.prediction.constants import Constants
-from maxpipe.compiling.topology import PERMUTE, group_links
 from maxpipe.devices.chips import Chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 

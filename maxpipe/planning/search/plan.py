@@ -14,9 +14,10 @@ from maxpipe.planning.search.block import block_of_configuration
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
+from maxpipe.planning.search.pricing import price
 from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
-from maxpipe.planning.search.search import Outcome, price, search
+from maxpipe.planning.search.search import Outcome, search
 
 ROWS = 100
 CHECKS = 2000  # by the configuration's own rules; each takes about a millisecond

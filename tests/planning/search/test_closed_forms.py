@@ -20,7 +20,8 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import FIRST_STAGE, pattern
 from maxpipe.planning.search.plan import priced_configuration
-from maxpipe.planning.search.search import Outcome, price, search
+from maxpipe.planning.search.pricing import price
+from maxpipe.planning.search.search import Outcome, search
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Space
 from maxpipe.planning.search.timing import step_seconds

@@ -14,7 +14,8 @@ from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality, layout_of
 from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.search import Outcome, legal_mask
+from maxpipe.planning.search.pricing import legal_mask
+from maxpipe.planning.search.search import Outcome
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.space import MOST_UNROLLED, SCANS, Space
 

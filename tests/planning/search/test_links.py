@@ -7,6 +7,7 @@ import pytest
 from helpers.compile_command import tpu_aot
 
 from maxpipe.compiling import topology
+from maxpipe.compiling.links import links_along
 from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
@@ -47,7 +48,7 @@ class TestTpu:
             mesh = build_mesh(replace(config, **keys), devices)
             links = axis_links(mesh.shape, grid, chip)
             for axis, size in mesh.shape.items():
-                expected = topology.links_along(mesh, chip, axis) if size > 1 else 1
+                expected = links_along(mesh, chip, axis) if size > 1 else 1
                 assert links[axis].collectives == expected, (sizes, axis)
 
     @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.search import Outcome, price
+from maxpipe.planning.search.pricing import price
+from maxpipe.planning.search.search import Outcome
 from maxpipe.planning.search.space import Space
 from maxpipe.planning.stage_memory import StageMemory
 
