@@ -139,12 +139,19 @@ class Prediction:
             )
             name = f"{phase.name} {phase.slots}".strip()
             lines.append(f"  {name:<28} {phase.seconds:>9.3g} s  {each}".rstrip())
-        lines += [
-            f"  {c.scope} in {c.phase}: taken {c.taken:.0f} of {c.reached:.0f} times, "
-            f"{c.seconds:.3g} s each"
-            for c in self.conditionals
-            if c.taken < c.reached
-        ]
+        lines += self._conditional_lines()
         if self.units:
             lines.append(f"  units, for maxpipe.schedule: {self.units.words()}")
         return lines
+
+    def _conditional_lines(self) -> list[str]:
+        """Return how often conditionals do their work, those that are alike in one line."""
+        counts: dict[tuple[str, str, str], list[float]] = {}
+        for c in self.conditionals:
+            count = counts.setdefault((c.scope, c.phase, f"{c.seconds:.3g}"), [0.0, 0.0])
+            count[:] = count[0] + c.taken, count[1] + c.reached
+        return [
+            f"  {scope} in {phase}: taken {taken:.4g} of {reached:.4g} times, {seconds} s each"
+            for (scope, phase, seconds), (taken, reached) in counts.items()
+            if taken < reached
+        ]

@@ -31,7 +31,7 @@ from maxpipe.compiling.prediction.predict import (
     unknowns,
 )
 from maxpipe.compiling.prediction.prediction import Prediction
-from maxpipe.compiling.prediction.timeline import OUTSIDE
+from maxpipe.compiling.prediction.timeline import OUTSIDE, Conditional
 from maxpipe.devices.chips import CHIPS, chip_of
 
 
@@ -217,6 +217,13 @@ def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_gues
 def test_prediction_of_estimates_alone_has_no_line_about_guesses():
     prediction = Prediction(walked().seconds, BASIS, parts_of(walked()))
     assert "priced by its bytes" not in "\n".join(prediction.lines())
+
+
+def test_prediction_counts_conditionals_that_are_alike_in_one_line():
+    layers = [Conditional("attention", "phase_0", 1, 0.25, 2e-3)] * 6
+    head = [Conditional("head", "phase_0", 4, 4, 1.0)]
+    lines = Prediction(1.0, BASIS, {}, conditionals=layers + head).lines()
+    assert lines[1:] == ["  attention in phase_0: taken 1.5 of 6 times, 0.002 s each"]
 
 
 def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
