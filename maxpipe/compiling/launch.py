@@ -102,7 +102,7 @@ def _compile_stages(
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
     if flags.units:
-        return _compile_units(flags, mesh, trainer, meshes)
+        return _compile_units(flags, config, mesh, trainer, meshes)
     programs = compile_programs(trainer, meshes)
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
@@ -124,10 +124,14 @@ def _compile_stages(
 
 
 def _compile_units(
-    flags: argparse.Namespace, mesh: Mesh, trainer: StagesTrainer, meshes: Sequence[Mesh]
+    flags: argparse.Namespace,
+    config: Config,
+    mesh: Mesh,
+    trainer: StagesTrainer,
+    meshes: Sequence[Mesh],
 ) -> int:
     """Compile single units, report on them, and return the exit code."""
-    report = compile_units(names_of(flags.units), mesh, trainer, meshes, _print)
+    report = compile_units(names_of(flags.units), config.model, mesh, trainer, meshes, _print)
     print(*report.lines(), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")

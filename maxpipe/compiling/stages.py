@@ -9,15 +9,13 @@ TPUs every program is timed, and the simulator composes the times in the order o
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Knob, stage_knobs
-from maxpipe.compiling.prediction.activity import chunk_share, times_taken
-from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of, time_program
+from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
 from maxpipe.compiling.prediction.timeline import Timeline
@@ -25,6 +23,7 @@ from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, collectiv
 from maxpipe.compiling.report import collective_line, device_line, knob_lines, size
 from maxpipe.compiling.step import OutOfMemory
 from maxpipe.compiling.topology import neighbour_bandwidth
+from maxpipe.compiling.units import time_unit
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -306,10 +305,7 @@ def _with_prediction(
     basis = basis_of(mesh, chip)
     timelines: dict[UnitName, Timeline] = {}
     for program in report.programs:
-        layers = trainer.engine.layer_index()[program.name.chunk]
-        taken = partial(times_taken, [], chunk_share(config.model, layers))
-        stage_mesh = trainer.engine.meshes[program.stage]
-        timeline = time_program(program.hlo, stage_mesh, chip, basis, taken)
+        timeline = time_unit(program, trainer, config.model, chip, basis)
         if isinstance(timeline, str):
             return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
         timelines[program.name] = timeline

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from maxpipe.compiling.prediction.activity import chunk_share, times_taken
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, time_program, unknowns
+from maxpipe.compiling.prediction.prediction import Basis
+from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compiling.report import size
 from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config import ConfigError, Problem
-from maxpipe.devices.chips import chip_for, short_name
+from maxpipe.config.sections import ModelConfig
+from maxpipe.devices.chips import Chip, chip_for, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 FLAG = "--units"
@@ -123,6 +128,7 @@ def names_of(words: str) -> list[UnitName]:
 
 def compile_units(
     names: Sequence[UnitName],
+    model: ModelConfig,
     mesh: Mesh,
     trainer: StagesTrainer,
     meshes: Sequence[Mesh],
@@ -132,6 +138,7 @@ def compile_units(
 
     Args:
       names: of units.
+      model: resolved.
       mesh: of all stages.
       trainer: of the configuration.
       meshes: for each stage, what to compile for; see `meshes_to_compile`.
@@ -151,18 +158,36 @@ def compile_units(
         for program in compile_programs(trainer, meshes, names):
             for line in program.lines():
                 note(line)
-            units.append(_timed(program, mesh, trainer))
+            units.append(_timed(program, model, mesh, trainer))
     except OutOfMemory as error:
         too_large = TooLarge(error.program, error.needed, error.available)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 
-def _timed(program: CompiledProgram, mesh: Mesh, trainer: StagesTrainer) -> TimedUnit:
+def time_unit(
+    program: CompiledProgram, trainer: StagesTrainer, model: ModelConfig, chip: Chip, basis: Basis
+) -> Timeline | str:
+    """Walk through the program of a unit; return the time it takes, or why there is none.
+
+    Args:
+      program: compiled.
+      trainer: of the configuration.
+      model: resolved.
+      chip, basis: of the devices.
+    """
+    engine = trainer.engine
+    share = chunk_share(model, engine.layer_index()[program.name.chunk])
+    taken = partial(times_taken, [], share)
+    return time_program(program.hlo, engine.meshes[program.stage], chip, basis, taken)
+
+
+def _timed(
+    program: CompiledProgram, model: ModelConfig, mesh: Mesh, trainer: StagesTrainer
+) -> TimedUnit:
     chip = chip_for(mesh.devices.flat[0].device_kind)
     if chip is None or not is_predictable(mesh):
         return TimedUnit(program, None, ["only TPUs' compiler estimates times"])
-    basis = basis_of(mesh, chip)
-    timeline = time_program(program.hlo, trainer.engine.meshes[program.stage], chip, basis)
+    timeline = time_unit(program, trainer, model, chip, basis_of(mesh, chip))
     if isinstance(timeline, str):
         return TimedUnit(program, None, [timeline])
     unknown = unknowns(timeline)
