@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
-from maxpipe.config.slices import canonical_topology, check_grid, examples_of, num_chips
+from maxpipe.config.slices import canonical_topology, check_grid, examples_of
 from maxpipe.devices.chips import chip_of, coordinates, slice_of
 
 KEY = "compile.topology"
@@ -79,7 +79,7 @@ def _described(topology: str, slices: int) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     options: dict[str, int | str | tuple[int, ...]] = {"num_slices": slices} if slices > 1 else {}
-    if num_chips(topology) == 1:
+    if topology.endswith(":1x1"):
         options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu takes hosts to have at least 2 x 2
     if chip_config := _CHIP_CONFIGS.get(topology.partition(":")[0]):
         options["chip_config_name"] = chip_config
