@@ -59,7 +59,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = _smallest(request, flags, facts)
     else:
         plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
-    if plan.winner is None:
+    if plan.winner is None and plan.outcome.least is not None:
         plan = replace(plan, remedies=remedies(plan, facts, _print))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:

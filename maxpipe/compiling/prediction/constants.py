@@ -2,8 +2,9 @@
 
 - The clock is derived: the data sheet's peak FLOP/s over twice the multiply-accumulates that the
   matrix units finish in a cycle. XLA's estimates count these cycles.
-- Attention kernels carry no estimate. They are taken to run their causal FLOPs at half of the
-  chip's peak. So are other kernels that state their FLOPs, such as the products of experts.
+- Attention kernels carry no estimate. They are taken to run the FLOPs of the blocks that they visit
+  at half of the chip's peak. So are other kernels that state their FLOPs, such as the
+  products of experts.
 - Transfers between chips are taken to reach nine tenths of the data sheet's link bandwidth.
 """
 
