@@ -10,7 +10,6 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
     """
-    own_flags = os.environ.get("LIBTPU_INIT_ARGS", "")  # to which JAX adds when it is imported
     arguments = parse_args(
         argv,
         prog="python -m maxpipe.compile",
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if keys.load:
         message = "is for maxpipe.train; here compile.save=FILE stores the step"
         raise ConfigError(Problem("compile.load", message))
-    check_files(keys, flags)
+    check_files(arguments)
     if flags.tune_flags:
         _check_tuning(keys, flags)
     # JAX and everything built on it are imported here, once the configuration is known good.
@@ -53,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if flags.tune_flags:
         words = [arguments.path, *flags.overrides, *import_words(flags.imports)]
-        return tune_flags(words, keys.topology, own_flags, flags.json, partial(print, flush=True))
+        return tune_flags(words, keys.topology, flags.json, partial(print, flush=True))
     return launch(arguments.loaded, flags, build_trainer, write)
 
 

@@ -22,7 +22,7 @@ from maxpipe.checkpoint.run_argument import (
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
-from maxpipe.config.paths import unwritable
+from maxpipe.config.outputs import unwritable
 from maxpipe.supervision.signals import INTERRUPTED
 
 

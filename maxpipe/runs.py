@@ -19,7 +19,7 @@ from maxpipe.comparison.table import comparison_text, run_text, runs_text
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_variants
-from maxpipe.config.paths import unwritable, write_file
+from maxpipe.config.outputs import unwritable, write_file
 
 
 @exit_on_config_error()

@@ -4,25 +4,27 @@ The compiler reads its flags once per process, so each set is compiled in a proc
 """
 
 import json
+import os
 from collections.abc import Sequence
 
 from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, Note, compile_command
 from maxpipe.compiling.flag_trials import VARIABLE, Trial, Tuning
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.paths import write_file
+from maxpipe.config.outputs import write_file
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.chips import CHIPS, chip_of
-from maxpipe.devices.xla_flags import FlagSet, added_to, names_in, sets_to_try
+from maxpipe.devices.xla_flags import FlagSet, added_to, names_in, own_flags, sets_to_try
 
 
-def launch(words: Sequence[str], topology: str, own: str, json_file: str | None, note: Note) -> int:
+def launch(words: Sequence[str], topology: str, json_file: str | None, note: Note) -> int:
     """Tune the flags of a configuration, and print and write what was tried.
+
+    Flags in the user's `LIBTPU_INIT_ARGS` stay as they are.
 
     Args:
       words: the configuration, its overrides and imports, as `maxpipe.compile` takes them.
       topology: a TPU slice.
-      own: the user's `LIBTPU_INIT_ARGS`; flags in it stay as they are.
       json_file: to write; None for none.
       note: prints a line.
 
@@ -38,6 +40,7 @@ def launch(words: Sequence[str], topology: str, own: str, json_file: str | None,
         timed = ", ".join(c.name for c in CHIPS if c.torus and constants_of(c))
         message = f"compares predicted steps, which are not known for {topology}, but for {timed}"
         raise ConfigError(Problem("--tune-flags", message))
+    own = own_flags(VARIABLE, os.environ)
     tuning = tune(words, sets_to_try(chip.name), own, note)
     note("\n".join(tuning.lines()))
     if json_file:

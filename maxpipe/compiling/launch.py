@@ -12,9 +12,9 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.compiling.analysis import analyse
-from maxpipe.compiling.output_files import trace_content
+from maxpipe.compiling.output_files import packed_trace
 from maxpipe.compiling.prediction.page import page_html
-from maxpipe.compiling.prediction.trace import trace_bytes
+from maxpipe.compiling.prediction.trace import trace_json
 from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
@@ -24,7 +24,7 @@ from maxpipe.compiling.units import compile_units, names_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
-from maxpipe.config.paths import write_file
+from maxpipe.config.outputs import write_file
 from maxpipe.config.slices import explain_topology, explain_unusual
 from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
 from maxpipe.devices.mesh import build_mesh
@@ -183,7 +183,7 @@ def _write_profile(report: Report, config: Config, flags: argparse.Namespace) ->
     if flags.profile:
         write_file("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
     if flags.profile_trace:
-        content = trace_content(flags.profile_trace, trace_bytes(report.timeline))
+        content = packed_trace(flags.profile_trace, trace_json(report.timeline))
         write_file("--profile-trace", flags.profile_trace, content)
 
 

@@ -3,16 +3,13 @@
 Compiling may take long, and this needs no JAX.
 """
 
-import argparse
 import gzip
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from maxpipe.compiling.prediction.constants import constants_of
+from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.paths import unwritable
-from maxpipe.config.sections import CompileConfig
+from maxpipe.config.outputs import is_device, output_problems
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.chips import CHIPS, chip_of
 
@@ -21,17 +18,18 @@ GZIPPED = ".json.gz"
 ENDINGS = {"--profile": (".html",), "--profile-trace": (GZIPPED, ".json")}
 
 
-def check_files(keys: CompileConfig, flags: argparse.Namespace) -> None:
+def check_files(arguments: Arguments) -> None:
     """Check that each file can be written and is named once, by what it will hold.
 
     Args:
-      keys: `compile.*`; its file is replaced, the others are written in place, such as /dev/stdout.
-      flags: of the command line.
+      arguments: of `maxpipe.compile`. The file of compile.save is replaced; others are written in
+        place, such as /dev/stdout.
 
     Raises:
-      ConfigError: a file cannot be written, has another ending or is named twice; or a profile is
-        asked for, and the topology has no prediction.
+      ConfigError: a file cannot be written, has another ending, is named twice or is one that the
+        configuration reads; or a profile is asked for, and the topology has no prediction.
     """
+    keys, flags = arguments.loaded.config.compile, arguments.flags
     files = {
         SAVE: keys.save,
         "--json": flags.json,
@@ -39,15 +37,10 @@ def check_files(keys: CompileConfig, flags: argparse.Namespace) -> None:
         "--profile": flags.profile,
         "--profile-trace": flags.profile_trace,
     }
-    given = {key: file for key, file in files.items() if file}
-    problems = [
-        Problem(key, f"cannot write {file}: {reason}")
-        for key, file in given.items()
-        if (reason := unwritable(file, is_replaced=key == SAVE))
-    ]
+    problems = [*output_problems(files, arguments.files, {SAVE})]
     refused = {problem.key for problem in problems}
-    writable = {key: file for key, file in given.items() if key not in refused}
-    problems += [*_endings(writable), *_collisions(writable)]
+    given = {key: file for key, file in files.items() if file}
+    problems += _endings({key: file for key, file in given.items() if key not in refused})
     profiles = [key for key in ENDINGS if key in given]
     if profiles and (reason := _unpredictable(keys.topology)):
         problems += [Problem(key, reason) for key in profiles]
@@ -55,35 +48,19 @@ def check_files(keys: CompileConfig, flags: argparse.Namespace) -> None:
         raise ConfigError(*problems)
 
 
-def trace_content(file: str, trace: bytes) -> bytes:
-    """Return a gzipped trace as the ending of its file says: gzipped, or plain JSON."""
-    return gzip.decompress(trace) if file.endswith(".json") else trace
+def packed_trace(file: str, trace: bytes) -> bytes:
+    """Return a trace as the ending of its file says: plain JSON, or gzipped."""
+    return trace if file.endswith(".json") else gzip.compress(trace, mtime=0)
 
 
 def _endings(given: Mapping[str, str]) -> list[Problem]:
     problems = []
     for key, endings in ENDINGS.items():
         file = given.get(key, "")
-        if file and not _is_device(file) and not file.endswith(endings):
+        if file and not is_device(file) and not file.endswith(endings):
             message = f"writes {' or '.join(endings)}, which {file} does not end in"
             problems.append(Problem(key, message))
     return problems
-
-
-def _collisions(given: Mapping[str, str]) -> list[Problem]:
-    """Return the keys whose file another one names as well."""
-    problems = []
-    first: dict[str, str] = {}
-    for key, file in given.items():
-        earlier = first.setdefault(os.path.realpath(file), key)
-        if earlier != key and not _is_device(file):
-            problems.append(Problem(key, f"{file} is the file of {earlier}; give another one"))
-    return problems
-
-
-def _is_device(file: str) -> bool:
-    """Return whether a file takes what it is given without keeping it, such as /dev/stdout."""
-    return Path(file).exists() and not Path(file).is_file()
 
 
 def _unpredictable(topology: str) -> str:

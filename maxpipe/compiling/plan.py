@@ -13,7 +13,7 @@ from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_words, install_command
-from maxpipe.config.paths import write_file
+from maxpipe.config.outputs import write_file
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.facts import Facts

@@ -13,7 +13,7 @@ from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.printing import print_config
-from maxpipe.config.shipped import names_config, shipped_configs
+from maxpipe.config.shipped import locate_config, names_config, shipped_configs
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.config.values import nearest
 
@@ -35,6 +35,12 @@ class Arguments:
     path: str
     loaded: Loaded
     flags: argparse.Namespace
+
+    @property
+    def files(self) -> set[str]:
+        """Return the configuration's file and those of its values."""
+        places = {source.rpartition(":")[0] for source in self.loaded.sources.values()}
+        return {locate_config(self.path), *places} - {""}
 
 
 @contextmanager

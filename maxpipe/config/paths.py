@@ -8,11 +8,9 @@ import glob
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE, Setting
 from maxpipe.config.model_places import CHATML, split_scheme
 from maxpipe.config.values import Raw
@@ -82,31 +80,3 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
-
-
-def unwritable(file: str, *, is_replaced: bool = False) -> str:
-    """Return why a file cannot be written; empty if it can.
-
-    Args:
-      file: its path.
-      is_replaced: whether a new file takes its place, so that it is no device such as /dev/stdout.
-    """
-    path = Path(file)
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent}"
-    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
-        return "it is no regular file"
-    touched = path.parent if is_replaced or not path.exists() else path
-    return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
-
-
-def write_file(flag: str, file: str, content: str | bytes) -> None:
-    """Write the file that a flag names.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
-    try:
-        Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None

@@ -114,6 +114,11 @@ def recommended_for(device: Device) -> Recommended | None:
     return RECOMMENDED.get(chip.name) if chip else None
 
 
+def own_flags(variable: str, environment: Mapping[str, str]) -> str:
+    """Return the flags that a variable holds, without the one that JAX adds."""
+    return environment.get(variable, "").removesuffix(_OF_JAX)
+
+
 def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     """Return lines on the recommended flags if the environment leaves one unset, else none.
 
@@ -128,7 +133,7 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     recommended = recommended_for(device)
     if recommended is None:
         return []
-    own = environment.get(recommended.variable, "").removesuffix(_OF_JAX)
+    own = own_flags(recommended.variable, environment)
     text = added_to(own, recommended.flags)
     if text == own:
         return []

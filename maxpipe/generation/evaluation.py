@@ -15,7 +15,7 @@ from maxpipe.checkpoint.average import not_read
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.paths import write_file
+from maxpipe.config.outputs import write_file
 from maxpipe.generation.lm_eval_model import ModelOfRun
 from maxpipe.generation.model import Model
 

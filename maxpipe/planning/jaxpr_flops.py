@@ -101,5 +101,14 @@ def _visited_share(eqn: JaxprEqn) -> float:
     rows, columns = keys // block, keys // key_block
     if tuple(mask[-2:]) != (queries // block, columns):
         return 1.0  # the grid of a window has no other blocks
-    visible = sum(-(-(row + 1) * block // key_block) for row in range(rows))
-    return visible / (rows * columns)
+    return sum(visible_blocks(rows, block, key_block)) / (rows * columns)
+
+
+def visible_blocks(rows: int, block: int, key_block: int) -> list[int]:
+    """Return how many blocks of keys each block of queries sees under a causal mask.
+
+    Args:
+      rows: blocks of queries.
+      block, key_block: tokens of a block of queries, and of keys.
+    """
+    return [math.ceil((row + 1) * block / key_block) for row in range(rows)]

@@ -101,8 +101,9 @@ def test_where_nothing_fits_no_flags_are_printed_and_the_exit_code_says_so(compi
     _, answers = compiler
     answers[""] = TOO_LARGE
     monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     lines: list[str] = []
-    assert launch([], "v5p-8", "", None, lines.append) == 3
+    assert launch([], "v5p-8", None, lines.append) == 3
     assert lines[-1].splitlines()[-1].startswith("best        none fits")
 
 
@@ -124,7 +125,9 @@ def test_what_was_tried_is_written_as_json(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
     monkeypatch.setattr(flag_trials, "compiler_version", lambda: "1.2")
     file, lines = tmp_path / "tuned.json", []
-    assert launch(["base.yml"], "v5p-8", "--own=1", str(file), lines.append) == 0
+    of_jax = " --xla_tpu_use_enhanced_launch_barrier=true"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--own=1{of_jax}")
+    assert launch(["base.yml"], "v5p-8", str(file), lines.append) == 0
     written = json.loads(file.read_text())
     assert written["predicted_step_seconds"] == pytest.approx(0.72)
     assert written["LIBTPU_INIT_ARGS"] == "--own=1 --b=1 --a=1"
@@ -136,5 +139,5 @@ def test_what_was_tried_is_written_as_json(compiler, monkeypatch, tmp_path):
 def test_chips_without_predictions_are_refused_with_those_that_have_some(compiler):
     seen, _ = compiler
     with pytest.raises(ConfigError, match=r"--tune-flags: compares predicted steps.*v5p, v6e"):
-        launch([], "tpu7x:2x2x1", "", None, silent)
+        launch([], "tpu7x:2x2x1", None, silent)
     assert not seen

@@ -1,21 +1,27 @@
 """Files that `maxpipe.compile` writes: their endings, collisions, and profiles of known chips."""
 
 import gzip
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from maxpipe.compiling.output_files import check_files, trace_content
-from maxpipe.config import ConfigError
-from maxpipe.config.sections import CompileConfig
+from maxpipe.compiling.output_files import check_files, packed_trace
+from maxpipe.config import ConfigError, load
+from maxpipe.config.cli import Arguments
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 
 
 def check(tmp_path, topology="v5p:2x2x1", save="", **files):
     """Check files by flag, in a directory that can be written."""
     flags = dict.fromkeys(("json", "hlo", "profile", "profile_trace"))
     paths = {name: file if "/" in file else str(tmp_path / file) for name, file in files.items()}
-    keys = CompileConfig(topology=topology, save=save and str(tmp_path / save))
-    check_files(keys, SimpleNamespace(**(flags | paths)))
+    words = [f"compile.topology={topology}", f"compile.save={save and tmp_path / save}"]
+    config = tmp_path / "tiny.yml"
+    config.write_text(f"base: {BASE}\n")
+    loaded = load(str(config), words)
+    check_files(Arguments(str(config), loaded, SimpleNamespace(**(flags | paths))))
 
 
 def test_files_of_their_own_with_the_endings_of_what_they_hold_are_accepted(tmp_path):
@@ -28,8 +34,9 @@ def test_files_of_their_own_with_the_endings_of_what_they_hold_are_accepted(tmp_
     [
         ({"profile": "one.txt"}, r"--profile: writes \.html, which .*one\.txt does not end in"),
         ({"profile_trace": "one.gz"}, r"--profile-trace: writes \.json\.gz or \.json, which .*gz"),
-        ({"json": "a", "hlo": "a"}, r"--hlo: .*/a is the file of --json; give another one"),
-        ({"json": "a", "save": "a"}, r"--json: .*/a is the file of compile\.save"),
+        ({"json": "a", "hlo": "a"}, r"--hlo: would replace .*/a, which --json writes"),
+        ({"json": "a", "save": "a"}, r"--json: would replace .*/a, which compile\.save writes"),
+        ({"json": "tiny.yml"}, r"--json: would replace .*tiny\.yml, which the configuration reads"),
     ],
 )
 def test_files_with_other_endings_or_two_uses_are_refused(tmp_path, files, message):
@@ -39,7 +46,7 @@ def test_files_with_other_endings_or_two_uses_are_refused(tmp_path, files, messa
 
 def test_two_ways_to_one_file_are_one_file(tmp_path):
     (tmp_path / "link").symlink_to("a")
-    with pytest.raises(ConfigError, match=r"--hlo: .*/link is the file of --json"):
+    with pytest.raises(ConfigError, match=r"--hlo: would replace .*/link, which --json"):
         check(tmp_path, json="a", hlo="link")
 
 
@@ -59,6 +66,6 @@ def test_profiles_for_devices_without_a_prediction_are_refused(tmp_path, topolog
 
 
 def test_a_trace_is_compressed_as_the_ending_of_its_file_says():
-    trace = gzip.compress(b"{}")
-    assert trace_content("step.json.gz", trace) == trace_content("/dev/stdout", trace) == trace
-    assert trace_content("step.json", trace) == b"{}"
+    for file in ("step.json.gz", "/dev/stdout"):
+        assert gzip.decompress(packed_trace(file, b"{}")) == b"{}"
+    assert packed_trace("step.json", b"{}") == b"{}"

@@ -4,6 +4,7 @@ import math
 import re
 
 from maxpipe.compiling.hlo import Computation, Instruction
+from maxpipe.planning.jaxpr_flops import visible_blocks
 
 _NAME = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Matrix products in each kernel: forward, gradient for queries, gradients for keys and values.
@@ -65,8 +66,8 @@ def _keys_met(length: int, block_q: int, block_k: int, reach: int) -> float:
       reach: most keys that a block of queries visits: a mask of a window has no more columns.
     """
     rows = math.ceil(length / block_q)
-    before = (block_k * math.ceil((row + 1) * block_q / block_k) for row in range(rows))
-    return sum(min(keys, reach) for keys in before) / rows
+    before = visible_blocks(rows, block_q, block_k)
+    return sum(min(block_k * blocks, reach) for blocks in before) / rows
 
 
 def _sizes(pattern: re.Pattern[str], text: str) -> list[int]:

@@ -1,6 +1,5 @@
 """Write a predicted step as a trace that Perfetto and chrome://tracing open."""
 
-import gzip
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,8 @@ from maxpipe.compiling.prediction.timeline import Timeline
 MAX_SPANS = 500_000
 
 
-def trace_bytes(timeline: Timeline) -> bytes:
-    """Return the whole step as gzipped JSON: a thread for each lane, times in microseconds.
+def trace_json(timeline: Timeline) -> bytes:
+    """Return the whole step as JSON: a thread for each lane, times in microseconds.
 
     Spans of a lane that overlap, such as copies that run at once, have threads of their own:
     Perfetto drops a span that begins within another one and ends after it. A longer trace than
@@ -42,7 +41,7 @@ def trace_bytes(timeline: Timeline) -> bytes:
     names: list[dict[str, object]] = [_metadata("process_name", 0, title)]
     names += [_metadata("thread_name", thread, name) for name, thread in threads.items()]
     document = {"traceEvents": names + events, "displayTimeUnit": "ms"}
-    return gzip.compress(json.dumps(document).encode(), mtime=0)
+    return json.dumps(document).encode()
 
 
 def _threaded(shown: Iterable[Span]) -> Iterator[tuple[str, Span]]:

@@ -1,6 +1,5 @@
 """Where a predicted step goes: tables, spans of a tick, the page and the trace."""
 
-import gzip
 import json
 import re
 from itertools import pairwise
@@ -13,7 +12,7 @@ from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.predict import parts_of
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.profile import COMPUTATION, LOOP, WAIT, merged, spans, table
-from maxpipe.compiling.prediction.trace import trace_bytes
+from maxpipe.compiling.prediction.trace import trace_json
 
 
 def nanoseconds(span):
@@ -102,7 +101,7 @@ def test_page_of_a_program_without_loops_draws_the_whole_step():
 
 
 def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
-    document = json.loads(gzip.decompress(trace_bytes(walked())))
+    document = json.loads(trace_json(walked()))
     events = document["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {
@@ -121,7 +120,7 @@ def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
 
 def runs_by_thread(timeline):
     """The names of threads, and the spans of each in ns, as a reader that drops fractions sees."""
-    events = json.loads(gzip.decompress(trace_bytes(timeline)))["traceEvents"]
+    events = json.loads(trace_json(timeline))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     runs = {name: [] for name in names.values()}
     for event in (e for e in events if e["ph"] == "X"):
@@ -158,7 +157,7 @@ def test_trace_gives_spans_that_overlap_threads_of_their_own():
 
 def test_trace_that_is_cut_says_so(monkeypatch):
     monkeypatch.setattr(trace, "MAX_SPANS", 5)
-    document = json.loads(gzip.decompress(trace_bytes(walked())))
+    document = json.loads(trace_json(walked()))
     (process,) = [e for e in document["traceEvents"] if e["name"] == "process_name"]
     assert process["args"]["name"].endswith(", only its first 5 operations")
     assert len([e for e in document["traceEvents"] if e["ph"] == "X"]) == 5

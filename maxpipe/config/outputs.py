@@ -1,0 +1,62 @@
+"""Check and write the files that flags and keys name."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from maxpipe.config.errors import ConfigError, Problem
+
+
+def unwritable(file: str, *, is_replaced: bool = False) -> str:
+    """Return why a file cannot be written; empty if it can.
+
+    Args:
+      file: its path.
+      is_replaced: whether a new file takes its place, so that it is no device such as /dev/stdout.
+    """
+    path = Path(file)
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
+        return "it is no regular file"
+    touched = path.parent if is_replaced or not path.exists() else path
+    return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
+
+
+def output_problems(
+    files: Mapping[str, str | None], read: Collection[str] = (), replaced: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Yield why files cannot be written, or would replace each other or what is read.
+
+    Args:
+      files: by the flag or key that names them; None or empty for none.
+      read: files that must stay.
+      replaced: flags and keys whose file is replaced by a new one, see `unwritable`.
+    """
+    taken = {os.path.realpath(file): "the configuration reads" for file in read}
+    for flag, file in files.items():
+        if not file:
+            continue
+        place = os.path.realpath(file)
+        if reason := unwritable(file, is_replaced=flag in replaced):
+            yield Problem(flag, f"cannot write {file}: {reason}")
+        elif place in taken and not is_device(file):
+            yield Problem(flag, f"would replace {file}, which {taken[place]}; name another file")
+        taken.setdefault(place, f"{flag} writes")
+
+
+def is_device(file: str) -> bool:
+    """Return whether a file takes what it is given without keeping it, such as /dev/stdout."""
+    return Path(file).exists() and not Path(file).is_file()
+
+
+def write_file(flag: str, file: str, content: str | bytes) -> None:
+    """Write the file that a flag names.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None
