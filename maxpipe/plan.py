@@ -116,7 +116,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="find the smallest slice of a kind that trains the model, and what larger ones cost",
     )
     parser.add_argument("--write", metavar="FILE.yml", help="write the chosen configuration")
-    parser.add_argument("--json", metavar="FILE", help="write all rows as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write up to 100 rows as JSON")
     parser.add_argument("--html", metavar="FILE.html", help="write a page with pictures")
 
 

@@ -403,9 +403,9 @@ class TestTpu:
         assert "LIBTPU_INIT_ARGS" not in text  # flags that may take memory
 
     def test_compile_for_a_topology_unknown_to_libtpu_exits_with_2(self):
-        done = run(BASE, "compile.topology=v5p:1x1x1")
+        done = run(BASE, "compile.topology=v9:2x2")
         assert done.returncode == 2
-        assert "libtpu has no topology v5p:1x1x1" in done.stderr
+        assert "libtpu has no topology v9:2x2" in done.stderr
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dispatch", ["ring", "all_to_all", "ragged"])

@@ -421,6 +421,13 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ([*FROM, "--fix", "model.moe.dispatch=all_to_all"], "model.moe.dispatch (--fix): "),
         ([*FROM, "--fix", "model.lora.rank=4"], "model.lora.rank: a plan counts all parameters"),
         ([*FROM, "model.num_layers=3"], None),
+        ([*FROM, "pipeline.outside_layers=before"], "pipeline.outside_layers: follows from what"),
+        ([*FROM, "compile.topology=v5p:2x2x1"], "compile.topology: follows from what the plan"),
+        ([*FROM, "mesh.simulated_devices=8"], "mesh.simulated_devices: follows from what the plan"),
+        (["base", "--topology", "cpu", "mesh.simulated_devices=8"], None),
+        ([*SMALL, "--write", ""], "--write: is empty"),
+        ([*SMALL, "--json", "/dev/null", "--html", "/dev/null"], None),
+        (["base", "--topology", "v5p:1x1x1"], "v5p:1x1x1: a host holds 2x2 chips"),
         (["base", "--topology", "v9", "--smallest"], "there is no kind of TPU 'v9'"),
         ([*SMALL, "--compile", "-1"], "must be at least 0"),
     ],
@@ -434,6 +441,19 @@ def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys,
         plan.main(words)
     assert end.value.code == CONFIG_ERROR
     assert message in capsys.readouterr().err
+
+
+def test_a_value_of_a_mesh_that_is_no_number_of_devices_is_one_error(capsys):
+    with pytest.raises(SystemExit):
+        plan.main([*FROM, "--try", "mesh.ici.data=0"])
+    assert capsys.readouterr().err.endswith("1 problem found\n")
+
+
+def test_candidates_that_fell_are_counted_only_where_there_are_some(capsys):
+    words = ["--fix", "mesh.ici.stage=4", "--try", "pipeline.schedule=gpipe,1f1b,lockstep_1f1b"]
+    repeats = ["--try", "pipeline.num_repeats=3", "--no-compile"]
+    plan.main(["llama3-8b", "--topology", "v5e:4x4", *words, *repeats])
+    assert " 0 fell" not in capsys.readouterr().out
 
 
 class TestTpu:

@@ -121,7 +121,7 @@ def _check_probe(request: Request, compiled: int) -> None:
     """Raise ConfigError if --probe has nothing to compile, or no times to read off it."""
     machine, reason = request.machine, ""
     if not compiled:
-        reason = "compiles single units, and --no-compile compiles nothing"
+        reason = "compiles single units, and needs --compile of at least 1"
     elif not machine.is_compilable:
         reason = f"there is no compiler at hand for {machine.topology}"
     elif constants_of(machine.chip) is None:
@@ -144,7 +144,9 @@ def _nothing_fits(plan: Plan) -> list[str]:
         capacity = plan.request.machine.capacity
         if capacity is not None and min(probed) <= capacity:
             line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
-        return [f"{line}compile them whole, without --probe"]
+        would_fit[0] = "what would fit by closed forms:"
+        line += "compile them whole, without --probe"
+        return [line, *would_fit] if plan.remedies else [line]
     least, limit = plan.outcome.least, plan.request.limit
     if least is None:
         return ["nothing is legal; the lines above say why"]

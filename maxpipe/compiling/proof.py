@@ -46,7 +46,9 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     tried = {id(row) for row in rows[: len(proved)]}
     uncompiled = [row for row in plan.rows if id(row) not in tried]
     if not good:
-        return replace(plan, rows=(), misfits=bad, own=own, uncompiled=len(uncompiled))
+        probed = [row for row in plan.misfits if row.probed]
+        left = len(uncompiled)
+        return replace(plan, rows=(), misfits=[*probed, *bad], own=own, uncompiled=left)
     ranked = with_reasons(good, plan.request)
     if isinstance(own, Row) and _fits(own):
         own = replace(own, reason=loss_of(own, ranked[0]))

@@ -164,7 +164,7 @@ def check_grid(topology: str) -> None:
     legal = "; usual slices: " + ", ".join(nearest_slices(generation, max(chips, 1)))
     if len(sizes) != dimensions or min(sizes) < 1:
         raise ValueError(f"{topology}: grids of {name} have {dimensions} dimensions{legal}")
-    if chips > 1 and any(size % HOST for size in sizes[:2]):
+    if grid not in generation.grids and any(size % HOST for size in sizes[:2]):
         raise ValueError(f"{topology}: a host holds 2x2 chips{legal}")
     if chips > generation.most_chips:
         most = generation.most_chips

@@ -62,7 +62,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
 
 def reason_text(plan: Plan, row: Row) -> str:
     """Return why a row is not chosen, and what was not compiled of it where others were."""
-    if row.proof is not None or not any(row is ranked for ranked in plan.rows):
+    if row.proof is not None or not any(row is other for other in [*plan.rows, *plan.misfits]):
         return row.reason
     if any(ranked.proof for ranked in plan.rows):
         missing = "not probed, not compiled" if row.unprobed else "not compiled"

@@ -136,7 +136,7 @@ def test_smallest_where_nothing_compiled_fits_any_slice_ends_with_the_last(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*TOPOLOGY, "--no-compile"], "compiles single units, and --no-compile compiles nothing"),
+        ([*TOPOLOGY, "--no-compile"], "compiles single units, and needs --compile of at least 1"),
         (["--topology", "cpu:4"], "there is no compiler at hand for cpu:4"),
         (["--topology", "H100:4"], "there is no compiler at hand for H100:4"),
         (["--topology", "tpu7x:2x2x1"], "since the clock of tpu7x is"),

@@ -63,6 +63,16 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
     )
 
 
+def test_rows_that_do_not_fit_by_closed_forms_are_not_compared_with_what_is_compiled(
+    plan, monkeypatch
+):
+    compiled(monkeypatch, [proved(2.0)])
+    misfit = dataclasses.replace(plan.rows[-1], reason="2.0% faster")
+    ranked = prove(dataclasses.replace(plan, misfits=[misfit]), 1, lambda line: None)
+    (kept,) = ranked.misfits
+    assert reason_text(ranked, kept) == "not compiled; by closed forms 2.0% faster"
+
+
 def of_engine(row, engine):
     return dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, engine=engine))
 

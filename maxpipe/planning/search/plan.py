@@ -137,11 +137,19 @@ def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
         return []
     faster = [c for c in outcome.misfits if c.per_sequence < (1 - WORTH) * best.per_sequence]
     rows, _ = _checked(request, sorted(faster, key=lambda c: c.memory), MISFITS)
-    usable = f"GiB above the usable {limit / GIB:.3g}"
-    return [
-        replace(row, reason=f"{loss_of(row, best)}, {(row.memory - limit) / GIB:.3g} {usable}")
-        for row in rows
-    ]
+    return [replace(row, reason=misfit_reason(row, best, limit)) for row in rows]
+
+
+def misfit_reason(row: Row, best: Row, limit: float) -> str:
+    """Return in words how much faster than the best a row would be, and how much too large it is.
+
+    Args:
+      row: that does not fit.
+      best: that does.
+      limit: bytes that a device may use.
+    """
+    excess = (row.memory - limit) / GIB
+    return f"{loss_of(row, best)}, {excess:.3g} GiB above the usable {limit / GIB:.3g}"
 
 
 def _checked(

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from maxpipe.config.catalog import REMAT_POLICIES
-from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import CPU, MOST_GPUS
 from maxpipe.planning.search.plan import Plan, problem_of
 from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.search import fitting_of_blocks
-from maxpipe.planning.search.smallest import TRIED_SLICES, Note, doubling, holds_state
+from maxpipe.planning.search.smallest import Note, holds_state, larger_slices
 
 SECONDS = 20.0  # of all searches for remedies
 POLICY = "pipeline.remat_policy"
@@ -33,7 +32,7 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
     """
     request, flag, lines = plan.request, "", []
     trial = _Trial(facts, note, time.perf_counter() + SECONDS)
-    if any(row.proof or row.probed for row in plan.misfits):
+    if any(map(_is_refused, plan.misfits)):
         margin = refusing_margin(plan)
         if margin is None:
             return []
@@ -41,18 +40,19 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
         if trial.fits(request, flag.strip()):
             lines.append(f"others that need less:{flag}")
     # A smaller batch leaves parameters, optimizer state and gradients as large as they are.
-    for batch in _smaller_batches(request.batches[0]) if holds_state(request, facts) else ():
+    for batch in _smaller_batches(min(request.batches)) if holds_state(request, facts) else ():
         key = f"data.global_batch_size={batch}{flag}"
         if trial.fits(request.with_batches([batch]), key):
             tokens = batch * request.config.data.sequence_length
-            lines.append(f"fewer tokens: {key}, {tokens} tokens a step")
+            instead = "in place of the batch that is given"
+            lines.append(f"fewer tokens: {key}, {tokens} tokens a step, {instead}")
             break
-    for topology in _larger_slices(request):
+    for topology in larger_slices(request):
         larger = request.on(topology)
         if holds_state(larger, facts) and trial.fits(larger, f"--topology {topology}{flag}"):
             lines.append(f"more chips: --topology {topology}{flag}")
             break
-    for policy in _offloading_policies(request):
+    for policy in _offloading_policies(request) if holds_state(request, facts) else ():
         fixed = f"--fix {POLICY}={policy}{flag}"
         offloads = replace(request, choices={**request.choices, POLICY: [policy]})
         if trial.fits(offloads, fixed):
@@ -104,32 +104,22 @@ def refusing_margin(plan: Plan) -> float | None:
     None stands for all of the memory, and for a memory that is unknown.
     """
     capacity = plan.request.machine.capacity
-    memories = [row.candidate.memory for row in plan.misfits if row.proof or row.probed]
+    memories = [row.candidate.memory for row in plan.misfits if _is_refused(row)]
     if capacity is None or not memories:
         return None
     percent = _MARGIN_STEP * (math.floor(100 * (1 - min(memories) / capacity) / _MARGIN_STEP) + 1)
     return percent / 100 if percent < 100 else None
 
 
+def _is_refused(row: Row) -> bool:
+    """Return whether the compiler has said that a row, or a unit of it, does not fit."""
+    return row.probed is not None or (row.proof is not None and not row.proof.failure)
+
+
 def _smaller_batches(batch: int) -> Iterator[int]:
     while batch > 1:
         batch //= 2
         yield batch
-
-
-def _larger_slices(request: Request) -> Iterator[str]:
-    """Yield the next slices of the same kind, or more GPUs; simulated devices have no memory."""
-    machine = request.machine
-    kind, _, _ = machine.topology.partition(":")
-    if machine.chip.torus is not None:
-        chips = num_chips(machine.topology)
-        larger = [t for t in slices_of(kind) if num_chips(t) > chips]
-        yield from [*doubling(larger)][:TRIED_SLICES]
-    elif kind != CPU:
-        count = 2 * machine.devices
-        while count <= MOST_GPUS:
-            yield f"{kind}:{count}"
-            count *= 2
 
 
 def _offloading_policies(request: Request) -> list[str]:

@@ -102,6 +102,11 @@ def request_of(arguments: Arguments) -> Request:
         for key, value in ((key, get(loaded.config, key)) for key in overridden)
         if key != BATCH
     ]
+    problems += [
+        Problem(key, "follows from what the plan decides, or from --topology; leave it out")
+        for key in FOLLOWING
+        if loaded.sources.get(key) == COMMAND_LINE and not _is_read(key, flags)
+    ]
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
     choices = {
@@ -134,6 +139,12 @@ def request_of(arguments: Arguments) -> Request:
         arguments.path, config, shared, machine, batches, choices, margin, smallest,
         tuple(flags.imports), tuple(key for key in fixed if key in choices),
     )  # fmt: skip
+
+
+def _is_read(key: str, flags: argparse.Namespace) -> bool:
+    """Return whether the devices are those that a key of the configuration names."""
+    own = {"compile.topology": None, "mesh.simulated_devices": CPU}
+    return key in own and flags.topology == own[key]
 
 
 def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:

@@ -97,8 +97,9 @@ def blocks(
                 block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
                 unkept = space.unkept(engine, schedule)
                 if reason := reasons[grid] or legality.of_engine(engine) or unkept:
-                    outcome.tried += math.prod(block.shape)
-                    outcome.fallen[reason] += math.prod(block.shape)
+                    count = math.prod(block.shape)
+                    outcome.tried += count
+                    outcome.fallen += Counter({reason: count})  # none where it is 0
                 else:
                     yield block
 

@@ -241,7 +241,11 @@ class Space:
 
     def is_empty(self) -> bool:
         """Return whether no mesh has an engine and a schedule."""
-        return not any(self.pipelines(grid.size("stage")) for grid in self.grids())
+        return not any(
+            self.repeats(schedule, stages)
+            for stages in {grid.size("stage") for grid in self.grids()}
+            for _, schedule in self.pipelines(stages)
+        )
 
     def emptying(self) -> list[str]:
         """Return the keys of which the given values leave nothing: single ones, or else all."""
@@ -250,5 +254,5 @@ class Space:
             for key, values in self.choices.items()
             if replace(self, choices={key: values}, fixed=()).is_empty()
         ]
-        narrowing = (*MESH_KEYS, "pipeline.engine", SCHEDULE)
+        narrowing = (*MESH_KEYS, "pipeline.engine", SCHEDULE, REPEATS)
         return alone or [key for key in self.choices if key in narrowing]

@@ -26,9 +26,10 @@ def values_of(flag: str, words: Sequence[str]) -> tuple[dict[str, list[object]],
             continue
         parts = text.split(",") if flag == "--try" else [text]
         try:
-            values[key] = [convert(OPTIONS[key], Scalar(part)) for part in parts]
-            for value in values[key]:
+            converted = [convert(OPTIONS[key], Scalar(part)) for part in parts]
+            for value in converted:
                 check_bounds(OPTIONS[key], value)
+            values[key] = converted
         except ValueError as error:
             problems.append(Problem("", f"{flag} {key}: {error}"))
     return values, problems

@@ -4,27 +4,12 @@ import dataclasses
 
 import pytest
 
-from maxpipe.config import Config, ConfigError, Problem, replace
-from maxpipe.config.load import derive_known
-from maxpipe.config.options import update
+from maxpipe.config import ConfigError, Problem
 from maxpipe.planning.search import plan as plans
 from maxpipe.planning.search import remedies as module
-from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.remedies import refusing_margin, remedies
-from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Proof
-
-CHOICES = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
-
-
-@pytest.fixture(scope="module")
-def request_and_facts():
-    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
-    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
-    machine = machine_of("v5e:2x2", 1, config)
-    return Request("base", config, config, machine, (64,), CHOICES, 0.0), Facts(config)
 
 
 def on_capacity(request, share, facts):
@@ -88,5 +73,6 @@ def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compi
     request = dataclasses.replace(request, machine=machine)
     compiled = dataclasses.replace(plan, request=request, misfits=misfits)
     assert refusing_margin(compiled) == margin
-    uncompiled = dataclasses.replace(compiled, misfits=[least])
-    assert refusing_margin(uncompiled) is None
+    crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
+    for others in ([least], [crashed]):
+        assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None

@@ -56,9 +56,17 @@ def test_repeats_that_a_schedule_does_not_have_are_counted_if_fixed_and_not_trie
             },
             ["pipeline.engine", "mesh.ici.stage"],
         ),
+        (
+            {
+                "mesh.ici.stage": [2],
+                "pipeline.schedule": ["gpipe"],
+                "pipeline.num_repeats": [2],
+            },
+            ["mesh.ici.stage", "pipeline.schedule", "pipeline.num_repeats"],
+        ),
     ],
 )
 def test_emptying_names_the_key_that_leaves_no_mesh_or_those_that_do_together(choices, keys):
-    space = space_of(choices)
+    space = space_of(choices, fixed=())
     assert space.is_empty()
     assert space.emptying() == keys
