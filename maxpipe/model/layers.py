@@ -289,12 +289,14 @@ def computed_once(apply: GatingFn) -> GatingFn:
     those products slower than the memory traffic that is spared.
     """
 
-    @jax.custom_vjp
-    def once(gate: jax.Array, up: jax.Array) -> jax.Array:
+    def array_of_its_own(gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(apply(gate, up))
 
+    once = jax.custom_vjp(array_of_its_own)
+
+    # Not `once`: policies of rematerialisation see single operations here, and a call there.
     def forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return once(gate, up), (gate, up)
+        return array_of_its_own(gate, up), (gate, up)
 
     def backward(
         saved: tuple[jax.Array, jax.Array], gradient: jax.Array

@@ -51,12 +51,45 @@ _COPIES = frozenset(
         "squeeze",
         "reshape",
         "broadcast_in_dim",
+        "concatenate",
+        "pad",
+        "split",
         "transpose",
         "convert_element_type",
         "sharding_constraint",
         "all_gather",
     }
 )
+
+# What reads their results computes them again within itself, sooner than it would read a copy. In
+# norms and rotations they are float32, twice as large as what they are made of. Comparisons are not
+# among them: a mask takes a byte, and random bits of which it is made four. What a barrier makes an
+# array of its own is element-wise as well.
+_ELEMENTWISE = frozenset(
+    {
+        "add",
+        "div",
+        "erf",
+        "exp",
+        "integer_pow",
+        "log",
+        "logistic",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "optimization_barrier",
+        "pow",
+        "reduce_precision",
+        "rsqrt",
+        "select_n",
+        "sqrt",
+        "square",
+        "sub",
+        "tanh",
+    }
+)
+_RECOMPUTED = _COPIES | _ELEMENTWISE
 
 
 def layer_function(
@@ -217,7 +250,7 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
         there, and what prevents it makes a copy of all that the backward reads from a stack of
         saved tensors or of weights.
     """
-    saved = _everything_but_copies if policy.everything else _names(policy)
+    saved = _is_worth_saving if policy.everything else _names(policy)
     return jax.checkpoint(f, policy=saved, prevent_cse=prevent_cse)
 
 
@@ -233,7 +266,7 @@ class Remat:
     The inputs are saved if iterations are not rematerialised; if they are, the backward computes
     them again too, which makes two passes through each layer.
 
-    With neither, an iteration saves every intermediate value.
+    With neither, an iteration saves what the policy `none` does.
 
     Args:
       config: `pipeline.*`, resolved.
@@ -288,5 +321,5 @@ def _names(policy: RematPolicy) -> SavePolicy:
     )
 
 
-def _everything_but_copies(primitive: Primitive, *_: object, **params: object) -> bool:
-    return primitive.name not in _COPIES
+def _is_worth_saving(primitive: Primitive, *_: object, **params: object) -> bool:
+    return primitive.name not in _RECOMPUTED

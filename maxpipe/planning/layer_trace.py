@@ -176,7 +176,7 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
 
 @cache
 def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
-    """Trace a layer that saves everything its backward needs; inputs as of `ModelTrace.layer`.
+    """Trace a layer with the policy `none`; inputs as of `ModelTrace.layer`.
 
     The outputs are the saved values, in any order; some are inputs of the layer.
     """

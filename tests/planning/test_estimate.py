@@ -143,28 +143,30 @@ def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store(policy):
     assert (three - two) / layer == pytest.approx(8)
 
 
-def test_layers_save_less_on_tpus_which_compute_gates_once():
-    """Of a gate TPUs in bfloat16 save what goes in and what comes out, not what is between."""
-    values = {"pipeline.remat_policy": "none", "model.dtype": "bfloat16", "model.mlp_dim": 4096}
-    config = config_of(**values)
-    elsewhere, on_tpu = (estimate(config, m).activations for m in (None, 95e9))
-    assert on_tpu < 0.8 * elsewhere
-    same = config_of(**values, **{"model.gating": "separate", "model.rotation": "product"})
-    assert estimate(same, None).activations == on_tpu
+@pytest.mark.parametrize(("has_norm", "tpu_memory"), [(False, None), (True, None), (False, 95e9)])
+def test_none_saves_little_but_results_of_products(has_norm, tpu_memory):
+    """Norms, rotations and gates, in float32 or arrays of their own, are computed again."""
+    values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
+    none, minimal = (
+        estimate(config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory).activations
+        for policy in ("none", "minimal")
+    )
+    assert minimal == pytest.approx(none, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("policy", "mesh", "compiled"),
     [
-        ("none", {"fsdp": 8}, 8.0),
-        ("none", {"fsdp": 4, "tensor": 2}, 7.3),
+        ("none", {"fsdp": 8}, (8.0, 6.15)),
+        ("none", {"fsdp": 4, "tensor": 2}, (7.3, 6.5)),
         ("minimal", {"fsdp": 8}, None),
     ],
 )
 def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh, compiled):
-    """The compiler fuses what is cheap into what reads it; a loop has to store it.
+    """Where nothing must be made again, the compiler keeps all results of products.
 
-    Compiled are the GiB of a device of v5p:2x2x2 without parameters and the optimizer's state.
+    Compiled are the GiB of a device of v5p:2x2x2 without parameters and the optimizer's state, of
+    unrolled layers and of a loop.
     """
     sizes = {"embed_dim": 3072, "num_query_heads": 24, "num_kv_heads": 8, "head_dim": 128}
     sizes |= {"mlp_dim": 8192, "vocab_size": 32768, "num_layers": 8, "dtype": "bfloat16"}
@@ -182,8 +184,7 @@ def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh
     if compiled is None:
         assert unrolled == looped
     else:
-        assert unrolled == pytest.approx(compiled, rel=0.2)
-        assert looped > 1.15 * compiled
+        assert (unrolled, looped) == pytest.approx(compiled, rel=0.2)
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])

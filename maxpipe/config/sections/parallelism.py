@@ -244,7 +244,7 @@ class PipelineConfig:
     )
     remat_iterations: bool = option(
         True,
-        "apply remat_policy to each iteration; false = an iteration saves every intermediate value",
+        "apply remat_policy to each iteration; false = it saves what remat_policy=none does",
     )
     remat_layers: bool = option(
         False,
