@@ -122,12 +122,11 @@ class Prediction:
         for part, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
             name = f"{part}, exposed" if part in (Part.COPIES, Part.COLLECTIVES) else part
             lines.append(f"  {name:<28} {seconds:>9.3g} s  {100 * seconds / total:>4.0f} %")
+            if part is Part.COLLECTIVES:
+                lines += self._collective_lines()
         if share := round(100 * self.guessed / total):
             because = "has no estimate of the compiler's and is priced by its bytes"
             lines.append(f"  {share} % of the step {because}")
-        for time in self.collectives:
-            name = f"{time.kind} {time.axes}".strip()
-            lines.append(f"    {name:<26} {time.seconds:>9.3g} s")
         if self.bubble:
             name = f"bubble, {'within' if self.has_bubble_in_parts else 'besides'} the above"
             lines.append(f"  {name:<28} {self.bubble:>9.3g} s")
@@ -143,6 +142,13 @@ class Prediction:
         if self.units:
             lines.append(f"  units, for maxpipe.schedule: {self.units.words()}")
         return lines
+
+    def _collective_lines(self) -> list[str]:
+        """Return the breakdown of the part that collectives are."""
+        return [
+            f"    {f'{time.kind} {time.axes}'.strip():<26} {time.seconds:>9.3g} s"
+            for time in self.collectives
+        ]
 
     def _conditional_lines(self) -> list[str]:
         """Return how often conditionals do their work, those that are alike in one line."""
