@@ -91,6 +91,7 @@ class Report:
         for name in ("arguments", "temp", "program"):
             memory[f"{name}_bytes"] = getattr(self.compiler, name) if self.compiler else None
         memory |= {"needed_bytes": self.needed, "capacity_bytes": self.capacity}
+        units = self.predicted.units if self.predicted else None
         bounds = None
         if self.bounds:
             bounds = {
@@ -115,6 +116,7 @@ class Report:
             "bounds": bounds,
             "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
             "predicted": self.predicted.as_json() if self.predicted else None,
+            "schedule_words": units.words() if units else None,
             "compile_seconds": self.compile_seconds,
             "knobs": [asdict(k) for k in self.knobs],
             "gains": [asdict(gain) for gain in self.gains],

@@ -188,7 +188,7 @@ class StagesReport:
             if any(program.offloaded for program in self.programs):
                 lines.append("  without transfers to the host's memory and back")
             if self.schedule_words:
-                lines.append(f"  units, for maxpipe.schedule: {self.schedule_words}")
+                lines.append(f"  units of each stage, for maxpipe.schedule: {self.schedule_words}")
         lines.append(self._verdict())
         if not self.fits:
             lines += knob_lines(self.knobs, self.needed - (self.capacity or 0.0))

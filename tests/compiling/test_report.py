@@ -4,10 +4,13 @@ import re
 import time
 
 import pytest
+from helpers.hand_timed import BASIS
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob, gains, knobs
 from maxpipe.compiling.links import LinkUse
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.units import UnitSeconds
 from maxpipe.compiling.report import CompilerMemory, Report, size
 from maxpipe.compiling.step import progress
 from maxpipe.config import Config, replace, resolve
@@ -105,6 +108,28 @@ def test_as_json_has_every_number():
         True,
     )
     assert data["collectives"][0]["axes"] == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("repeats", "stage", "words"),
+    [
+        (2, "a stage with its 2 chunks", "forward=3 backward=8 head=0.5"),
+        (1, "a stage", "forward=1.5 backward=4 head=0.5"),
+    ],
+)
+def test_words_for_schedules_are_of_whole_stages_and_units_in_json_of_one_chunk(
+    repeats, stage, words
+):
+    units = UnitSeconds(1.5, 4.0, None, None, head=0.5, repeats=repeats)
+    timed = report(predicted=Prediction(1.0, BASIS, {}, units=units))
+    assert f"  units of {stage}, for maxpipe.schedule: {words}" in timed.lines()
+    data = timed.as_json()
+    assert data["schedule_words"] == words
+    assert (data["predicted"]["units"]["forward"], data["predicted"]["units"]["repeats"]) == (
+        1.5,
+        repeats,
+    )
+    assert report().as_json()["schedule_words"] is None
 
 
 def test_report_without_a_known_memory_does_not_say_whether_it_fits():

@@ -71,7 +71,7 @@ class Prediction:
       has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
       conditionals: how often they are taken.
       phases: in order.
-      units: None where there are no units, or where they cannot be told apart.
+      units: of a chunk; None where there are no units, or where they cannot be told apart.
       speed: None if the seconds are.
       unknown: what cannot be priced, in words.
       guessed: seconds in the parts without an estimate of the compiler's, priced by bytes.
@@ -140,7 +140,8 @@ class Prediction:
             lines.append(f"  {name:<28} {phase.seconds:>9.3g} s  {each}".rstrip())
         lines += self._conditional_lines()
         if self.units:
-            lines.append(f"  units, for maxpipe.schedule: {self.units.words()}")
+            chunks = f" with its {self.units.repeats} chunks" if self.units.repeats > 1 else ""
+            lines.append(f"  units of a stage{chunks}, for maxpipe.schedule: {self.units.words()}")
         return lines
 
     def _collective_lines(self) -> list[str]:

@@ -105,7 +105,7 @@ class TestTpu:
         busiest = sum(predicted["parts"].values())
         assert report["predicted_step_seconds"] == pytest.approx(busiest + predicted["bubble"])
         assert 0 < predicted["mfu"] < 1
-        assert f"units, for maxpipe.schedule: {report['schedule_words']}\n" in text
+        assert f"units of each stage, for maxpipe.schedule: {report['schedule_words']}\n" in text
         (forward,) = re.findall(r"forward=\S+,(\S+) ", report["schedule_words"])
         seconds = {program["name"]: program["predicted_seconds"] for program in report["programs"]}
         assert seconds["F1"] == pytest.approx(float(forward), rel=1e-3)
