@@ -145,7 +145,9 @@ class Report:
         ]
 
     def _memory_lines(self) -> list[str]:
-        shapes = ", ".join(f"{name} {size(value)}" for name, value in asdict(self.shapes).items())
+        words = {"in_use": "copies of weights in use and their gradients"}
+        sizes = asdict(self.shapes).items()
+        shapes = ", ".join(f"{words.get(name, name)} {size(value)}" for name, value in sizes)
         lines = [f"memory      of one device, from shapes: {shapes}"]
         if self.compiler:
             names = ("arguments", "temp", "program")

@@ -132,6 +132,12 @@ def test_words_for_schedules_are_of_whole_stages_and_units_in_json_of_one_chunk(
     assert report().as_json()["schedule_words"] is None
 
 
+def test_memory_is_named_in_words():
+    line = next(line for line in report().lines() if line.startswith("memory"))
+    assert line.endswith("GiB, copies of weights in use and their gradients 0 B")
+    assert "_" not in line
+
+
 def test_report_without_a_known_memory_does_not_say_whether_it_fits():
     found = report(capacity=None)
     assert found.as_json()["fits"] is None
