@@ -13,11 +13,11 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
+from maxpipe.compiling.checks import check_command
 from maxpipe.compiling.output_files import check_files
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.imports import import_words, install_command, is_installed
-from maxpipe.config.sections import CompileConfig
+from maxpipe.config.imports import import_words
 
 
 @exit_on_config_error()
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = "is for maxpipe.train; here compile.save=FILE stores the step"
         raise ConfigError(Problem("compile.load", message))
     check_files(arguments)
-    if flags.tune_flags:
-        _check_tuning(keys, flags)
+    check_command(arguments.loaded, flags)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
     from maxpipe.compiling.flag_tuning import launch as tune_flags
@@ -86,27 +85,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="TPUs: compile with several sets of compiler flags, and print which is the fastest",
     )
-
-
-def _check_tuning(keys: CompileConfig, flags: argparse.Namespace) -> None:
-    """Raise ConfigError if the flags of a compiler cannot be tuned, or more is asked for."""
-    others = {
-        "compile.save": keys.save,
-        "--hlo": flags.hlo,
-        "--profile": flags.profile,
-        "--profile-trace": flags.profile_trace,
-        "--programs": flags.programs,
-        "--units": flags.units,
-    }
-    message = "is for a single compilation; leave it out, or --tune-flags"
-    problems = [Problem(key, message) for key, value in others.items() if value]
-    if keys.topology == "cpu":
-        message = "is for a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
-        problems.append(Problem("--tune-flags", message))
-    elif not is_installed("libtpu"):
-        problems.append(Problem("--tune-flags", f"needs libtpu: {install_command('tpu')}"))
-    if problems:
-        raise ConfigError(*problems)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path)
         (["compile.topology=v5p:3x3x3"], "compile.topology: v5p:3x3x3: a host holds 2x2 chips"),
         (["compile.topology=cpu", "--profile=p.html"], "--profile: needs the estimates of a TPU's"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
-        (["compile.topology=cpu", "--tune-flags"], "--tune-flags: is for a TPU's compiler"),
+        (["compile.topology=cpu", "--tune-flags"], "--tune-flags: needs the estimates of a TPU's"),
         (
             ["compile.topology=v5p:2x2x1", "--hlo=step.hlo", "--tune-flags"],
             "--hlo: is for a single compilation; leave it out, or --tune-flags",

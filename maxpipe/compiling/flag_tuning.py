@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, Note, compile_command
 from maxpipe.compiling.flag_trials import VARIABLE, Trial, Tuning
-from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.outputs import write_file
 from maxpipe.config.slices import canonical_topology
-from maxpipe.devices.chips import CHIPS, chip_of
 from maxpipe.devices.xla_flags import FlagSet, added_to, names_in, own_flags, sets_to_try
 
 
@@ -24,7 +22,7 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
 
     Args:
       words: the configuration, its overrides and imports, as `maxpipe.compile` takes them.
-      topology: a TPU slice.
+      topology: a slice of a TPU with predictions.
       json_file: to write; None for none.
       note: prints a line.
 
@@ -32,16 +30,11 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
       The exit code of `maxpipe.compile` with the best flags.
 
     Raises:
-      ConfigError: no times are known for the chip, the configuration cannot be compiled or
-        predicted, or the file cannot be written.
+      ConfigError: the configuration cannot be compiled or predicted, or the file cannot be written.
     """
-    chip = chip_of(canonical_topology(topology))
-    if chip is None or constants_of(chip) is None:
-        timed = ", ".join(c.name for c in CHIPS if c.torus and constants_of(c))
-        message = f"compares predicted steps, which are not known for {topology}, but for {timed}"
-        raise ConfigError(Problem("--tune-flags", message))
+    chip = canonical_topology(topology).partition(":")[0]
     own = own_flags(VARIABLE, os.environ)
-    tuning = tune(words, sets_to_try(chip.name), own, note)
+    tuning = tune(words, sets_to_try(chip), own, note)
     note("\n".join(tuning.lines()))
     if json_file:
         write_file("--json", json_file, json.dumps(tuning.as_json(), indent=1) + "\n")

@@ -20,7 +20,8 @@ from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
 from maxpipe.compiling.step import StepTrainer
 from maxpipe.compiling.topology import devices_of, meshes_to_compile
-from maxpipe.compiling.units import compile_units, names_of
+from maxpipe.compiling.unit_names import unit_names
+from maxpipe.compiling.units import compile_units
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
@@ -30,6 +31,7 @@ from maxpipe.devices.chips import device_memory, explain_quantisation, short_nam
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
+from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.planning.auto_stages import choose_stages
 
 FITS, DOES_NOT_FIT = 0, 3
@@ -44,7 +46,7 @@ def launch(
     build_trainer: BuildTrainer,
     store_step: StoreStep,
 ) -> int:
-    """Compile a loaded configuration for `compile.topology`.
+    """Compile a loaded configuration for `compile.topology`, after `checks.check_command`.
 
     Args:
       loaded: the configuration.
@@ -65,7 +67,6 @@ def launch(
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     if unusual := explain_unusual(config.compile.topology):
         _print(unusual)
-    _check_engine(config, flags)
     mesh = build_mesh(config, devices)
     for line in explain_quantisation(config.model.quantisation, devices[0]):
         _print(line)
@@ -131,42 +132,12 @@ def _compile_units(
     meshes: Sequence[Mesh],
 ) -> int:
     """Compile single units, report on them, and return the exit code."""
-    report = compile_units(names_of(flags.units), config.model, mesh, trainer, meshes, _print)
+    names = [UnitName(*name) for name in unit_names(flags.units)]
+    report = compile_units(names, config.model, mesh, trainer, meshes, _print)
     print(*report.lines(), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     return FITS if report.fits else DOES_NOT_FIT
-
-
-def _check_engine(config: Config, flags: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of one program if there are several, or the other way round."""
-    engine = config.pipeline.engine
-    if ENGINES[engine].one_program:
-        if flags.programs:
-            message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
-            raise ConfigError(Problem("--programs", message))
-        if flags.units:
-            message = f"is for the mpmd engine; the {engine} engine has one program"
-            raise ConfigError(Problem("--units", message))
-        return
-    if flags.programs and flags.units:
-        message = "compiles some units, and --programs writes those of all; give one of them"
-        raise ConfigError(Problem("--units", message))
-    if flags.units:
-        names_of(flags.units)  # before JAX traces anything
-    files = {
-        "compile.save": config.compile.save,
-        "--hlo": flags.hlo,
-        "--profile": flags.profile,
-        "--profile-trace": flags.profile_trace,
-    }
-    problems = [
-        Problem(key, "is for a train step in one program; --programs DIR writes those of a step")
-        for key, file in files.items()
-        if file
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _write_profile(report: Report, config: Config, flags: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def check_files(arguments: Arguments) -> None:
     given = {key: file for key, file in files.items() if file}
     problems += _endings({key: file for key, file in given.items() if key not in refused})
     profiles = [key for key in ENDINGS if key in given]
-    if profiles and (reason := _unpredictable(keys.topology)):
+    if profiles and (reason := unpredictable(keys.topology)):
         problems += [Problem(key, reason) for key in profiles]
     if problems:
         raise ConfigError(*problems)
@@ -63,7 +63,7 @@ def _endings(given: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def _unpredictable(topology: str) -> str:
+def unpredictable(topology: str) -> str:
     """Return why steps on a topology are not predicted; empty if they are."""
     if topology == "cpu":
         return "needs the estimates of a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
@@ -73,4 +73,4 @@ def _unpredictable(topology: str) -> str:
     name = chip.name if chip else topology
     reason = f"the clock of {name} is unpublished" if chip else f"{name} is in no table of chips"
     predicted = ", ".join(c.name for c in CHIPS if c.torus and constants_of(c))
-    return f"shows a predicted step, and {reason}; there are predictions for {predicted}"
+    return f"needs a predicted step, and {reason}; there are predictions for {predicted}"

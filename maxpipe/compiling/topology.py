@@ -3,7 +3,6 @@
 They are those of a TPU slice that need not be there, or this machine's simulated ones.
 """
 
-import importlib.util
 import os
 from collections.abc import Sequence
 
@@ -11,13 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxpipe.compiling.checks import SIMULATED, TOPOLOGY, check_slice
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.imports import install_command
-from maxpipe.config.slices import canonical_topology, check_grid, examples_of
-from maxpipe.devices.chips import chip_of, coordinates, slice_of
-
-KEY = "compile.topology"
-SIMULATED = "cpu"
+from maxpipe.config.slices import canonical_topology, examples_of
+from maxpipe.devices.chips import coordinates, slice_of
 
 # Without these libtpu asks the cloud's metadata server which machine this is, and logs every
 # missing answer.
@@ -51,24 +47,14 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
         jax.config.update("jax_num_cpu_devices", max(1, config.mesh.simulated_devices))
         return jax.devices()
     topology = canonical_topology(topology)
-    if chip_of(topology):  # libtpu describes grids that chips are not wired in
-        try:
-            check_grid(topology)
-        except ValueError as error:
-            raise ConfigError(Problem(KEY, str(error))) from None
-    if importlib.util.find_spec("libtpu") is None:
-        message = (
-            f"{topology} needs libtpu, which also works without a TPU; "
-            f"install it: {install_command('tpu')}"
-        )
-        raise ConfigError(Problem(KEY, message))
+    check_slice(topology)
     try:
         return _described(topology, slices)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         usual = ", ".join(examples_of(topology))
         raise ConfigError(
-            Problem(KEY, f"libtpu has no topology {topology}: {reason}; usual slices: {usual}")
+            Problem(TOPOLOGY, f"libtpu has no topology {topology}: {reason}; usual slices: {usual}")
         ) from None
 
 

@@ -14,12 +14,9 @@ from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, compile_programs
 from maxpipe.compiling.report import size
 from maxpipe.compiling.step import OutOfMemory
-from maxpipe.config import ConfigError, Problem
 from maxpipe.config.sections import ModelConfig
 from maxpipe.devices.chips import Chip, chip_for, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
-
-FLAG = "--units"
 
 
 class TimedUnit(NamedTuple):
@@ -110,22 +107,6 @@ class UnitsReport:
         return lines
 
 
-def names_of(words: str) -> list[UnitName]:
-    """Return the units that a flag names, such as "F1,B1".
-
-    Raises:
-      ConfigError: a word does not name a unit.
-    """
-    names = []
-    for word in words.split(","):
-        kind, chunk = word[:1], word[1:]
-        if kind not in ("F", "B", "I", "W") or not chunk.isdecimal():
-            message = f"{word!r} is no unit; give a kind and a chunk each, such as F1,B1"
-            raise ConfigError(Problem(FLAG, message))
-        names.append(UnitName(kind, int(chunk)))
-    return names
-
-
 def compile_units(
     names: Sequence[UnitName],
     model: ModelConfig,
@@ -137,20 +118,13 @@ def compile_units(
     """Compile units one by one, and time each on TPUs.
 
     Args:
-      names: of units.
+      names: of units that the schedule has.
       model: resolved.
       mesh: of all stages.
       trainer: of the configuration.
       meshes: for each stage, what to compile for; see `meshes_to_compile`.
       note: prints a line for each.
-
-    Raises:
-      ConfigError: the schedule has no such unit.
     """
-    known = trainer.engine.training.program.computations
-    if missing := [str(name) for name in names if name not in known]:
-        message = f"there is no {', '.join(missing)}; there are {', '.join(map(str, known))}"
-        raise ConfigError(Problem(FLAG, message))
     devices = mesh.devices.reshape(-1).tolist()
     units: list[TimedUnit] = []
     too_large = None

@@ -101,7 +101,7 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
         ),
         (
             ["--programs=out", *ONE_PROGRAM],
-            "--programs: is for the mpmd engine; the scheduled engine has one program",
+            "--programs: is for pipeline.engine=mpmd; the scheduled engine has one program",
         ),
         (["--programs=file/out"], "--programs: cannot write to file/out: Not a directory"),
         (

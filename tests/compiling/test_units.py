@@ -9,8 +9,7 @@ from helpers.compile_command import QUICK, run
 from maxpipe import compile as command
 from maxpipe.compiling.programs import CompiledProgram
 from maxpipe.compiling.report import CompilerMemory
-from maxpipe.compiling.units import TimedUnit, names_of
-from maxpipe.config import ConfigError
+from maxpipe.compiling.units import TimedUnit
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 
@@ -25,16 +24,6 @@ WORDS = (
     "pipeline.num_repeats=1",
     "pipeline.num_microbatches=4",
 )
-
-
-def test_units_are_named_by_kind_and_chunk():
-    assert names_of("F1,W10") == [UnitName("F", 1), UnitName("W", 10)]
-
-
-@pytest.mark.parametrize("words", ["", "F", "X1", "F1,", "gather1", "F-1"])
-def test_what_is_no_unit_is_refused(words):
-    with pytest.raises(ConfigError, match=r"--units: .* is no unit; .* such as F1,B1"):
-        names_of(words)
 
 
 def test_offloaded_residuals_count_as_what_a_unit_works_with():
@@ -80,16 +69,3 @@ def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, 
     }
     assert [unit["name"] for unit in report["units"]] == ["F1"]
     assert "verdict     does not fit: B1 needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("schedule", "units", "message"),
-    [
-        ("1f1b", "F2", "--units: there is no F2; there are F0, F1, B1, B0"),
-        ("lockstep_1f1b", "F0", "--units: is for the mpmd engine"),
-    ],
-)
-def test_units_that_a_schedule_does_not_have_are_refused(schedule, units, message):
-    process = run(*WORDS, f"pipeline.schedule={schedule}", "--units", units)
-    assert process.returncode == 2
-    assert message in process.stdout + process.stderr

@@ -1,0 +1,117 @@
+"""Check the command line of `maxpipe.compile` before JAX is imported, which takes seconds."""
+
+import argparse
+
+from maxpipe.compiling.output_files import unpredictable
+from maxpipe.compiling.unit_names import UNITS, check_units
+from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.imports import install_command, is_installed
+from maxpipe.config.load import derive_known
+from maxpipe.config.slices import canonical_topology, check_grid, num_devices
+from maxpipe.devices.chips import chip_of
+
+TOPOLOGY = "compile.topology"
+SIMULATED = "cpu"
+
+
+def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
+    """Check the topology, the configuration on its devices, and the flags that suit its engine.
+
+    Args:
+      loaded: the configuration, with a topology.
+      flags: the command's own.
+
+    Raises:
+      ConfigError: there is no such slice, libtpu is not installed, the configuration does not fit
+        the devices, or a flag is for something else.
+    """
+    if flags.tune_flags:
+        _check_tuning(loaded.config, flags)
+    if loaded.config.compile.topology != SIMULATED:
+        check_slice(canonical_topology(loaded.config.compile.topology))
+    config = _resolved(loaded)
+    if config.pipeline.engine not in ENGINES:
+        return  # undecided on a chip of which only libtpu knows; to resolve it there says why
+    if ENGINES[config.pipeline.engine].one_program:
+        _check_one_program(config, flags)
+    else:
+        _check_several_programs(config, flags)
+
+
+def check_slice(topology: str) -> None:
+    """Check that a canonical topology is a grid that chips are wired in, and that libtpu is there.
+
+    Raises:
+      ConfigError: one of these is not so.
+    """
+    if chip_of(topology):  # libtpu describes grids that chips are not wired in
+        try:
+            check_grid(topology)
+        except ValueError as error:
+            raise ConfigError(Problem(TOPOLOGY, str(error))) from None
+    if not is_installed("libtpu"):
+        message = (
+            f"{topology} needs libtpu, which also works without a TPU; "
+            f"install it: {install_command('tpu')}"
+        )
+        raise ConfigError(Problem(TOPOLOGY, message))
+
+
+def _resolved(loaded: Loaded) -> Config:
+    """Return the configuration on its devices; of those of an older chip only libtpu knows."""
+    keys = loaded.config.compile
+    if keys.topology == SIMULATED:
+        return resolve(loaded, max(1, loaded.config.mesh.simulated_devices), keys.num_slices)
+    topology = canonical_topology(keys.topology)
+    if chip_of(topology) is None:
+        return derive_known(loaded.config)
+    return resolve(loaded, num_devices(topology) * keys.num_slices, keys.num_slices)
+
+
+def _check_tuning(config: Config, flags: argparse.Namespace) -> None:
+    """Raise ConfigError if the flags of a compiler cannot be tuned, or more is asked for."""
+    others = {
+        "compile.save": config.compile.save,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
+        "--programs": flags.programs,
+        UNITS: flags.units,
+    }
+    message = "is for a single compilation; leave it out, or --tune-flags"
+    problems = [Problem(key, message) for key, value in others.items() if value]
+    if reason := unpredictable(config.compile.topology):
+        problems.append(Problem("--tune-flags", reason))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_one_program(config: Config, flags: argparse.Namespace) -> None:
+    engine = config.pipeline.engine
+    only = f"is for pipeline.engine=mpmd; the {engine} engine has one program"
+    if flags.programs:
+        raise ConfigError(Problem("--programs", f"{only}: --hlo FILE"))
+    if flags.units:
+        raise ConfigError(Problem(UNITS, only))
+
+
+def _check_several_programs(config: Config, flags: argparse.Namespace) -> None:
+    files = {
+        "compile.save": config.compile.save,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
+    }
+    problems = [
+        Problem(key, "is for a train step in one program; --programs DIR writes those of a step")
+        for key, file in files.items()
+        if file
+    ]
+    if flags.programs and flags.units:
+        message = "compiles some units, and --programs writes those of all; give one of them"
+        problems.append(Problem(UNITS, message))
+    if problems:
+        raise ConfigError(*problems)
+    if flags.units:
+        check_units(flags.units, config)
