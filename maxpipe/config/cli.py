@@ -174,6 +174,9 @@ def _unknown_flag(word: str, value: str, parser: argparse.ArgumentParser) -> str
     if name in OPTIONS:
         right = f"{name}={inner or value or 'VALUE'}"
         return f"{word}: keys are written without dashes: {right}"
+    if keys := [key for key in OPTIONS if key.endswith(f".{name}")]:
+        right = " or ".join(f"{key}={inner or value or 'VALUE'}" for key in keys)
+        return f"{word}: keys are written without dashes, with their section: {right}"
     flags = [
         flag
         for action in parser._actions

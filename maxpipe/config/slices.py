@@ -44,6 +44,7 @@ GENERATIONS = (
     Generation("v6e", 1, 1, _FLAT, ("trillium",), 256, 8),
     Generation("tpu7x", 2, 2, _SMALL, ("v7x", "tpu7", "v7", "ironwood"), 9216, 4),
 )
+GPUS = ("a100", "h100", "h200", "b200")
 _BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
 _NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
 
@@ -58,6 +59,8 @@ def canonical_topology(name: str) -> str:
     match = _NAME.fullmatch(name.lower())
     generation = _BY_NAME.get(match[1]) if match else None
     if match is None or (generation is None and "x" not in match[3]):
+        if match and (reason := _not_compiled_for(match[1], match[3])):
+            raise ValueError(f"{name!r} {reason}")
         example = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
         raise ValueError(f"{name!r} is neither cpu nor a chip and its grid, such as {example}")
     if generation is None:
@@ -71,6 +74,16 @@ def canonical_topology(name: str) -> str:
         near = ", ".join(nearest_slices(generation, chips))
         raise ValueError(f"there is no slice of {match[3]} {unit}; the nearest are {near}")
     return f"{generation.name}:{grid}"
+
+
+def _not_compiled_for(kind: str, count: str) -> str:
+    """Return what to do instead of compiling for devices as `maxpipe.plan` names them, or ""."""
+    if kind == "cpu":
+        return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={count}"
+    if kind in GPUS:
+        words = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{count}"
+        return f"names GPUs, for which maxpipe.compile is not; {words} predicts by closed forms"
+    return ""
 
 
 def names_kind(topology: str) -> bool:

@@ -116,6 +116,15 @@ def test_parse_args_accepts_flags_anywhere(base):
         (("nowhere.yml",), "there is no file nowhere.yml; the nearest are configs/"),
         (("configs/base.yml", "--steps=3"), "keys are written without dashes: steps=3"),
         (
+            ("configs/base.yml", "--topology", "v5e:2x2"),
+            "--topology: keys are written without dashes, with their section: "
+            "compile.topology=v5e:2x2",
+        ),
+        (
+            ("configs/base.yml", "--global-batch-size=8"),
+            "section: data.global_batch_size=8 or eval.global_batch_size=8",
+        ),
+        (
             ("configs/base.yml", "--print"),
             "there is no flag --print; the flags are --print-config, --help",
         ),

@@ -4,6 +4,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.slices import (
+    GPUS,
     canonical_topology,
     explain_topology,
     explain_unusual,
@@ -11,6 +12,7 @@ from maxpipe.config.slices import (
     num_devices,
     slices_of,
 )
+from maxpipe.devices.chips import CHIPS
 
 
 @pytest.mark.parametrize(
@@ -45,13 +47,20 @@ def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devic
         ("v5p-7", ["7 TensorCores", "v5p-8 (v5p:2x2x1)"]),
         ("v6e-512", ["512 chips", "v6e-256 (v6e:16x16)"]),
         ("tpu", ["neither cpu nor a chip and its grid", "v5p-128"]),
-        ("h100-8", ["neither cpu nor a chip and its grid"]),
+        ("x100-8", ["neither cpu nor a chip and its grid"]),
+        ("cpu:8", ["'cpu:8'", "use compile.topology=cpu mesh.simulated_devices=8"]),
+        ("H100:8", ["names GPUs, for which maxpipe.compile is not", "--topology H100:8"]),
+        ("h100-8", ["names GPUs", "--topology H100:8"]),
     ],
 )
 def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
-    with pytest.raises(ValueError, match=r"slice|neither") as caught:
+    with pytest.raises(ValueError, match=r"slice|neither|names|name;") as caught:
         canonical_topology(name)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_gpus_are_those_in_the_table_of_chips():
+    assert {*GPUS} == {chip.name.lower() for chip in CHIPS if chip.torus is None}
 
 
 @pytest.mark.parametrize(
