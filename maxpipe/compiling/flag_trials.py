@@ -62,10 +62,17 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was tried, in order, beginning with the environment's own flags; and the best of it."""
+    """What was tried.
+
+    Attributes:
+      trials: in order, beginning with the environment's own flags.
+      best: of them.
+      is_complete: whether nothing is left to try.
+    """
 
     trials: Sequence[Trial]
     best: Trial
+    is_complete: bool = True
 
     def lines(self) -> list[str]:
         """Return the table, the best set, and its line for a shell."""
@@ -88,6 +95,7 @@ class Tuning:
             "fits": self.best.proof.fits,
             VARIABLE: self.best.text,
             "best": self.best.name,
+            "complete": self.is_complete,
             "libtpu": compiler_version(),
             "tried": [
                 {

@@ -5,14 +5,17 @@ The compiler reads its flags once per process, so each set is compiled in a proc
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, Note, compile_command
 from maxpipe.compiling.flag_trials import VARIABLE, Trial, Tuning
+from maxpipe.compiling.output_files import replace_file
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.outputs import write_file
+from maxpipe.config.outputs import is_device
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.xla_flags import FlagSet, added_to, names_in, own_flags, sets_to_try
+
+Keep = Callable[[Tuning], None]
 
 
 def launch(words: Sequence[str], topology: str, json_file: str | None, note: Note) -> int:
@@ -23,7 +26,7 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
     Args:
       words: the configuration, its overrides and imports, as `maxpipe.compile` takes them.
       topology: a slice of a TPU with predictions.
-      json_file: to write; None for none.
+      json_file: to write after each set, so that a stop loses none that is done; None for none.
       note: prints a line.
 
     Returns:
@@ -34,14 +37,18 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
     """
     chip = canonical_topology(topology).partition(":")[0]
     own = own_flags(VARIABLE, os.environ)
-    tuning = tune(words, sets_to_try(chip), own, note)
+
+    def keep(tuning: Tuning) -> None:
+        if json_file and (tuning.is_complete or not is_device(json_file)):
+            replace_file("--json", json_file, json.dumps(tuning.as_json(), indent=1) + "\n")
+
+    tuning = tune(words, sets_to_try(chip), own, note, keep)
     note("\n".join(tuning.lines()))
-    if json_file:
-        write_file("--json", json_file, json.dumps(tuning.as_json(), indent=1) + "\n")
+    keep(tuning)
     return FITS if tuning.best.proof.fits else DOES_NOT_FIT
 
 
-def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note) -> Tuning:
+def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note, keep: Keep) -> Tuning:
     """Compile with each set of flags, and then with those that gain together, best first.
 
     Args:
@@ -49,19 +56,24 @@ def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note) ->
       sets: to try. Flags that the user sets are left out of them.
       own: the user's flags, which every trial has.
       note: prints a line.
+      keep: takes what was tried so far, after each set.
 
     Raises:
       ConfigError: with the user's flags alone nothing is compiled or predicted.
     """
+    trials: list[Trial] = []
 
     def trial(name: str, text: str) -> Trial:
         note(f"compiling   with {name}")
-        done = Trial(name, text, compile_command(words, note, {VARIABLE: text}))
-        note(done.line())
-        return done
+        trials.append(Trial(name, text, compile_command(words, note, {VARIABLE: text})))
+        note(trials[-1].line())
+        return trials[-1]
 
     tried = [choice for choice in sets if added_to(own, choice.flags) != own]
-    note(f"flags       {len(tried)} sets are tried, each compiled in a process of its own")
+    note(
+        f"flags       {1 + len(tried)} compilations, each in a process of its own: without a set "
+        f"and with each of {len(tried)} sets; then with those together that gain"
+    )
     for choice in sets:
         if kept := choice.flags.keys() & names_in(own):
             note(f"            {choice.name}: {', '.join(sorted(kept))} as {VARIABLE} has it")
@@ -71,16 +83,30 @@ def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note) ->
     if first.proof.fits and first.proof.seconds is None:
         message = "there is no predicted step; the report without --tune-flags says why"
         raise ConfigError(Problem("--tune-flags", message))
-    singles = [(choice, trial(choice.name, added_to(own, choice.flags))) for choice in tried]
-    trials = [first, *(single for _, single in singles)]
-    gaining = [(choice, t) for choice, t in singles if t.is_faster_than(first)]
-    gaining.sort(key=lambda pair: pair[1].proof.seconds or 0.0)
-    best = gaining[0][1] if gaining else first
+    keep(Tuning([first], first, is_complete=False))
+    if tried:
+        note(f"            {remaining(first.proof.compiled_in, len(tried))}")
+    best = first
+    gaining: list[tuple[FlagSet, Trial]] = []
+    for choice in tried:
+        single = trial(choice.name, added_to(own, choice.flags))
+        if single.is_faster_than(first):
+            gaining.append((choice, single))
+            gaining.sort(key=lambda pair: pair[1].proof.seconds or 0.0)
+            best = gaining[0][1]
+        keep(Tuning([*trials], best, is_complete=False))
     for choice, single in gaining[1:]:
         if choice.flags.keys() & (names_in(best.text) - names_in(own)):
             continue
         text = added_to(best.text, choice.flags)
         together = trial(f"{best.name} + {single.name}", text)
-        trials.append(together)
         best = together if together.is_faster_than(best) else best
+        keep(Tuning([*trials], best, is_complete=False))
     return Tuning(trials, best)
+
+
+def remaining(seconds: float, count: int) -> str:
+    """Return about how long so many sets will take, if each takes as long as the first."""
+    total = count * seconds
+    amount = f"{total / 60:.0f} minutes" if total >= 120 else f"{total:.0f} s"
+    return f"about {amount} for {count} more, and those together that gain"

@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from maxpipe.compiling import flag_trials, flag_tuning
-from maxpipe.compiling.flag_tuning import launch, tune
+from maxpipe.compiling.flag_trials import Tuning
+from maxpipe.compiling.flag_tuning import launch, remaining, tune
 from maxpipe.config import ConfigError
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import FlagSet, names_in
@@ -45,9 +46,13 @@ def silent(line: str) -> None:
     pass
 
 
+def forget(tuning: Tuning) -> None:
+    pass
+
+
 def test_sets_that_gain_are_tried_together_and_the_fastest_is_printed_for_a_shell(compiler):
     said: list[str] = []
-    tuning = tune(["base.yml"], SETS, "", said.append)
+    tuning = tune(["base.yml"], SETS, "", said.append, forget)
     assert [trial.name for trial in tuning.trials] == [
         "none", "a", "b", "b twice", "slower", "b + a",
     ]  # fmt: skip
@@ -65,7 +70,7 @@ def test_the_users_own_flags_are_in_every_trial_as_they_are_written(compiler, ow
     seen, _ = compiler
     said: list[str] = []
     both = FlagSet("both", {"b": "1", "tiny": "1"})
-    tuning = tune([], [*SETS, both], own, said.append)
+    tuning = tune([], [*SETS, both], own, said.append, forget)
     assert all(text.startswith(own) for text in seen)
     assert [trial.name for trial in tuning.trials] == [
         "LIBTPU_INIT_ARGS as it is set", "a", "slower", "both",
@@ -80,7 +85,7 @@ def test_no_set_is_chosen_that_gains_next_to_nothing_or_does_not_fit_or_fails(co
     answers["a"] = Proof(90 * GIB, 0.1, False, "", 7.0)
     answers["b"] = Proof(None, None, False, "not compiled: unknown flag", 1.0)
     sets = [*SETS, FlagSet("tiny", {"tiny": "1"})]
-    tuning = tune([], sets, "", silent)
+    tuning = tune([], sets, "", silent, forget)
     assert len(tuning.trials) == 1 + len(sets)
     assert tuning.best.name == "none"
     lines = tuning.lines()
@@ -92,7 +97,7 @@ def test_no_set_is_chosen_that_gains_next_to_nothing_or_does_not_fit_or_fails(co
 def test_a_set_is_chosen_that_is_the_only_one_that_fits(compiler):
     _, answers = compiler
     answers |= {"": TOO_LARGE, "slower": Proof(GIB, 3.0, True, "", 1.0)}
-    tuning = tune([], SETS, "", silent)
+    tuning = tune([], SETS, "", silent, forget)
     assert tuning.best.name == "slower"
     assert tuning.lines()[1].split() == ["none", "-", "-", "40.00", "1", "s", "does", "not", "fit"]
 
@@ -118,7 +123,7 @@ def test_a_configuration_that_cannot_be_predicted_ends_with_the_reason(compiler,
     _, answers = compiler
     answers[""] = proof
     with pytest.raises(ConfigError, match=message):
-        tune([], SETS, "", silent)
+        tune([], SETS, "", silent, forget)
 
 
 def test_what_was_tried_is_written_as_json(compiler, monkeypatch, tmp_path):
@@ -131,6 +136,37 @@ def test_what_was_tried_is_written_as_json(compiler, monkeypatch, tmp_path):
     written = json.loads(file.read_text())
     assert written["predicted_step_seconds"] == pytest.approx(0.72)
     assert written["LIBTPU_INIT_ARGS"] == "--own=1 --b=1 --a=1"
-    assert written["libtpu"] == "1.2"
+    assert (written["libtpu"], written["complete"]) == ("1.2", True)
     assert [row["name"] for row in written["tried"]][-1] == "b + a"
     assert written["tried"][1]["LIBTPU_INIT_ARGS"] == "--own=1 --a=1"
+
+
+def test_a_stop_loses_no_set_that_is_done(compiler, monkeypatch, tmp_path):
+    def compile_or_stop(words, note, environment):
+        if "slower" in environment["LIBTPU_INIT_ARGS"]:
+            raise KeyboardInterrupt
+        return compile_command(words, note, environment)
+
+    compile_command = flag_tuning.compile_command
+    monkeypatch.setattr(flag_tuning, "compile_command", compile_or_stop)
+    monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    file = tmp_path / "tuned.json"
+    with pytest.raises(KeyboardInterrupt):
+        launch(["base.yml"], "v5p-8", str(file), silent)
+    written = json.loads(file.read_text())
+    assert [row["name"] for row in written["tried"]] == ["none", "a", "b", "b twice"]
+    assert (written["complete"], written["best"]) == (False, "b")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_number_of_sets_is_said_first_and_what_is_left_after_one_of_them(compiler):
+    said: list[str] = []
+    tune([], SETS, "", said.append, forget)
+    assert said[0].startswith("flags       5 compilations, each in a process of its own")
+    assert said[1:4] == [
+        "compiling   with none",
+        "            2 s, 3.00 GiB, compiled in 7 s",
+        "            about 28 s for 4 more, and those together that gain",
+    ]
+    assert remaining(200.0, 3).startswith("about 10 minutes for 3 more")
