@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.compiling.step import growing_silences
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.planning.search.rows import Proof
@@ -89,11 +89,11 @@ def written(yaml_text: str) -> Iterator[str]:
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
     """Return the exit code; a process is not left behind when this one is told to end."""
-    began = time.perf_counter()
+    began, silences = time.perf_counter(), growing_silences()
     with _ending_with_this(process):
         while True:
             try:
-                return process.wait(PROGRESS_SECONDS)
+                return process.wait(next(silences))
             except subprocess.TimeoutExpired:
                 note(f"            for {time.perf_counter() - began:.0f} s")
 

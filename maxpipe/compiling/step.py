@@ -18,6 +18,7 @@ from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
 
 PROGRESS_SECONDS = 15.0
+LONGEST_SILENCE = 240.0
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -120,15 +121,16 @@ def compile_step(
 
 @contextmanager
 def progress(
-    phase: str, note: Callable[[str], None], every_seconds: float = PROGRESS_SECONDS
+    phase: str, note: Callable[[str], None], first_seconds: float = PROGRESS_SECONDS
 ) -> Iterator[None]:
     """Note a phase when it begins, and again while it lasts, with the seconds so far."""
+    silences = growing_silences(first_seconds)
     note(f"{phase:<12}the program, minutes for a large model")
     done = threading.Event()
     began = time.perf_counter()
 
     def report() -> None:
-        while not done.wait(every_seconds):
+        while not done.wait(next(silences)):
             note(f"{phase:<12}for {time.perf_counter() - began:.0f} s")
 
     reporter = threading.Thread(target=report, name="progress", daemon=True)
@@ -138,6 +140,18 @@ def progress(
     finally:
         done.set()
         reporter.join()
+
+
+def growing_silences(first_seconds: float = PROGRESS_SECONDS) -> Iterator[float]:
+    """Yield the seconds before each note of progress, so that a long compilation has few of them.
+
+    Args:
+      first_seconds: of the first silence. Each is twice as long as the last, up to a limit.
+    """
+    seconds = first_seconds
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, LONGEST_SILENCE)
 
 
 def memory_of(compiled: jax.stages.Compiled, mesh: Mesh) -> CompilerMemory:

@@ -40,6 +40,28 @@ def test_the_compiler_ends_when_the_plan_is_told_to_end(tmp_path):
         os.kill(child, 0)
 
 
+def test_a_process_that_takes_long_is_noted_ever_less_often(monkeypatch):
+    class Slow:
+        def __init__(self, *args, **options):
+            self.waits = []
+
+        def wait(self, seconds):
+            self.waits.append(seconds)
+            if len(self.waits) < 4:
+                raise subprocess.TimeoutExpired("compiler", seconds)
+            return 2
+
+        def poll(self):
+            return 2
+
+    process, lines = Slow(), []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: process)
+    compile_process.report_of([], lines.append)
+    assert process.waits == [15, 30, 60, 120]
+    assert len(lines) == 3
+    assert all(line.startswith("            for ") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("engine", "share", "bubble", "expected"),
     [

@@ -2,6 +2,7 @@
 
 import re
 import time
+from itertools import islice
 
 import pytest
 from helpers.hand_timed import BASIS
@@ -12,7 +13,7 @@ from maxpipe.compiling.links import LinkUse
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.units import UnitSeconds
 from maxpipe.compiling.report import CompilerMemory, Report, size
-from maxpipe.compiling.step import progress
+from maxpipe.compiling.step import growing_silences, progress
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
 from maxpipe.planning.estimate import Memory, estimate, step_bounds
@@ -231,14 +232,18 @@ def test_report_names_a_chip_as_people_do():
     assert "8 x TPU v6e: " in report(device_kind="TPU v6 lite").lines()[0]
 
 
-def test_progress_notes_the_phase_and_then_the_seconds():
-    lines = []
-    with progress("compiling", lines.append, every_seconds=0.01):
-        deadline = time.monotonic() + 30
-        while len(lines) < 3 and time.monotonic() < deadline:
+def test_progress_notes_the_phase_and_then_the_seconds_ever_less_often():
+    lines, began = [], time.monotonic()
+    with progress("compiling", lines.append, first_seconds=0.02):
+        while len(lines) < 4 and time.monotonic() < began + 30:
             time.sleep(0.01)
-    count = len(lines)
+    count, took = len(lines), time.monotonic() - began
     assert lines[0].startswith("compiling   the program")
     assert re.fullmatch(r"compiling   for \d+ s", lines[1])
-    time.sleep(0.05)
-    assert len(lines) == count >= 3
+    assert took >= 0.02 + 0.04 + 0.08
+    time.sleep(0.2)
+    assert len(lines) == count >= 4
+
+
+def test_silences_grow_to_some_minutes():
+    assert [*islice(growing_silences(), 7)] == [15, 30, 60, 120, 240, 240, 240]
