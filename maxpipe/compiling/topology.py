@@ -14,13 +14,12 @@ from maxpipe.compiling.checks import SIMULATED, TOPOLOGY, check_slice
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.slices import canonical_topology, examples_of
 from maxpipe.devices.chips import coordinates, slice_of
+from maxpipe.devices.start import NO_MACHINE
 
 # Without these libtpu asks the cloud's metadata server which machine this is, and logs every
 # missing answer.
-_NO_MACHINE = {
+_NO_MACHINE = NO_MACHINE | {
     "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_MIN_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

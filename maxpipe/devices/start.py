@@ -1,5 +1,6 @@
 """Start JAX: simulated devices, several processes."""
 
+import os
 from functools import partial
 
 import jax
@@ -19,6 +20,9 @@ from maxpipe.devices.cluster import (
 from maxpipe.devices.compile_cache import start_compile_cache
 from maxpipe.devices.simulated import check_simulated, has_started, start_threads
 from maxpipe.devices.transfers import start_transfers
+
+# What libtpu asks for on a machine without a TPU; the values play no part.
+NO_MACHINE = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
 
 def start_jax(config: Config) -> None:
@@ -40,11 +44,24 @@ def start_jax(config: Config) -> None:
         else:
             jax.config.update("jax_num_cpu_devices", devices)
             start_threads(config, devices, announced_processes())
+            name_machine()
     start_processes(config.mesh.heartbeat_timeout_seconds)
     engine = ENGINES.get(derive_known(config).pipeline.engine)
     if processes.count() > 1 and engine and not engine.one_program and not has_started():
         start_transfers()
     start_compile_cache(config)
+
+
+def name_machine() -> None:
+    """Name a machine for libtpu where JAX has found no TPU; GPUs are looked for as before.
+
+    JAX starts libtpu wherever it is installed, and without a name it complains at length.
+    """
+    from jax._src import cloud_tpu_init  # there is no public name for it
+
+    if not cloud_tpu_init.running_in_cloud_tpu_vm:
+        for name, value in NO_MACHINE.items():
+            os.environ.setdefault(name, value)
 
 
 def simulated_share(devices: int) -> int:

@@ -1,12 +1,23 @@
 """Starting JAX: processes and simulated devices."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
+from jax._src import cloud_tpu_init
 
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.elastic import Hosts
 from maxpipe.devices.cluster import WHOLE, whole_variable
-from maxpipe.devices.start import simulated_share, start_jax, start_processes
+from maxpipe.devices.start import (
+    NO_MACHINE,
+    name_machine,
+    simulated_share,
+    start_jax,
+    start_processes,
+)
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
 
@@ -106,3 +117,28 @@ class TestStartOfProcesses:
         monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
         monkeypatch.setenv(WHOLE, whole_variable(Hosts(4, 8)))
         assert simulated_share(8) == 2
+
+
+@pytest.mark.parametrize("has_tpu", [False, True])
+def test_a_machine_is_named_only_where_jax_has_found_no_tpu(monkeypatch, has_tpu):
+    monkeypatch.setattr(cloud_tpu_init, "running_in_cloud_tpu_vm", has_tpu)
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": "mine"})
+    name_machine()
+    named = {"TPU_ACCELERATOR_TYPE": NO_MACHINE["TPU_ACCELERATOR_TYPE"]}
+    assert os.environ == {"TPU_WORKER_HOSTNAMES": "mine"} | ({} if has_tpu else named)
+
+
+def test_simulated_devices_start_without_complaints_of_libtpu():
+    code = (
+        "import jax\n"
+        "from maxpipe.config import Config, replace\n"
+        "from maxpipe.devices.start import start_jax\n"
+        "start_jax(replace(Config(), **{'mesh.simulated_devices': 2}))\n"
+        "jax.devices()"
+    )
+    # Where the variable is set JAX does not look for TPUs.
+    environment = {name: v for name, v in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "TPU_" not in done.stderr
