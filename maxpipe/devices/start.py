@@ -59,7 +59,7 @@ def name_machine() -> None:
     """
     from jax._src import cloud_tpu_init  # there is no public name for it
 
-    if not cloud_tpu_init.running_in_cloud_tpu_vm:
+    if not getattr(cloud_tpu_init, "running_in_cloud_tpu_vm", True):
         for name, value in NO_MACHINE.items():
             os.environ.setdefault(name, value)
 
