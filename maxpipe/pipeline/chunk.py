@@ -67,10 +67,13 @@ _COPIES = frozenset(
 # array of its own is element-wise as well.
 _ELEMENTWISE = frozenset(
     {
+        "abs",
         "add",
+        "clamp",
         "div",
         "erf",
         "exp",
+        "floor",
         "integer_pow",
         "log",
         "logistic",
@@ -81,8 +84,10 @@ _ELEMENTWISE = frozenset(
         "optimization_barrier",
         "pow",
         "reduce_precision",
+        "round",
         "rsqrt",
         "select_n",
+        "sign",
         "sqrt",
         "square",
         "sub",
