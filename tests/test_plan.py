@@ -173,6 +173,7 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert plan.main([*command, "--fix", "pipeline.schedule=lockstep_1f1b", *files]) == 3
     printed = capsys.readouterr().out
     assert "nothing fits: the least needs" in printed
+    assert "closed forms alone\n" in printed
     assert f"not written {best}: nothing fits" in printed
     assert not best.exists()
     assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()

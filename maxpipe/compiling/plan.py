@@ -22,14 +22,9 @@ from maxpipe.planning.search.remedies import remedies
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.smallest import smallest_plans
 from maxpipe.planning.search.written import file_text
+from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_page import page_html
-from maxpipe.render.plan_table import (
-    as_json,
-    basis_lines,
-    slice_lines,
-    summary_lines,
-    table_lines,
-)
+from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
 
 FITS, NOTHING_FITS = 0, 3
 

@@ -13,7 +13,7 @@ from maxpipe.compiling.probe_process import Answer, probe_figures, stored_figure
 from maxpipe.compiling.units import TooLarge
 from maxpipe.config.errors import ConfigError
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan, misfit_reason
+from maxpipe.planning.search.plan import Plan, with_misfit_reasons
 from maxpipe.planning.search.probes import Probing
 from maxpipe.planning.search.rows import Probed, Row, fits, loss_of, with_reasons
 
@@ -71,9 +71,9 @@ def _ranked(plan: Plan, rows: Sequence[Row]) -> Plan:
         own = replace(own, scale=scale)  # no other row shares its probe
         if ranked and fits(own, plan.request):
             own = replace(own, reason=loss_of(own, ranked[0]))
-    limit, misfits = plan.request.limit, [replace(row, scale=scale) for row in plan.misfits]
-    if ranked and limit is not None:
-        misfits = [replace(m, reason=misfit_reason(m, ranked[0], limit)) for m in misfits]
+    misfits = [replace(row, scale=scale) for row in plan.misfits]
+    if ranked:
+        misfits = with_misfit_reasons(misfits, ranked[0], plan.request)
     return replace(plan, rows=ranked, misfits=[*misfits, *too_large], own=own)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from maxpipe.compiling.compile_process import Note, compile_configuration
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan
+from maxpipe.planning.search.plan import Plan, with_misfit_reasons
 from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
 from maxpipe.planning.search.written import BASES, file_text
 
@@ -50,12 +50,13 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
         left = len(uncompiled)
         return replace(plan, rows=(), misfits=[*probed, *bad], own=own, uncompiled=left)
     ranked = with_reasons(good, plan.request)
+    uncompiled = [replace(row, reason=loss_of(row, ranked[0])) for row in uncompiled]
     if isinstance(own, Row) and _fits(own):
         own = replace(own, reason=loss_of(own, ranked[0]))
     return replace(
         plan,
         rows=[*ranked, *uncompiled],
-        misfits=[*plan.misfits, *bad],
+        misfits=[*with_misfit_reasons(plan.misfits, ranked[0], plan.request), *bad],
         own=own,
         uncompiled=len(uncompiled),
     )

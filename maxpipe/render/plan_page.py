@@ -9,8 +9,9 @@ from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
+from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import basis_lines, batch_text, slice_lines, summary_lines
+from maxpipe.render.plan_table import batch_text, slice_lines, summary_lines
 
 PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
 STYLE = """

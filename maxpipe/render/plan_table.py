@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from maxpipe.devices.chips import GIB
-from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.planning.search.plan import Plan, SliceCost
-from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.rows import Row, relative_time
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.written import BASES, versions
 from maxpipe.render.columns import columns
@@ -108,52 +107,6 @@ def summary_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def basis_lines(plan: Plan) -> list[str]:
-    """Return what the figures rest on, and what they leave out."""
-    own = [plan.own] if isinstance(plan.own, Row) else []
-    shown = [*plan.shown, *plan.misfits, *own]
-    if any(offloaded_names(row.config.pipeline) for row in shown):
-        return [*_bases(plan), "transfers to the host's memory are not in these seconds"]
-    return _bases(plan)
-
-
-def _bases(plan: Plan) -> list[str]:
-    machine = plan.request.machine
-    if not machine.is_timed:
-        return [
-            "closed forms alone, and no seconds: simulated devices share a machine of unknown "
-            "speed. Times are multiples of the fastest row's."
-        ]
-    if not machine.is_compilable:
-        return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
-    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
-    if proofs and not any(proof.seconds for proof in proofs):
-        return ["no compiler's estimate of time for this chip; memory is the compiler's"]
-    by = _probed_lines(plan)
-    if proofs:
-        return [
-            "by compiled: seconds, their parts and GiB are the compiler's",
-            *by,
-            "by closed: closed forms",
-        ]
-    if by:
-        return [*by, "by closed: closed forms"]
-    return ["closed forms alone: --compile 3 would prove the best by compiling them"]
-
-
-def _probed_lines(plan: Plan) -> list[str]:
-    """Return what probed seconds rest on, and those next to them; nothing without probes."""
-    if not any(row.probed for row in [*plan.rows, *plan.misfits]):
-        return []
-    probed = "closed forms in which compiled units stand for layers and head, with the compiler's"
-    lines = [f"by probed: {probed} figures"]
-    if scaled := next((row for row in plan.rows if row.basis == "scaled"), None):
-        lines.append(
-            f"by scaled: closed forms times {scaled.scale:.3g}, as the median of those probed"
-        )
-    return lines
-
-
 def as_json(plan: Plan) -> dict[str, object]:
     """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
     request = plan.request
@@ -193,7 +146,7 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
         "probed_memory_bytes": row.probed.memory if row.probed else None,
         "probed_seconds": float(seconds.step) if seconds else None,
         "closed_form_scale": row.scale,
-        "relative_time": row.per_sequence / plan.rows[0].per_sequence if plan.rows else None,
+        "relative_time": relative_time(row, plan.rows[0]) if plan.rows else None,
         "mfu": plan.mfu(row) if is_timed else None,
         "reason": reason_text(plan, row),
         "unprobed": row.unprobed or None,

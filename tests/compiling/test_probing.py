@@ -17,7 +17,8 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.probes import Probing, UnitFigures
 from maxpipe.planning.search.request import Request, shared_config
-from maxpipe.render.plan_table import as_json, basis_lines, table_lines
+from maxpipe.render.plan_notes import basis_lines
+from maxpipe.render.plan_table import as_json, table_lines
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
-from maxpipe.planning.search.rows import Proof
+from maxpipe.planning.search.rows import Probed, Proof
 from maxpipe.planning.search.seconds import Seconds
-from maxpipe.render.plan_table import as_json, basis_lines, reason_text
+from maxpipe.render.plan_notes import basis_lines
+from maxpipe.render.plan_table import as_json, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 
@@ -58,7 +59,7 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
     assert ranked.winner.reason == ""
     assert ranked.rows[1].reason.startswith("+100.0%")
     assert all(
-        reason_text(ranked, row).startswith("not compiled; by closed forms +")
+        re.match(r"not compiled; by closed forms (\+|as fast)", reason_text(ranked, row))
         for row in ranked.rows[3:]
     )
 
@@ -67,10 +68,47 @@ def test_rows_that_do_not_fit_by_closed_forms_are_not_compared_with_what_is_comp
     plan, monkeypatch
 ):
     compiled(monkeypatch, [proved(2.0)])
-    misfit = dataclasses.replace(plan.rows[-1], reason="2.0% faster")
-    ranked = prove(dataclasses.replace(plan, misfits=[misfit]), 1, lambda line: None)
-    (kept,) = ranked.misfits
-    assert reason_text(ranked, kept) == "not compiled; by closed forms 2.0% faster"
+    seconds = plan.rows[0].candidate.seconds
+    faster = Seconds(*(0.98 * part for part in seconds))
+    candidate = dataclasses.replace(plan.rows[0].candidate, seconds=faster, memory=1e11)
+    misfit = dataclasses.replace(plan.rows[0], candidate=candidate)
+    probed = dataclasses.replace(misfit, probed=Probed(1e11, None), reason="does not fit")
+    ranked = prove(dataclasses.replace(plan, misfits=[misfit, probed]), 1, lambda line: None)
+    kept, as_probed = ranked.misfits
+    assert reason_text(ranked, kept).startswith("not compiled; by closed forms 2.0% faster, ")
+    assert as_probed.reason == "does not fit"
+
+
+def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_alone(
+    plan, monkeypatch
+):
+    compiled(monkeypatch, [proved(1000.0), proved(999.0)])
+    ranked = prove(plan, 2, lambda line: None)
+    assert ranked.winner.candidate == plan.rows[1].candidate
+    rows = as_json(ranked)["rows"]
+    assert rows[1]["relative_time"] == pytest.approx(1000 / 999)
+    closed = ranked.winner.candidate.per_sequence
+    for row, data in zip(ranked.rows[2:], rows[2:], strict=True):
+        assert data["relative_time"] == pytest.approx(row.candidate.per_sequence / closed)
+        (share,) = re.findall(r"([+-][\d.]+)%", data["reason"]) or ["0"]
+        assert float(share) == pytest.approx(100 * (data["relative_time"] - 1), abs=0.051)
+
+
+@pytest.mark.parametrize("times", [1.45, 0.9])
+def test_a_note_says_where_rows_that_were_not_compiled_may_be_faster(plan, monkeypatch, times):
+    seconds = plan.rows[0].seconds
+    compiled(monkeypatch, [proved(times * seconds)])
+    ranked = prove(plan, 1, lambda line: None)
+    notes = [line for line in basis_lines(ranked) if line.startswith("the compiler takes")]
+    faster = sum(row.seconds < times * seconds for row in plan.rows[1:])
+    if times < 1:
+        assert not notes
+        return
+    assert faster > 3
+    assert notes == [
+        f"the compiler takes {times * seconds:.4g} s for the chosen row, 45% more than closed "
+        f"forms; {faster} rows that were not compiled may be faster: --compile 4 compares them"
+    ]
 
 
 def of_engine(row, engine):

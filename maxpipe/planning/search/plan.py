@@ -137,10 +137,10 @@ def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
         return []
     faster = [c for c in outcome.misfits if c.per_sequence < (1 - WORTH) * best.per_sequence]
     rows, _ = _checked(request, sorted(faster, key=lambda c: c.memory), MISFITS)
-    return [replace(row, reason=misfit_reason(row, best, limit)) for row in rows]
+    return with_misfit_reasons(rows, best, request)
 
 
-def misfit_reason(row: Row, best: Row, limit: float) -> str:
+def _misfit_reason(row: Row, best: Row, limit: float) -> str:
     """Return in words how much faster than the best a row would be, and how much too large it is.
 
     Args:
@@ -150,6 +150,20 @@ def misfit_reason(row: Row, best: Row, limit: float) -> str:
     """
     excess = (row.memory - limit) / GIB
     return f"{loss_of(row, best)}, {excess:.3g} GiB above the usable {limit / GIB:.3g}"
+
+
+def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> list[Row]:
+    """Return rows that do not fit, with what they would gain over the best.
+
+    Of those that a probe finds too large the probe has said why.
+    """
+    limit = request.limit
+    return [
+        row
+        if limit is None or row.probed
+        else replace(row, reason=_misfit_reason(row, best, limit))
+        for row in misfits
+    ]
 
 
 def _checked(

@@ -111,6 +111,21 @@ class Row:
         """Return the seconds of one sequence, which rows are ranked by."""
         return self.seconds / self.candidate.batch
 
+    @property
+    def predicted_per_sequence(self) -> float:
+        """Return the seconds of one sequence before it was compiled."""
+        return float(self.predicted_parts.step) / self.candidate.batch
+
+
+def relative_time(row: Row, best: Row) -> float:
+    """Return the time of a sequence as a multiple of the best's, both by one basis.
+
+    That is the compiler if it has timed both, else what is predicted of both without compiling.
+    """
+    if row.basis == best.basis == "compiled":
+        return row.per_sequence / best.per_sequence
+    return row.predicted_per_sequence / best.predicted_per_sequence
+
 
 def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
     """Rank rows, and say of each what it loses to the first; those that do not fit come last."""
@@ -134,7 +149,7 @@ def loss_of(row: Row, best: Row) -> str:
         return row.proof.failure
     if row.proof is not None and not row.proof.fits:
         return "does not fit, says the compiler"
-    slower = row.per_sequence / best.per_sequence - 1
+    slower = relative_time(row, best) - 1
     per = "" if row.candidate.batch == best.candidate.batch else " per sequence"
     are_compiled = all(r.proof and r.proof.parts for r in (row, best))
     per_sequence = [

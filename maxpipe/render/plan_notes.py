@@ -1,0 +1,78 @@
+"""Say in lines what the figures of a plan rest on, and what they leave out."""
+
+from dataclasses import replace
+
+from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.planning.search.plan import Plan
+from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.written import BASES
+
+_MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes
+
+
+def basis_lines(plan: Plan) -> list[str]:
+    """Return what the figures rest on, and what they leave out."""
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    shown = [*plan.shown, *plan.misfits, *own]
+    lines = [*_bases(plan), *_uncompiled_lines(plan)]
+    if any(offloaded_names(row.config.pipeline) for row in shown):
+        lines.append("transfers to the host's memory are not in these seconds")
+    return lines
+
+
+def _bases(plan: Plan) -> list[str]:
+    machine = plan.request.machine
+    if not machine.is_timed:
+        return [
+            "closed forms alone, and no seconds: simulated devices share a machine of unknown "
+            "speed. Times are multiples of the fastest row's."
+        ]
+    if not machine.is_compilable:
+        return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
+    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
+    if proofs and not any(proof.seconds for proof in proofs):
+        return ["no compiler's estimate of time for this chip; memory is the compiler's"]
+    by = _probed_lines(plan)
+    if proofs:
+        return [
+            "by compiled: seconds, their parts and GiB are the compiler's",
+            *by,
+            "by closed: closed forms",
+        ]
+    if by:
+        return [*by, "by closed: closed forms"]
+    if not plan.rows:
+        return ["closed forms alone"]
+    return ["closed forms alone: --compile 3 would prove the best by compiling them"]
+
+
+def _probed_lines(plan: Plan) -> list[str]:
+    """Return what probed seconds rest on, and those next to them; nothing without probes."""
+    if not any(row.probed for row in [*plan.rows, *plan.misfits]):
+        return []
+    probed = "closed forms in which compiled units stand for layers and head, with the compiler's"
+    lines = [f"by probed: {probed} figures"]
+    if scaled := next((row for row in plan.rows if row.basis == "scaled"), None):
+        lines.append(
+            f"by scaled: closed forms times {scaled.scale:.3g}, as the median of those probed"
+        )
+    return lines
+
+
+def _uncompiled_lines(plan: Plan) -> list[str]:
+    """Return a line if rows that were not compiled are predicted faster than the chosen one is."""
+    chosen = plan.winner
+    if chosen is None or chosen.basis != "compiled":
+        return []
+    compiled = sum(row.proof is not None for row in plan.rows)
+    faster = sum(row.proof is None and row.per_sequence < chosen.per_sequence for row in plan.rows)
+    if not faster:
+        return []
+    before = BASES[replace(chosen, proof=None).basis]
+    excess = chosen.per_sequence / chosen.predicted_per_sequence - 1
+    rows = "1 row that was" if faster == 1 else f"{faster} rows that were"
+    return [
+        f"the compiler takes {chosen.seconds:.4g} s for the chosen row, {abs(excess):.0%} "
+        f"{'more' if excess >= 0 else 'less'} than {before}; {rows} not compiled may be faster: "
+        f"--compile {compiled + min(faster, _MORE)} compares them"
+    ]
