@@ -15,6 +15,8 @@ from maxpipe import plan
 from maxpipe.config import load, resolve
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.slices import num_chips
+from maxpipe.devices.chips import GIB
+from maxpipe.render import plan_notes
 
 BASE = Path("configs/base.yml").resolve()
 FEW = ["--fix", "pipeline.remat_policy=full", "--try", "pipeline.schedule=lockstep_1f1b,circular"]
@@ -146,6 +148,31 @@ def test_own_configuration_is_a_row_where_nothing_fits(capsys, tmp_path):
     assert plan.main(words) == 3
     assert "  your configuration" in capsys.readouterr().out
     assert ">your configuration: stage=2 fsdp=2 batch=" in page.read_text()
+
+
+@pytest.mark.parametrize(("free", "warns"), [(8 * 2**20, True), (2**40, False)])
+def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warning(
+    free, warns, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(plan_notes, "free_memory", lambda: free)
+    file = tmp_path / "plan.json"
+    assert plan.main([*SMALL, "--fix", "pipeline.engine=sequential", "--json", str(file)]) == 0
+    warning = re.search(r"4 x \S+ = (\S+) GiB, and (\S+) are free", capsys.readouterr().out)
+    assert (warning is not None) == warns
+    if warning:
+        needed = 4 * json.loads(file.read_text())["rows"][0]["memory_bytes"]
+        figures = [float(warning[1]) * GIB, float(warning[2]) * GIB]
+        assert figures == pytest.approx([needed, free], rel=1e-2)
+
+
+def test_memory_that_the_machine_does_not_say_is_all_of_it(capsys, monkeypatch):
+    def unknown():
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(plan_notes, "free_memory", unknown)
+    monkeypatch.setattr(plan_notes.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 1024}.get)
+    assert plan.main([*SMALL, "--fix", "pipeline.engine=sequential"]) == 0
+    assert "and 1.91e-06 are free" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("remat", "says"), [("mlp_up=offload", True), ("mlp_up=device", False)])

@@ -1,7 +1,10 @@
 """Say in lines what the figures of a plan rest on, and what they leave out."""
 
+import os
 from dataclasses import replace
 
+from maxpipe.devices.chips import GIB
+from maxpipe.devices.host_memory import free_memory
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Row
@@ -14,7 +17,7 @@ def basis_lines(plan: Plan) -> list[str]:
     """Return what the figures rest on, and what they leave out."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     shown = [*plan.shown, *plan.misfits, *own]
-    lines = [*_bases(plan), *_uncompiled_lines(plan)]
+    lines = [*_bases(plan), *_uncompiled_lines(plan), *_simulated_lines(plan)]
     if any(offloaded_names(row.config.pipeline) for row in shown):
         lines.append("transfers to the host's memory are not in these seconds")
     return lines
@@ -75,4 +78,27 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
         f"the compiler takes {chosen.seconds:.4g} s for the chosen row, {abs(excess):.0%} "
         f"{'more' if excess >= 0 else 'less'} than {before}; {rows} not compiled may be faster: "
         f"--compile {compiled + min(faster, _MORE)} compares them"
+    ]
+
+
+def _simulated_lines(plan: Plan) -> list[str]:
+    """Return a warning if simulated devices need more memory together than this machine has free.
+
+    What is free is no limit of the search: a plan shall not differ from machine to machine.
+    """
+    machine, chosen = plan.request.machine, plan.winner
+    if chosen is None or not machine.is_simulated:
+        return []
+    try:
+        free = free_memory()
+    except OSError:  # only Linux says it in a file
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = machine.devices * chosen.memory
+    if needed <= free:
+        return []
+    return [
+        f"warning: the devices share this machine's memory: {machine.devices} x "
+        f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free. "
+        "Training would be killed here; a shorter data.sequence_length, fewer --tokens-per-step or "
+        "a smaller model need less"
     ]

@@ -65,6 +65,11 @@ class Machine(NamedTuple):
         return self.is_timed and self.chip.torus is not None
 
     @property
+    def is_simulated(self) -> bool:
+        """Return whether the devices are simulated, so that they share one machine's memory."""
+        return self.chip is _NOMINAL
+
+    @property
     def tpu(self) -> Tpu | None:
         """Return what decides when weights are gathered on a TPU; None elsewhere."""
         if self.capacity is None or not self.is_compilable:
