@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from maxpipe.compiling.compilable import compiler_problems, number_compiled
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError
 from maxpipe.planning.search.flags import file_problems, flag_problems
@@ -19,7 +20,6 @@ from maxpipe.planning.search.request import request_of
 from maxpipe.planning.search.space import UNDECIDED
 
 EXAMPLE = "python -m maxpipe.plan"
-FINALISTS = 3  # compiled by default
 
 
 @exit_on_config_error()
@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = arguments.flags
     if problems := [*flag_problems(flags), *file_problems(arguments)]:
         raise ConfigError(*problems)
-    if flags.compile is None:
-        flags.compile = 0 if flags.closed else FINALISTS
     request = request_of(arguments)
+    if problems := [*compiler_problems(flags, request.machine)]:
+        raise ConfigError(*problems)
+    flags.compile = number_compiled(flags)
     # JAX, which reads the model, is imported here, once everything that was written is known good.
     from maxpipe.compiling.plan import launch
 

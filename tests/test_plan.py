@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -276,14 +277,6 @@ def test_written_file_of_a_hugging_face_model_is_of_the_same_model(tmp_path):
     assert written.config.model.vocab_size == 128
 
 
-def test_choices_that_leave_nothing_are_an_error(capsys):
-    with pytest.raises(SystemExit) as end:
-        plan.main([*SMALL, "--fix", "mesh.ici.stage=3"])
-    assert end.value.code == CONFIG_ERROR
-    message = "--fix/--try of mesh.ici.stage leave no mesh, engine and schedule for 4 devices"
-    assert message in capsys.readouterr().err
-
-
 def test_engines_without_a_fixed_value_are_left_out_and_counted(capsys, tmp_path):
     file = tmp_path / "plan.json"
     fixed = {"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2}
@@ -425,7 +418,10 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ),
         (["base", "--topology", "v7", "--smallest"], None),
         (["base", "--smallest", "compile.topology=v5p:2x2x1"], "compile.topology (command line): "),
-        (["base", "--smallest", "compile.topology=v5p:2x2x1"], "--smallest needs a kind: --topo"),
+        (
+            ["base", "--smallest", "compile.topology=v5p:2x2x1"],
+            "--smallest is for TPUs, of a kind: --topo",
+        ),
         (["base", "--topology", ""], "--topology: is empty"),
         ([*SMALL, "--tokens-per-step", ""], "--tokens-per-step: is empty"),
         ([*SMALL, "--tokens-per-step", "4mi"], "--tokens-per-step: expected a whole number"),
@@ -458,6 +454,14 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         (["base", "--topology", "v5p:1x1x1"], "v5p:1x1x1: a host holds 2x2 chips"),
         (["base", "--topology", "v9", "--smallest"], "there is no kind of TPU 'v9'"),
         ([*SMALL, "--compile", "-1"], "must be at least 0"),
+        ([*SMALL, "--compile", "2"], "--compile: there is no compiler at hand for cpu:4"),
+        ([*SMALL, "--probe", "2"], "--probe: there is no compiler at hand for cpu:4"),
+        ([*SMALL, "--no-compile", "--probe", "2"], "--no-compile: contradicts --probe 2"),
+        ([*SMALL, "--compile", "0", "--probe", "2"], "--probe: is followed by whole steps"),
+        ([*SMALL, "--fix", "mesh.ici.stage=3"], "it must divide 4 devices; legal here: 1, 2, 4"),
+        (["base", "--topology", "v5e"], "a slice of it, such as v5e:4x4; with --smallest"),
+        (["base", "--topology", "v6e", "--smallest"], None),
+        (["base", "--topology", "H100", "--smallest"], "--smallest is for TPUs"),
     ],
 )
 def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys, monkeypatch):
@@ -465,6 +469,7 @@ def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys,
     if message is None:
         assert plan.main(words) == 0
         return
+    monkeypatch.setitem(sys.modules, "maxpipe.compiling.plan", None)  # which imports JAX
     with pytest.raises(SystemExit) as end:
         plan.main(words)
     assert end.value.code == CONFIG_ERROR

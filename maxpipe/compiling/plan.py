@@ -6,16 +6,15 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
-from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
-from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import import_words, install_command
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
+from maxpipe.planning.search.emptiness import emptiness
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.remedies import remedies
@@ -41,14 +40,9 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
       The exit code, see `maxpipe.plan`.
 
     Raises:
-      ConfigError: a file cannot be written, the choices are empty, libtpu is needed and not
-        installed, there is nothing to probe, or none of the best could be compiled.
+      ConfigError: a file cannot be written, the choices leave nothing on any slice, or none of
+        the best could be compiled.
     """
-    if flags.compile and request.machine.is_compilable and find_spec("libtpu") is None:
-        remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
-        raise ConfigError(Problem("--compile", f"needs libtpu: {remedy}"))
-    if flags.probe:
-        _check_probe(request, flags.compile)
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, flags, facts)
@@ -100,29 +94,13 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
       ConfigError: nothing was searched, or none of the best could be compiled.
     """
     if not plan.outcome.tried:
-        devices = plan.request.machine.devices
-        keys = ", ".join(plan.request.space().emptying())
-        message = f"--fix/--try of {keys} leave no mesh, engine and schedule for {devices} devices"
-        raise ConfigError(Problem("", message))
+        raise ConfigError(emptiness(plan.request.space()))
     print(*summary_lines(plan), sep="\n", flush=True)
     if flags.probe and is_provable(plan):
         plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
     return plan
-
-
-def _check_probe(request: Request, compiled: int) -> None:
-    """Raise ConfigError if --probe has nothing to compile, or no times to read off it."""
-    machine, reason = request.machine, ""
-    if not compiled:
-        reason = "compiles single units, and needs --compile of at least 1"
-    elif not machine.is_compilable:
-        reason = f"there is no compiler at hand for {machine.topology}"
-    elif constants_of(machine.chip) is None:
-        reason = f"the compiler's times are unknown, since the clock of {machine.chip.name} is"
-    if reason:
-        raise ConfigError(Problem("--probe", f"{reason}; leave it out"))
 
 
 def _nothing_fits(plan: Plan) -> list[str]:

@@ -199,6 +199,11 @@ def explain_unusual(topology: str) -> str:
     return f"compile.topology={topology} is no usual slice of the cloud; those nearest are {near}"
 
 
+def usual_slices(name: str) -> list[str]:
+    """Return the slices of a kind of TPU, as `slices_of` does; none if it is no kind."""
+    return slices_of(name) if name.lower() in _BY_NAME else []
+
+
 def slices_of(name: str) -> list[str]:
     """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...].
 

@@ -40,7 +40,7 @@ def compilers(monkeypatch):
         calls.append(("whole", imports))
         return Proof(1e9, float(len(calls)), True, "", 1.0)
 
-    monkeypatch.setattr("maxpipe.compiling.plan.find_spec", lambda name: name)
+    monkeypatch.setattr("maxpipe.compiling.compilable.find_spec", lambda name: name)
     monkeypatch.setattr(probing, "probe_figures", figures)
     monkeypatch.setattr(proof, "compile_configuration", compile_whole)
     return calls
@@ -131,21 +131,3 @@ def test_smallest_where_nothing_compiled_fits_any_slice_ends_with_the_last(
     printed = capsys.readouterr().out
     assert printed.count(": the next slice\n") == 4
     assert printed.count("devices     ") == 5
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([*TOPOLOGY, "--no-compile"], "compiles single units, and needs --compile of at least 1"),
-        (["--topology", "cpu:4"], "there is no compiler at hand for cpu:4"),
-        (["--topology", "H100:4"], "there is no compiler at hand for H100:4"),
-        (["--topology", "tpu7x:2x2x1"], "since the clock of tpu7x is"),
-    ],
-)
-def test_a_probe_without_a_compiler_is_refused(compilers, capsys, words, message):
-    with pytest.raises(SystemExit, match="2"):
-        command.main([*WORDS, *words, "--probe", "2"])
-    errors = capsys.readouterr().err.splitlines()
-    assert [line for line in errors if message in line] == errors[:1]
-    assert errors[0].startswith("config error: --probe: ")
-    assert not compilers

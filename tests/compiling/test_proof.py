@@ -212,13 +212,6 @@ def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch
         prove(plan, 1, lambda line: None)
 
 
-def test_libtpu_is_asked_for_before_anything_is_searched(plan, monkeypatch):
-    monkeypatch.setattr("maxpipe.compiling.plan.find_spec", lambda name: None)
-    flags = argparse.Namespace(compile=3)
-    with pytest.raises(ConfigError, match=r"needs libtpu: pip install .*--no-compile"):
-        launch(plan.request, flags, [])
-
-
 def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch, capsys):
     compiled(monkeypatch, [proved(0.1, fits=False)])
     flags = argparse.Namespace(compile=1, probe=0, compare=False, json=None, html=None, write=None)

@@ -10,6 +10,7 @@ from maxpipe.config.slices import (
     names_kind,
     num_chips,
     num_devices,
+    usual_slices,
 )
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
@@ -185,6 +186,12 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
         raise ValueError(
             f"there is no chip {topology!r}: give a TPU slice, such as v5p:4x4x4 or v5p-128, GPUs "
             f"of one host ({gpus}), such as H100:8, or cpu:8"
+        )
+    if slices_of_kind := usual_slices(topology):
+        example = slices_of_kind[min(3, len(slices_of_kind) - 1)]
+        raise ValueError(
+            f"{topology!r} is a kind of TPU: name a slice of it, such as {example}; with "
+            "--smallest the smallest that trains the model is found"
         )
     canonical = canonical_topology(topology)
     check_grid(canonical)

@@ -16,6 +16,7 @@ from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
 from maxpipe.planning.search.amounts import TOKENS, batches_of, share_of
+from maxpipe.planning.search.emptiness import emptiness, is_empty
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
 from maxpipe.planning.search.space import (
     BATCH,
@@ -135,10 +136,13 @@ def request_of(arguments: Arguments) -> Request:
         raise ConfigError(
             *(dataclasses.replace(p, source=loaded.sources.get(p.key, "")) for p in problems)
         )
-    return Request(
+    request = Request(
         arguments.path, config, shared, machine, batches, choices, margin, smallest,
         tuple(flags.imports), tuple(key for key in fixed if key in choices),
     )  # fmt: skip
+    if not smallest and is_empty(request.space()):
+        raise ConfigError(emptiness(request.space()))
+    return request
 
 
 def _is_read(key: str, flags: argparse.Namespace) -> bool:
@@ -197,9 +201,9 @@ def _machine(
         smallest = tuple(slices_of(topology)) if flags.smallest else ()
         machine = machine_of(smallest[0] if smallest else topology, slices, config)
     except ValueError as error:
+        hint = f"; --smallest is for TPUs, of a kind: {TOPOLOGY} v5p" if flags.smallest else ""
         if flags.topology:
-            raise ConfigError(Problem(TOPOLOGY, str(error))) from None
-        hint = f"; --smallest needs a kind: {TOPOLOGY} v5p" if flags.smallest else ""
+            raise ConfigError(Problem(TOPOLOGY, f"{error}{hint}")) from None
         own = "compile.topology"
         raise ConfigError(Problem(own, f"{error}{hint}", sources[own])) from None
     return machine, smallest

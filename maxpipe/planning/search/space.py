@@ -5,7 +5,7 @@ Letters: S stages, V repeats, M microbatches.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
@@ -142,7 +142,7 @@ class Space:
                 return [n for n in map(int, map(str, chosen)) if left % n == 0]
             if (level == "dcn" and axis not in _ACROSS_SLICES) or not self._is_useful(axis):
                 return [1]
-            return [n for n in divisors(left) if self._divides(axis, n)]
+            return self.dividing(axis, left)
 
         def fill(axes: Sequence[str], left: int) -> Iterator[Axes]:
             if not axes:
@@ -154,6 +154,10 @@ class Space:
                     yield (n, *others)
 
         yield from fill(MESH_AXES, count)
+
+    def dividing(self, axis: str, count: int) -> list[int]:
+        """Return the sizes of an axis that divide a number of devices, and the model's parts."""
+        return [n for n in divisors(count) if self._divides(axis, n)]
 
     def _is_useful(self, axis: str) -> bool:
         return axis != "expert" or self.config.model.moe.experts > 0
@@ -238,21 +242,3 @@ class Space:
         if not ENGINES[engine].takes(key) and value != get(self.config, key):
             return f"not for the {engine} engine"
         return ""
-
-    def is_empty(self) -> bool:
-        """Return whether no mesh has an engine and a schedule."""
-        return not any(
-            self.repeats(schedule, stages)
-            for stages in {grid.size("stage") for grid in self.grids()}
-            for _, schedule in self.pipelines(stages)
-        )
-
-    def emptying(self) -> list[str]:
-        """Return the keys of which the given values leave nothing: single ones, or else all."""
-        alone = [
-            key
-            for key, values in self.choices.items()
-            if replace(self, choices={key: values}, fixed=()).is_empty()
-        ]
-        narrowing = (*MESH_KEYS, "pipeline.engine", SCHEDULE, REPEATS)
-        return alone or [key for key in self.choices if key in narrowing]

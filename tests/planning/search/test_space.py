@@ -41,32 +41,3 @@ def test_repeats_that_a_schedule_does_not_have_are_counted_if_fixed_and_not_trie
     choices = {"pipeline.num_repeats": [4]}
     assert space_of(choices).repeats("1f1b", 2) == [1]
     assert space_of(choices, fixed=()).repeats("1f1b", 2) == []
-
-
-@pytest.mark.parametrize(
-    ("choices", "keys"),
-    [
-        ({"mesh.ici.fsdp": [2], "mesh.ici.stage": [3]}, ["mesh.ici.stage"]),
-        ({"mesh.ici.fsdp": [4], "mesh.ici.stage": [2]}, ["mesh.ici.fsdp", "mesh.ici.stage"]),
-        (
-            {
-                "pipeline.engine": ["sequential"],
-                "pipeline.remat_policy": ["full"],
-                "mesh.ici.stage": [2],
-            },
-            ["pipeline.engine", "mesh.ici.stage"],
-        ),
-        (
-            {
-                "mesh.ici.stage": [2],
-                "pipeline.schedule": ["gpipe"],
-                "pipeline.num_repeats": [2],
-            },
-            ["mesh.ici.stage", "pipeline.schedule", "pipeline.num_repeats"],
-        ),
-    ],
-)
-def test_emptying_names_the_key_that_leaves_no_mesh_or_those_that_do_together(choices, keys):
-    space = space_of(choices, fixed=())
-    assert space.is_empty()
-    assert space.emptying() == keys

@@ -1,0 +1,39 @@
+"""Check, before JAX is imported, that there is a compiler for what --compile and --probe ask."""
+
+import argparse
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from maxpipe.compiling.prediction.constants import constants_of
+from maxpipe.config.errors import Problem
+from maxpipe.config.imports import install_command
+from maxpipe.planning.search.machine import Machine
+
+FINALISTS = 3  # compiled by default
+
+
+def number_compiled(flags: argparse.Namespace) -> int:
+    """Return how many rows are compiled."""
+    if flags.compile is not None:
+        return int(flags.compile)
+    return 0 if flags.closed else FINALISTS
+
+
+def compiler_problems(flags: argparse.Namespace, machine: Machine) -> Iterator[Problem]:
+    """Yield why --compile or --probe have nothing to compile, or no times to read off it.
+
+    Args:
+      flags: as they were given; `compile` is None where it was not.
+      machine: the devices.
+    """
+    missing = f"there is no compiler at hand for {machine.topology}; leave it out"
+    if flags.compile and not machine.is_compilable:
+        yield Problem("--compile", missing)
+    if flags.probe and not machine.is_compilable:
+        yield Problem("--probe", missing)
+    elif flags.probe and constants_of(machine.chip) is None:
+        clock = f"since the clock of {machine.chip.name} is"
+        yield Problem("--probe", f"the compiler's times are unknown, {clock}; leave it out")
+    if number_compiled(flags) and machine.is_compilable and find_spec("libtpu") is None:
+        remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
+        yield Problem("--compile", f"needs libtpu: {remedy}")
