@@ -200,7 +200,9 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     files = ["--write", str(best), "--html", str(page)]
     assert plan.main([*command, "--fix", "pipeline.schedule=lockstep_1f1b", *files]) == 3
     printed = capsys.readouterr().out
-    assert "nothing fits: the least needs" in printed
+    assert re.search(
+        r"nothing fits: by closed forms the least is \S+ GiB a device, and 85\.", printed
+    )
     assert "closed forms alone\n" in printed
     assert f"not written {best}: nothing fits" in printed
     assert not best.exists()
@@ -332,7 +334,16 @@ def test_files_that_were_read_are_not_replaced(tmp_path, capsys):
 def test_nothing_fits_on_eight_gpus_and_no_more_are_proposed(capsys):
     words = ["llama3-405b", "--topology", "H100:8", "--fix", "pipeline.schedule=lockstep_1f1b"]
     assert plan.main(words) == 3
-    assert "nothing fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "nothing fits" in printed
+    assert printed.endswith("found to be no help, each alone: fewer tokens, offloading\n")
+
+
+def test_kinds_of_remedies_for_which_there_was_no_time_are_named(capsys, monkeypatch):
+    monkeypatch.setattr("maxpipe.planning.search.remedies.SECONDS", 0.0)
+    assert plan.main([*ON_FOUR, "--tokens-per-step", "4Mi"]) == 3
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("not tried to the end, for lack of time: fewer tokens, ")
 
 
 def test_batches_double_up_to_the_largest_that_is_asked_for(monkeypatch):

@@ -104,31 +104,33 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
-    would_fit = ["what would fit:", *(f"  {remedy}" for remedy in plan.remedies)]
-    if compiled := sum(row.proof is not None for row in plan.misfits):
+    """Return why nothing fits, and what would."""
+    capacity, misfits = plan.request.machine.capacity, plan.misfits
+    if compiled := sum(row.proof is not None for row in misfits):
         others = "and there are no others"
         if plan.uncompiled:
             others = f"{plan.uncompiled} others were not compiled: --compile {2 * compiled}"
-        line = f"none of the {compiled} compiled fits; {others}"
-        would_fit[0] = "what would fit by closed forms:"
-        return [line, *would_fit] if plan.remedies else [line]
-    if probed := [row.probed.memory for row in plan.misfits if row.probed]:
+        lines, by = [f"none of the {compiled} compiled fits; {others}"], " by closed forms"
+    elif probed := [row.probed.memory for row in misfits if row.probed]:
         line = f"none of the {len(probed)} probed fits, and there are no others: "
-        capacity = plan.request.machine.capacity
         if capacity is not None and min(probed) <= capacity:
             line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
-        would_fit[0] = "what would fit by closed forms:"
-        line += "compile them whole, without --probe"
-        return [line, *would_fit] if plan.remedies else [line]
-    least, limit = plan.outcome.least, plan.request.limit
-    if least is None:
+        lines, by = [f"{line}compile them whole, without --probe"], " by closed forms"
+    elif (least := plan.outcome.least) is None:
         return ["nothing is legal; the lines above say why"]
-    needed = f"the least needs {least.memory / GIB:.3g} GiB a device by closed forms"
-    usable = f" of the {limit / GIB:.3g} that it may use" if limit else ""
-    lines = [f"nothing fits: {needed}{usable}: {least.mesh_text()}, {least.schedule_text()}"]
-    if plan.remedies:
-        return [*lines, *would_fit]
-    return [*lines, "neither fewer tokens, nor more chips, nor offloading alone was found to fit"]
+    else:
+        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
+        usable = f", and {limit / GIB:.3g} may be used" if limit else ""
+        what = f"{least.mesh_text()}, {least.schedule_text()}"
+        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+    would_fit, vain, unfinished = plan.remedies
+    if would_fit:
+        lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
+    elif vain:
+        lines.append(f"found to be no help, each alone: {', '.join(vain)}")
+    if unfinished:
+        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
+    return lines
 
 
 def _print(text: str) -> None:

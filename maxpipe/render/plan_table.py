@@ -127,7 +127,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "rows": [_row_json(plan, row) for row in plan.rows],
         "misfits": [_row_json(plan, row) for row in plan.misfits],
         "own": _row_json(plan, plan.own) if isinstance(plan.own, Row) else plan.own or None,
-        "remedies": list(plan.remedies),
+        "remedies": list(plan.remedies.lines),
         "slice_costs": [cost._asdict() for cost in plan.slices],
     }
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -45,6 +45,23 @@ class SliceCost(NamedTuple):
     chip_seconds: float
 
 
+class Remedies(NamedTuple):
+    """What was searched where nothing fits.
+
+    Attributes:
+      lines: what would fit.
+      vain: kinds of remedies of which all were tried and nothing fits.
+      unfinished: kinds whose time was over before that.
+    """
+
+    lines: Sequence[str] = ()
+    vain: Sequence[str] = ()
+    unfinished: Sequence[str] = ()
+
+
+_UNSEARCHED = Remedies()
+
+
 @dataclass(frozen=True)
 class Plan:
     """The result.
@@ -69,7 +86,7 @@ class Plan:
     rows: Sequence[Row] = ()
     misfits: Sequence[Row] = ()
     own: Row | str = ""
-    remedies: Sequence[str] = field(default=())
+    remedies: Remedies = _UNSEARCHED
     uncompiled: int = 0
     slices: Sequence[SliceCost] = ()
 

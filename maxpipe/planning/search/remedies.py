@@ -2,79 +2,79 @@
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.planning.search.attempts import Attempt, attempts_of
 from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.plan import Plan, problem_of
+from maxpipe.planning.search.plan import Plan, Remedies, problem_of
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.search import fitting_of_blocks
-from maxpipe.planning.search.smallest import Note, holds_state, larger_slices
+from maxpipe.planning.search.smallest import Note, holds_state
 
-SECONDS = 20.0  # of all searches for remedies
-POLICY = "pipeline.remat_policy"
+SECONDS = 20.0  # of all searches for remedies together
 MARGIN = "--memory-margin"
 _MARGIN_STEP = 5  # per cent
 
 
-def remedies(plan: Plan, facts: Facts, note: Note) -> list[str]:
+def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     """Return what would fit where nothing does, each found by a search of its own.
 
-    Where closed forms let pass what the compiler refuses, they are searched with a margin by which
-    they refuse it, too.
+    Each kind of remedy has an equal share of the time that those before it leave. Where closed
+    forms let pass what the compiler refuses, they are searched with a margin by which they refuse
+    it, too.
 
     Args:
       plan: in which nothing fits.
       facts: of the model.
       note: prints a line.
     """
-    request, flag, lines = plan.request, "", []
-    trial = _Trial(facts, note, time.perf_counter() + SECONDS)
+    request, flag = plan.request, ""
+    kinds: dict[str, list[Attempt]] = {}
     if any(map(_is_refused, plan.misfits)):
         margin = refusing_margin(plan)
         if margin is None:
-            return []
+            return Remedies()
         request, flag = replace(request, margin=margin), f" {MARGIN} {margin:.0%}"
-        if trial.fits(request, flag.strip()):
-            lines.append(f"others that need less:{flag}")
-    # A smaller batch leaves parameters, optimizer state and gradients as large as they are.
-    for batch in _smaller_batches(min(request.batches)) if holds_state(request, facts) else ():
-        key = f"data.global_batch_size={batch}{flag}"
-        if trial.fits(request.with_batches([batch]), key):
-            tokens = batch * request.config.data.sequence_length
-            instead = "in place of the batch that is given"
-            lines.append(f"fewer tokens: {key}, {tokens} tokens a step, {instead}")
-            break
-    for topology in larger_slices(request):
-        larger = request.on(topology)
-        if holds_state(larger, facts) and trial.fits(larger, f"--topology {topology}{flag}"):
-            lines.append(f"more chips: --topology {topology}{flag}")
-            break
-    for policy in _offloading_policies(request) if holds_state(request, facts) else ():
-        fixed = f"--fix {POLICY}={policy}{flag}"
-        offloads = replace(request, choices={**request.choices, POLICY: [policy]})
-        if trial.fits(offloads, fixed):
-            with_host = "with the host's memory; how fast that is the plan does not know"
-            lines.append(f"offloading: {fixed}, {with_host}")
-            break
-    return lines
+        kinds["others that need less"] = [Attempt(request, flag.strip())]
+    kinds |= attempts_of(request, flag)
+    # Without more chips, parameters, optimizer state and gradients stay as large as they are.
+    useful = {
+        kind: [attempt for attempt in attempts if holds_state(attempt.request, facts)]
+        for kind, attempts in kinds.items()
+    }
+    lines: list[str] = []
+    vain = [kind for kind, attempts in useful.items() if not attempts]
+    unfinished: list[str] = []
+    useful = {kind: attempts for kind, attempts in useful.items() if attempts}
+    end = time.perf_counter() + SECONDS
+    for number, (kind, attempts) in enumerate(useful.items()):
+        left = max(end - time.perf_counter(), 0.0)
+        trial = _Trial(facts, note, left / (len(useful) - number))
+        fitting = next((a for a in attempts if trial.fits(a.request, a.words)), None)
+        if fitting is not None:
+            lines.append(f"{kind}: {fitting.words}{fitting.remark}")
+        else:
+            (unfinished if trial.is_over else vain).append(kind)
+    return Remedies(lines, vain, unfinished)
 
 
-@dataclass
 class _Trial:
     """Searches for anything that fits, until a time is over.
 
-    Attributes:
+    Args:
       facts: of the model.
       note: prints a line.
-      deadline: by `time.perf_counter`.
+      seconds: of all searches.
+
+    Attributes:
+      is_over: whether the time was over before the end of a search.
     """
 
-    facts: Facts
-    note: Note
-    deadline: float
+    def __init__(self, facts: Facts, note: Note, seconds: float):
+        self._facts, self._note, self._seconds = facts, note, seconds
+        self._deadline = time.perf_counter() + seconds
+        self.is_over = False
 
     def fits(self, request: Request, words: str) -> bool:
         """Return whether something fits that passes the configuration's checks.
@@ -83,17 +83,18 @@ class _Trial:
           request: what is searched.
           words: that ask for it.
         """
-        if time.perf_counter() > self.deadline:
+        if self.is_over:
             return False
-        self.note(f"trying      {words}")
+        self._note(f"trying      {words}")
         batches = [*request.batches]
         for candidates in fitting_of_blocks(
-            request.space(), request.machine, self.facts, batches, request.limit
+            request.space(), request.machine, self._facts, batches, request.limit
         ):
             if any(problem_of(c.config(request.config), request) is None for c in candidates):
                 return True
-            if time.perf_counter() > self.deadline:
-                self.note(f"            left off after {SECONDS:.0f} s")
+            if time.perf_counter() > self._deadline:
+                self._note(f"            left off after {self._seconds:.0f} s")
+                self.is_over = True
                 return False
         return False
 
@@ -114,16 +115,3 @@ def refusing_margin(plan: Plan) -> float | None:
 def _is_refused(row: Row) -> bool:
     """Return whether the compiler has said that a row, or a unit of it, does not fit."""
     return row.probed is not None or (row.proof is not None and not row.proof.failure)
-
-
-def _smaller_batches(batch: int) -> Iterator[int]:
-    while batch > 1:
-        batch //= 2
-        yield batch
-
-
-def _offloading_policies(request: Request) -> list[str]:
-    """Return the policies that offload; none where the user chose policies."""
-    if POLICY in request.choices:
-        return []
-    return [name for name, policy in REMAT_POLICIES.items() if policy.host]

@@ -74,9 +74,9 @@ class Request:
         is_tpu = machine.tpu is not None
         return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu, self.fixed)
 
-    def on(self, topology: str) -> "Request":
-        """Return the same request for another slice."""
-        machine = machine_of(topology, self.machine.slices, self.config)
+    def on(self, topology: str, slices: int | None = None) -> "Request":
+        """Return the same request for another slice; for as many of them if no number is given."""
+        machine = machine_of(topology, slices or self.machine.slices, self.config)
         config = placed(self.config, machine)
         return dataclasses.replace(self, machine=machine, config=config)
 

@@ -1,11 +1,10 @@
-"""Find the smallest slice of a kind that trains a model, and the slices above one."""
+"""Find the smallest slice of a kind that trains a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.slices import num_chips, slices_of
+from maxpipe.config.slices import num_chips
 from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import CPU, MOST_GPUS
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.request import Request
 
@@ -49,7 +48,7 @@ def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
 
 def _promising_slices(request: Request, facts: Facts) -> Iterator[str]:
     """Yield the slices whose memory is large enough for the state alone."""
-    return _doubling([t for t in request.smallest if holds_state(request.on(t), facts)])
+    return doubling([t for t in request.smallest if holds_state(request.on(t), facts)])
 
 
 def holds_state(request: Request, facts: Facts) -> bool:
@@ -58,7 +57,7 @@ def holds_state(request: Request, facts: Facts) -> bool:
     return limit is None or limit * request.machine.devices >= facts.least_state_bytes()
 
 
-def _doubling(topologies: Sequence[str]) -> Iterator[str]:
+def doubling(topologies: Sequence[str]) -> Iterator[str]:
     """Yield slices that at least double, after the first few.
 
     Args:
@@ -70,18 +69,3 @@ def _doubling(topologies: Sequence[str]) -> Iterator[str]:
         if number < TRIED_SLICES or chips >= 2 * last:
             last = chips
             yield topology
-
-
-def larger_slices(request: Request) -> Iterator[str]:
-    """Yield the next slices of the same kind, or more GPUs; simulated devices have no memory."""
-    machine = request.machine
-    kind, _, _ = machine.topology.partition(":")
-    if machine.chip.torus is not None:
-        chips = num_chips(machine.topology)
-        larger = [t for t in slices_of(kind) if num_chips(t) > chips]
-        yield from [*_doubling(larger)][:TRIED_SLICES]
-    elif kind != CPU:
-        count = 2 * machine.devices
-        while count <= MOST_GPUS:
-            yield f"{kind}:{count}"
-            count *= 2

@@ -7,7 +7,8 @@ import pytest
 from maxpipe.config import ConfigError, Problem
 from maxpipe.planning.search import plan as plans
 from maxpipe.planning.search import remedies as module
-from maxpipe.planning.search.plan import make_plan
+from maxpipe.planning.search.attempts import attempts_of, more_chips
+from maxpipe.planning.search.plan import Remedies, make_plan
 from maxpipe.planning.search.remedies import refusing_margin, remedies
 from maxpipe.planning.search.rows import Proof
 
@@ -23,7 +24,7 @@ def test_remedies_say_what_is_tried(request_and_facts):
     request, facts = request_and_facts
     lines = []
     plan = make_plan(on_capacity(request, 0.9, facts), facts)
-    found = remedies(plan, facts, lines.append)
+    found = remedies(plan, facts, lines.append).lines
     assert plan.winner is None
     assert lines[0] == "trying      data.global_batch_size=32"
     assert lines[-1].startswith("trying      --topology v5e:")
@@ -31,21 +32,64 @@ def test_remedies_say_what_is_tried(request_and_facts):
     assert found[1].startswith("more chips: --topology v5e:")
 
 
-def test_remedies_end_when_their_time_is_over(request_and_facts, monkeypatch):
+def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enough(
+    request_and_facts, monkeypatch
+):
     request, facts = request_and_facts
+    request = dataclasses.replace(request, choices={"pipeline.schedule": ["lockstep_1f1b"]})
     plan = make_plan(on_capacity(request, 0.9, facts), facts)
     ticks = iter(range(10**6))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(module, "SECONDS", 3.0)
+    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]] * 100)
+    monkeypatch.setattr(module, "SECONDS", 90.0)
     lines = []
-    assert remedies(plan, facts, lines.append) == []
-    assert lines == ["trying      data.global_batch_size=32", "            left off after 3 s"]
+    kinds = ["fewer tokens", "more chips", "offloading"]
+    assert remedies(plan, facts, lines.append) == Remedies([], [], kinds)
+    first = [f"trying      {kind[0].words}" for kind in attempts_of(plan.request).values()]
+    assert [line for line in lines if "left off" not in line] == first
+    shares = [int(line.split()[-2]) for line in lines if "left off" in line]
+    assert shares == pytest.approx([30] * 3, abs=5)
+
+
+def test_remedies_that_were_searched_to_the_end_or_cannot_help_are_in_vain(
+    request_and_facts, monkeypatch
+):
+    request, facts = request_and_facts
+    plan = make_plan(on_capacity(request, 0.9, facts), facts)
+    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]])
+    lines = []
+    assert remedies(plan, facts, lines.append) == Remedies([], ["fewer tokens", "more chips"], [])
+    # On devices that cannot hold the state only more of them are tried.
+    least = 0.5 * facts.least_state_bytes() / request.machine.devices
+    machine = request.machine._replace(capacity=least)
+    small = dataclasses.replace(plan, request=dataclasses.replace(request, machine=machine))
+    lines.clear()
+    assert remedies(small, facts, lines.append) == Remedies([], ["fewer tokens", "more chips"], [])
+    assert all(line.startswith("trying      --topology ") for line in lines)
+
+
+def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_and_facts):
+    request, _ = request_and_facts
+    machines = [*more_chips(request.on("v5e:8x8"))]
+    slices = [("v5e:16x16", 2), ("v5e:16x16", 4), ("v5e:16x16", 8)]
+    assert [(on.machine.topology, on.machine.slices) for _, on in machines] == [
+        ("v5e:8x16", 1),
+        ("v5e:16x16", 1),
+        *slices,
+    ]
+    assert machines[2][0] == "--topology v5e:16x16 compile.num_slices=2"
+    assert machines[2][1].config.compile.num_slices == 2
+    several = [on.machine for _, on in more_chips(request.on("v5e:16x16", 2))]
+    assert [(m.topology, m.slices) for m in several] == [("v5e:16x16", 2 * n) for _, n in slices]
+    gpus = [words for words, _ in more_chips(request.on("H100:2"))]
+    assert gpus == ["--topology H100:4", "--topology H100:8"]
+    assert [*more_chips(request.on("cpu:2"))] == []
 
 
 def test_remedies_pass_the_configurations_checks(request_and_facts, monkeypatch):
     request, facts = request_and_facts
     plan = make_plan(on_capacity(request, 0.96, facts), facts)
-    fewer, more = remedies(plan, facts, lambda line: None)
+    fewer, more = remedies(plan, facts, lambda line: None).lines
     assert fewer.startswith("fewer tokens: data.global_batch_size=2,")
     assert more.startswith("more chips: ")
 
@@ -54,7 +98,7 @@ def test_remedies_pass_the_configurations_checks(request_and_facts, monkeypatch)
             raise ConfigError(Problem("data", "is refused"))
 
     monkeypatch.setattr(plans, "resolve", resolve)
-    (fewer,) = remedies(plan, facts, lambda line: None)
+    (fewer,) = remedies(plan, facts, lambda line: None).lines
     assert fewer.startswith("fewer tokens: data.global_batch_size=1,")
 
 
