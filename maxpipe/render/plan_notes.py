@@ -75,8 +75,8 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
     excess = chosen.per_sequence / chosen.predicted_per_sequence - 1
     rows = "1 row that was" if faster == 1 else f"{faster} rows that were"
     return [
-        f"the compiler takes {chosen.seconds:.4g} s for the chosen row, {abs(excess):.0%} "
-        f"{'more' if excess >= 0 else 'less'} than {before}; {rows} not compiled may be faster: "
+        f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {abs(excess):.0%} "
+        f"{'more' if excess >= 0 else 'less'} than by {before}; {rows} not compiled may be faster: "
         f"--compile {compiled + min(faster, _MORE)} compares them"
     ]
 
