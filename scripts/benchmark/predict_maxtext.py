@@ -134,6 +134,11 @@ CASES = {
                 "pipeline.remat_policy=minimal",
                 "pipeline.scan_layers=false",
             ),
+            "sequential, none, unrolled": (
+                *MAXPIPE_FSDP,
+                "pipeline.remat_policy=none",
+                "pipeline.scan_layers=false",
+            ),
         },
     ),
 }

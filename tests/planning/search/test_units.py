@@ -97,3 +97,15 @@ def test_attention_computes_the_masked_half_of_the_blocks_on_the_diagonal():
     block = tokens * flops / machine.attention_peak() / 8  # an eighth of a sequence
     assert large - small == pytest.approx(3 * block)
     assert whole - small == pytest.approx(7 * block)
+
+
+@pytest.mark.parametrize(("engine", "schedule"), [("sequential", ""), ("mpmd", "1f1b")])
+def test_logits_move_through_memory_besides_the_heads_products(engine, schedule):
+    """Products take no time, and weights are read once whatever the number of tokens."""
+    machine = machine_of("v5p:2x2x2", 1, Config())._replace(peak=1e30)
+    mesh = {"stage": 1} if engine == "sequential" else {}
+    fixed = {"model.vocab_size": 4096, "model.logit_tiles": 1}
+    sizes = sizes_of(engine, schedule, mesh=mesh, fixed=fixed, num_microbatches=[4, 8])
+    heads = np.broadcast_to(units_of(sizes, machine).head, (2, 1, 1, 1, 3))[:, 0, 0, 0, 0]
+    tokens = np.broadcast_to(sizes.tokens, (2, 1, 1, 1, 1)).reshape(-1)
+    assert heads[0] - heads[1] == pytest.approx(16 * 4096 * (tokens[0] - tokens[1]) / machine.hbm)
