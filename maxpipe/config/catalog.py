@@ -186,7 +186,7 @@ class RematPolicy:
       device: names of tensors saved on the device.
       host: names of tensors saved in the host's memory.
       everything: whether all intermediate values are saved, whatever their names; weights, copies
-        of them, and results of element-wise operations are not.
+        of them, and results of element-wise operations but sums are not.
       by_tensor: whether `pipeline.remat_tensors` says which tensors are saved.
       on_device: for a policy that offloads, the policy that saves the same tensors on the device.
     """

@@ -143,15 +143,21 @@ def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store(policy):
     assert (three - two) / layer == pytest.approx(8)
 
 
-@pytest.mark.parametrize(("has_norm", "tpu_memory"), [(False, None), (True, None), (False, 95e9)])
-def test_none_saves_little_but_results_of_products(has_norm, tpu_memory):
-    """Norms, rotations and gates, in float32 or arrays of their own, are computed again."""
+@pytest.mark.parametrize(
+    ("has_norm", "tpu_memory", "more"),
+    [(False, None, 0.15), (True, None, 0.2), (False, 95e9, 0.01)],
+)
+def test_none_saves_little_but_results_of_products(has_norm, tpu_memory, more):
+    """Norms, rotations and gates, in float32 or arrays of their own, are computed again.
+
+    Without a TPU's rotations there are sums of halves.
+    """
     values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
     none, minimal = (
         estimate(config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory).activations
         for policy in ("none", "minimal")
     )
-    assert minimal == pytest.approx(none, rel=0.02)
+    assert minimal <= none <= (1 + more) * minimal
 
 
 @pytest.mark.parametrize(
