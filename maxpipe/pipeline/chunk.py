@@ -64,8 +64,8 @@ _COPIES = frozenset(
 # What reads their results computes them again within itself, sooner than it would read a copy. In
 # norms and rotations they are float32, twice as large as what they are made of. What a barrier
 # makes an array of its own is element-wise as well. Comparisons are not among them: a mask takes a
-# byte, and random bits of which it is made four. Nor are sums: XLA adds terms before it rounds them,
-# and what is saved of the terms is rounded.
+# byte, and random bits of which it is made four. Nor are sums: XLA adds terms before it rounds
+# them, and what is saved of the terms is rounded.
 _ELEMENTWISE = frozenset(
     {
         "abs",
