@@ -18,6 +18,7 @@ from maxpipe.planning.search.pricing import Priced, price
 from maxpipe.planning.search.space import Grid, Space
 
 FITTING_OF_BLOCK = 12  # of the fastest that fit
+NEARLY = 1.01  # times the fastest: less than closed forms can tell
 
 
 @dataclass
@@ -113,9 +114,8 @@ def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None
     if count := int(too_large.sum()):
         outcome.fallen["memory: more than the limit"] += count
     at = np.flatnonzero(fits)
-    # Of equally fast ones first the one with fewer tiles, then the one of less memory.
     tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
-    order = np.lexsort((memory[at], tiles[at], np.round(per_sequence[at], 9)))
+    order = _ranked(per_sequence[at], tiles[at], memory[at], has_limit=limit is not None)
     fitting = at[order][:FITTING_OF_BLOCK]
     outcome.fastest = min([outcome.fastest, *per_sequence[fitting]])
     at = np.flatnonzero(too_large & (per_sequence < outcome.fastest))
@@ -125,6 +125,21 @@ def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None
     least = int(np.argmin(np.where(legal, memory, math.inf)))
     if outcome.least is None or memory[least] < outcome.least.memory:
         outcome.least = candidate_of(block, least, memory, priced.seconds, facts)
+
+
+def _ranked(
+    seconds: np.ndarray, tiles: np.ndarray, memory: np.ndarray, *, has_limit: bool
+) -> np.ndarray:
+    """Return the places of the fastest first; of equally fast ones of fewer tiles, of less memory.
+
+    Without a limit that keeps memory in bounds, the one of least memory stands for all that are
+    nearly as fast as the fastest.
+    """
+    if has_limit:
+        return np.lexsort((memory, tiles, np.round(seconds, 9)))
+    nearly = seconds <= NEARLY * seconds.min(initial=math.inf)
+    order = np.lexsort((tiles, memory, np.where(nearly, 0.0, seconds)))
+    return np.concatenate([order[:1], order[nearly.sum() :]]) if nearly.any() else order
 
 
 def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:

@@ -223,6 +223,21 @@ def test_every_candidate_is_kept_priced_or_counted_as_fallen(config, facts):
     )
 
 
+def test_without_a_limit_of_memory_the_smallest_of_those_nearly_as_fast_is_kept(config, facts):
+    space, machine = Space(config, 8, 1, {}), machine_of("cpu:8", 1, config)
+
+    def first_of_blocks(limit):
+        fitting = search(space, machine, facts, [32], limit).fitting
+        return {(c.grid, c.engine, c.schedule, c.scans): c for c in reversed(fitting)}
+
+    small, fast = first_of_blocks(None), first_of_blocks(1e15)
+    assert small.keys() == fast.keys()
+    for block, candidate in small.items():
+        assert candidate.memory <= fast[block].memory
+        assert candidate.per_sequence <= 1.01 * fast[block].per_sequence
+    assert any(c.memory < 0.9 * fast[block].memory for block, c in small.items())
+
+
 def test_sizes_vary_along_their_own_dimension(config, facts):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
