@@ -64,6 +64,7 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
         [" sequential, minimal ", " 0.2 ", " 5 ", " 0.500 "],
         [" sequential, save_dot_except_mlp, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
         [" sequential, minimal, unrolled ", " 0.2 ", " 5 ", " 0.500 "],
+        [" sequential, none, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
     ]
     (_, theirs), _, (_, ours), *_ = commands
     assert theirs[1:3] == [str(SCRIPT), "--inside"]
