@@ -87,7 +87,7 @@ def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
 def _policy(policy: RematPolicy) -> str:
     """Return what a rematerialisation policy saves, in words."""
     if policy.everything:
-        return "saves all but what is element-wise and no sum"
+        return "saves all but element-wise results; sums are saved"
     if policy.by_tensor:
         return "as pipeline.remat_tensors says"
     if policy.saves_nothing:
