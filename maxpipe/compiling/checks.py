@@ -71,20 +71,23 @@ def _resolved(loaded: Loaded) -> Config:
 
 def _check_tuning(config: Config, flags: argparse.Namespace) -> None:
     """Raise ConfigError if the flags of a compiler cannot be tuned, or more is asked for."""
-    others = {
-        "compile.save": config.compile.save,
-        "--hlo": flags.hlo,
-        "--profile": flags.profile,
-        "--profile-trace": flags.profile_trace,
-        "--programs": flags.programs,
-        UNITS: flags.units,
-    }
+    others = _of_one_program(config, flags) | {"--programs": flags.programs, UNITS: flags.units}
     message = "is for a single compilation; leave it out, or --tune-flags"
     problems = [Problem(key, message) for key, value in others.items() if value]
     if reason := unpredictable(config.compile.topology):
         problems.append(Problem("--tune-flags", reason))
     if problems:
         raise ConfigError(*problems)
+
+
+def _of_one_program(config: Config, flags: argparse.Namespace) -> dict[str, str | None]:
+    """Return the files that only a train step in one program can fill, by key or flag."""
+    return {
+        "compile.save": config.compile.save,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
+    }
 
 
 def _check_one_program(config: Config, flags: argparse.Namespace) -> None:
@@ -97,15 +100,9 @@ def _check_one_program(config: Config, flags: argparse.Namespace) -> None:
 
 
 def _check_several_programs(config: Config, flags: argparse.Namespace) -> None:
-    files = {
-        "compile.save": config.compile.save,
-        "--hlo": flags.hlo,
-        "--profile": flags.profile,
-        "--profile-trace": flags.profile_trace,
-    }
     problems = [
         Problem(key, "is for a train step in one program; --programs DIR writes those of a step")
-        for key, file in files.items()
+        for key, file in _of_one_program(config, flags).items()
         if file
     ]
     if flags.programs and flags.units:

@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.config.errors import Problem
-from maxpipe.config.imports import install_command
+from maxpipe.config.imports import install_command, is_installed
 from maxpipe.planning.search.machine import Machine
 
 FINALISTS = 3  # compiled by default
@@ -34,6 +33,6 @@ def compiler_problems(flags: argparse.Namespace, machine: Machine) -> Iterator[P
     elif flags.probe and constants_of(machine.chip) is None:
         clock = f"since the clock of {machine.chip.name} is"
         yield Problem("--probe", f"the compiler's times are unknown, {clock}; leave it out")
-    if number_compiled(flags) and machine.is_compilable and find_spec("libtpu") is None:
+    if number_compiled(flags) and machine.is_compilable and not is_installed("libtpu"):
         remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
         yield Problem("--compile", f"needs libtpu: {remedy}")

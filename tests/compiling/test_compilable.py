@@ -17,7 +17,7 @@ def problems_of(topology, **given):
 
 @pytest.fixture(autouse=True)
 def libtpu(monkeypatch):
-    monkeypatch.setattr(compilable, "find_spec", lambda name: name)
+    monkeypatch.setattr(compilable, "is_installed", lambda name: True)
 
 
 @pytest.mark.parametrize("topology", ["cpu:4", "H100:4"])
@@ -38,7 +38,7 @@ def test_probes_need_a_chip_whose_clock_is_known():
 
 
 def test_libtpu_is_asked_for_where_something_is_compiled(monkeypatch):
-    monkeypatch.setattr(compilable, "find_spec", lambda name: None)
+    monkeypatch.setattr(compilable, "is_installed", lambda name: False)
     (problem,) = problems_of("v5p:2x2x1")
     assert problem.startswith("--compile: needs libtpu: pip install ")
     assert "--no-compile" in problem

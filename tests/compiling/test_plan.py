@@ -40,7 +40,7 @@ def compilers(monkeypatch):
         calls.append(("whole", imports))
         return Proof(1e9, float(len(calls)), True, "", 1.0)
 
-    monkeypatch.setattr("maxpipe.compiling.compilable.find_spec", lambda name: name)
+    monkeypatch.setattr("maxpipe.compiling.compilable.is_installed", lambda name: True)
     monkeypatch.setattr(probing, "probe_figures", figures)
     monkeypatch.setattr(proof, "compile_configuration", compile_whole)
     return calls
