@@ -43,6 +43,7 @@ from maxpipe.pipeline.chunk import (
     layer_function,
     remat_policy,
 )
+from maxpipe.pipeline.collective_order import needs_order
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,
@@ -123,6 +124,7 @@ class ScheduledEngine(SpmdEngine):
             num_stages=inputs.layout.num_stages,
             delayed=table.forwarding_delay == 2,
             skip_idle=skips_idle(inputs.config, inputs.mesh),
+            in_order=needs_order(inputs.mesh),
             idle_fill=idle_fill,
         )
         # XLA's partitioner would give every device the whole of an array that is not filled.

@@ -43,6 +43,7 @@ from jax import lax
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.collective_order import after
 from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.scheduled.carry import (
     Carry,
@@ -78,6 +79,7 @@ from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp
 
 Result = TypeVar("Result")
+Tree = TypeVar("Tree")  # an array or a pytree of arrays
 Operands = TypeVarTuple("Operands")
 
 
@@ -89,6 +91,7 @@ class Settings:
       num_stages: S.
       delayed: transfers take a tick longer.
       skip_idle: a conditional skips idle slots; otherwise they are computed and masked.
+      in_order: collectives wait for each other, see `collective_order`.
       idle_fill: what idle slots return; but for 0, what stores hold at first, too, and tests fill
         them with NaN. With 0 stores may hold anything.
     """
@@ -96,6 +99,7 @@ class Settings:
     num_stages: int
     delayed: bool
     skip_idle: bool
+    in_order: bool
     idle_fill: float = 0.0
 
 
@@ -152,13 +156,15 @@ class StageProgram:
         """
         # This stage's indices as arrays over ticks; the only thing that differs between stages.
         column = plan.column(lax.axis_index("stage"))
+        whole = self.layers, self.outer, self.before_weights
+        carry = carry._replace(activations=self._after(carry.activations, whole))
         for number, (start, stop) in enumerate(plan.phases):
             # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
             tick = partial(self._tick, phase, vjp)
             with jax.named_scope(f"phase_{number}"):
                 carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
-        return carry
+        return self._after(carry, carry.gradients, carry.layer_gradients)
 
     def _tick(
         self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
@@ -193,6 +199,7 @@ class StageProgram:
         if (phase.ends.head >= 0).any():
             assert y is not None
             carry, head_gradient = self._head(vjp is not None, carry, tick, y)
+        tick = self._after(tick, y, head_gradient)
 
         # 4. B slot: a chunk's backward, from the head's gradient or an arrived one.
         if has_B:
@@ -200,6 +207,7 @@ class StageProgram:
             if residuals is None:
                 residuals = read_all(carry.residuals, tick.B.residuals)
             carry, dx = self._backward(phase, vjp, carry, tick, residuals, head_gradient)
+            tick = self._after(tick, dx)
 
         # 5. W slot: the weight gradients that an I, perhaps this tick's, has left.
         if has_W:
@@ -214,6 +222,7 @@ class StageProgram:
 
         # 7. Transfers: y to the next stage, dx to the previous one.
         carry = self._transfer(phase, carry, tick, y, dx)
+        tick = self._after(tick, carry.activations, carry.gradients)
 
         # 8. What the first chunk's dx gives the weights before it. With a frozen table and no
         # layers before the pipeline it leads to none.
@@ -428,6 +437,8 @@ class StageProgram:
                 outgoing_gradient=gradient if dx is None else dx,
             )
         # All stages send and receive; what no unit will read goes to the scratch slot.
+        computed = y, dx, carry.loss, carry.layer_gradients
+        activation, gradient = self._after((activation, gradient), *computed)
         if phase.activations_arrive:
             assert activation is not None
             store = write(carry.activations, tick.F.arrival, ring(activation, size, +1))
@@ -457,6 +468,10 @@ class StageProgram:
 
     def _microbatch(self, index: PlanArray) -> Batch:
         return microbatches.column(self.batch, jnp.asarray(index))
+
+    def _after(self, values: Tree, *earlier: object) -> Tree:
+        """Return `values`, with `in_order` once `earlier` has been computed."""
+        return after(values, *earlier) if self.settings.in_order else values
 
     def _unless_idle(
         self, active: PlanArray, compute: Callable[[*Operands], Result], *operands: *Operands

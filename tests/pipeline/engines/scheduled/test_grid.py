@@ -115,6 +115,29 @@ def test_gradients_of_split_backwards_equal_sequential(case):
     check(case)
 
 
+# Its gathers of whole weights, its loops and its head have collectives of the same kind, which CPU
+# devices would mix up if nothing kept them in order.
+MANY_COLLECTIVES = SPLIT | {
+    "stages": 4,
+    "repeats": 2,
+    "microbatches": 4,
+    "packed": False,
+    "dropout": 0.2,
+    "uneven": True,
+    "tiled": True,
+    "remat": "none",
+    "remat_of": "",
+    "skip_idle": False,
+    "gather": "once",
+    "outside": "1 after",
+}
+
+
+@pytest.mark.slow
+def test_gradients_with_many_collectives_at_once_equal_sequential():
+    check(MANY_COLLECTIVES)
+
+
 PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
 
 
