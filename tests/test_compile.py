@@ -415,7 +415,9 @@ class TestTpu:
             BASE,
             "compile.topology=v5p:2x2x1",
             *NARROW,
-            "model.num_layers=4",
+            "mesh.ici.stage=1",
+            "mesh.ici.data=2",
+            "model.num_layers=1",
             "model.moe.experts=8",
             "model.moe.mlp_dim=256",
             f"model.moe.dispatch={dispatch}",
@@ -439,7 +441,7 @@ class TestTpu:
     def test_compile_with_per_repeat_gathers_holds_two_weight_sets_or_three_without_slack(
         self, tmp_path, microbatches, sets
     ):
-        width, hidden = 1024, 4096
+        width, hidden = 512, 2048
         words = (
             "compile.topology=v5p:2x2x2",
             "mesh.ici.stage=4",
@@ -448,9 +450,9 @@ class TestTpu:
             "model.num_layers=8",
             f"model.embed_dim={width}",
             f"model.mlp_dim={hidden}",
-            "model.num_query_heads=8",
-            "model.num_kv_heads=8",
-            "model.vocab_size=1024",
+            "model.num_query_heads=4",
+            "model.num_kv_heads=4",
+            "model.vocab_size=512",
             "model.dtype=float32",
             "data.sequence_length=128",
             f"pipeline.num_microbatches={microbatches}",
