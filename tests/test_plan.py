@@ -331,17 +331,21 @@ def test_files_that_were_read_are_not_replaced(tmp_path, capsys):
     assert file.read_text() == "base: base.yml\n"
 
 
-def test_nothing_fits_on_eight_gpus_and_no_more_are_proposed(capsys):
+def test_nothing_fits_on_eight_gpus_and_no_more_are_proposed(tmp_path, capsys):
+    file = tmp_path / "plan.json"
     words = ["llama3-405b", "--topology", "H100:8", "--fix", "pipeline.schedule=lockstep_1f1b"]
-    assert plan.main(words) == 3
+    assert plan.main([*words, "--json", str(file)]) == 3
+    assert json.loads(file.read_text())["remedies_in_vain"] == ["fewer tokens", "offloading"]
     printed = capsys.readouterr().out
     assert "nothing fits" in printed
     assert printed.endswith("found to be no help, each alone: fewer tokens, offloading\n")
 
 
-def test_kinds_of_remedies_for_which_there_was_no_time_are_named(capsys, monkeypatch):
+def test_kinds_of_remedies_for_which_there_was_no_time_are_named(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "plan.json"
     monkeypatch.setattr("maxpipe.planning.search.remedies.SECONDS", 0.0)
-    assert plan.main([*ON_FOUR, "--tokens-per-step", "4Mi"]) == 3
+    assert plan.main([*ON_FOUR, "--tokens-per-step", "4Mi", "--json", str(file)]) == 3
+    assert "fewer tokens" in json.loads(file.read_text())["remedies_unfinished"]
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("not tried to the end, for lack of time: fewer tokens, ")
 

@@ -128,6 +128,8 @@ def as_json(plan: Plan) -> dict[str, object]:
         "misfits": [_row_json(plan, row) for row in plan.misfits],
         "own": _row_json(plan, plan.own) if isinstance(plan.own, Row) else plan.own or None,
         "remedies": list(plan.remedies.lines),
+        "remedies_in_vain": list(plan.remedies.vain),
+        "remedies_unfinished": list(plan.remedies.unfinished),
         "slice_costs": [cost._asdict() for cost in plan.slices],
     }
 
