@@ -93,7 +93,7 @@ def loops_with(scope, **values):
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_all_transfers_of_a_tick_arrive_before_the_gradient_of_the_embedding(prefetch):
+def test_all_transfers_of_a_tick_arrive_before_the_gradient_of_the_embedding(prefetch, as_on_tpus):
     """A conditional with collectives: no transfer is on its way during it on a TPU."""
     values = {"pipeline.skip_idle": "false", "pipeline.fsdp_prefetch": str(prefetch).lower()}
     waits = []
