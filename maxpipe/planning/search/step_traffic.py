@@ -26,9 +26,11 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     if not sizes.engine.has_stages:
         several = 1.0 * (sizes.microbatches > 1)
         sums = several * 3 * FLOAT32 * parameters.at_rest / wide
-        # Every microbatch begins with gradients of zero, and the sums begin so, too.
+        # With a loop over layers every microbatch begins with gradients of zero, and the sums over
+        # microbatches begin so, too.
         zeros = parameters.at_rest / machine.zeros_rate
-        return seconds + sizes.microbatches * (sums + zeros) + several * zeros
+        stacks = sizes.microbatches * (not sizes.is_unrolled)
+        return seconds + sizes.microbatches * sums + (stacks + several) * zeros
     zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
     by_layer = sizes.engine.is_differentiated and sizes.config.pipeline.scan_layers_per_stage
     if sizes.engine.one_program and (sizes.block.grid.size("tensor") > 1 or by_layer):

@@ -25,6 +25,7 @@ class Traffic(NamedTuple):
 
     Attributes:
       written, read: residuals, by F to a store and by the backward from it.
+      stashed, unstashed: what a weight gradient needs, by I to a store and by W from it.
       forward, backward: weights that a unit casts, copies and gathers for itself.
       keys: keys and values of whole sequences, which their owners send in another order.
       rows, row_gradients: rows of experts and their results, brought into order by F and by the
@@ -34,6 +35,8 @@ class Traffic(NamedTuple):
 
     written: Number
     read: Number
+    stashed: Number
+    unstashed: Number
     forward: Number
     backward: Number
     keys: Number
@@ -58,7 +61,8 @@ def layer_traffic(
     # Programs of their own hand residuals over, and unrolled layers keep no stores.
     has_stores = sizes.engine.one_program and not sizes.is_unrolled
     each = has_stores * residual_seconds(sizes, machine, stored)
-    forward, backward = _weights(sizes, machine, parameters)
+    stash = has_stores * sizes.splits_backward * residual_seconds(sizes, machine, sizes.stash)
+    forward, backward = _weights(sizes, machine, parameters, layer)
     copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")
     sequence = sizes.itemsize * sizes.tokens * context * layer.key_values * (context > 1)
@@ -67,6 +71,8 @@ def layer_traffic(
         # What makes residuals writes them into the store; what reads them gets a copy.
         written=each,
         read=2 * each,
+        stashed=stash,
+        unstashed=2 * stash,
         forward=forward + copied,
         backward=backward + copied,
         # Once to the order of tokens and once to that of the kernel, each read and written.
@@ -82,7 +88,9 @@ def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Num
     return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
 
 
-def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tuple[Number, Number]:
+def _weights(
+    sizes: BlockSizes, machine: Machine, parameters: Parameters, layer: LayerCosts
+) -> tuple[Number, Number]:
     """Return the seconds in which F, and the backward, prepare the weights of a layer."""
     size, rate = sizes.itemsize, machine.stream_rate(sizes.itemsize)
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
@@ -90,8 +98,11 @@ def _weights(sizes: BlockSizes, machine: Machine, parameters: Parameters) -> tup
     gathered = each * is_gathered * size * parameters.layer_gathered / rate
     if sizes.is_written_out:
         stored = itemsize(sizes.config.model.param_dtype)
-        cast = (stored + size) * parameters.layer_at_rest / machine.stream_rate(FLOAT32)
-        return gathered + each * cast, gathered + each * cast
+        # Products cast what they read; collectives and the kernels of experts do not.
+        count = parameters.layer_at_rest if is_gathered else layer.expert_weights
+        cast = (stored + size) * count / machine.stream_rate(FLOAT32)
+        prepared = gathered + each * cast
+        return prepared, prepared
     if not sizes.engine.has_stages:
         return gathered * sizes.gathers_of_unit(), gathered * (1.0 - sizes.keeps_gathered)
     once = sizes.gathers("once")
@@ -130,9 +141,13 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
         part, whole = parameters.layer_at_rest, parameters.layer_gathered
         sent_on = np.maximum(whole - 2 * part, 0.0)
         ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * sent_on
-        return 3 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
+        # What makes gradients adds them to the sums.
+        return 2 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
     if not sizes.engine.has_stages:
-        return (sizes.itemsize + FLOAT32) * count  # the loop over layers puts them into a stack
+        # The loop over layers puts them into a stack. Of unrolled layers what adds them to the sums
+        # over microbatches reads them, see `step_traffic`.
+        is_added = sizes.is_unrolled * np.greater(sizes.microbatches, 1)
+        return (1.0 - is_added) * (sizes.itemsize + FLOAT32) * count
     return (2 * FLOAT32 + sizes.itemsize) * count
 
 

@@ -82,15 +82,17 @@ def test_every_engine_of_one_program_is_priced(priced):
     assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
 
 
-def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
+@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
+def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced, schedule):
     """What differs is the bubble and the communication, and at most rounding of work by shares."""
     times = {
-        (each.block.schedule, each.block.grid): float(each.seconds.products[each.legal].min())
+        each.block.grid: float(each.seconds.products[each.legal].min())
         for each in priced
         if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
-        and each.block.engine == "scheduled"
+        and each.block.schedule == schedule
     }
-    assert max(times.values()) < 1.2 * min(times.values())
+    assert len(times) > 1
+    assert max(times.values()) < 1.1 * min(times.values())
 
 
 EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}

@@ -145,7 +145,7 @@ def test_a_slower_head_is_divided_among_the_stages_of_a_lockstep_step(model):
         slower = figures | {last: figures[last]._replace(seconds=figures[last].seconds + 1.0)}
         steps[name] = probing.seconds(slower).step - probing.seconds(figures).step
     assert 8 / 4 <= steps["lockstep"] < 8
-    assert steps["mpmd"] >= 8
+    assert steps["mpmd"] > 8 - 1e-9
 
 
 def test_what_a_probed_unit_works_with_counts(model):

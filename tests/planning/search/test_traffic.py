@@ -41,6 +41,38 @@ def test_residuals_are_written_to_a_store_and_copied_out_of_it_in_one_program(en
     assert value(traffic.read) == pytest.approx(2 * expected)
 
 
+@pytest.mark.parametrize(
+    ("engine", "schedule", "is_stored"),
+    [("scheduled", "lockstep_zb", 1), ("scheduled", "lockstep_1f1b", 0), ("mpmd", "zb_h1", 0)],
+)
+def test_what_a_weight_gradient_needs_goes_through_a_store_in_one_program(
+    engine, schedule, is_stored
+):
+    sizes = sizes_of(engine, schedule)
+    traffic = traffic_of(sizes)
+    each = sizes.itemsize * sizes.tokens * sizes.stash / MACHINE.stream_rate(sizes.itemsize)
+    assert value(each) > 0
+    assert value(traffic.stashed) == pytest.approx(is_stored * value(each))
+    assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each))
+
+
+@pytest.mark.parametrize(("fsdp", "is_cast"), [(1, 0), (2, 1)])
+def test_lockstep_casts_weights_where_they_are_gathered(fsdp, is_cast):
+    mesh = {"data": 1, "fsdp": fsdp}
+    choices = {"mesh": mesh, "fsdp_gather": ["per_iteration"]}
+    sizes = sizes_of("scheduled", "lockstep_1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
+    gathered = sizes.itemsize * sizes.parameters.layer_gathered * is_cast
+    cast = is_cast * (4 + sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+    expected = gathered / MACHINE.stream_rate(sizes.itemsize) + cast
+    assert value(traffic_of(sizes).forward) == pytest.approx(expected)
+
+
+def test_lockstep_adds_gradients_to_their_sums_where_they_are_made():
+    sizes = sizes_of("scheduled", "lockstep_1f1b", fsdp_gather=["once"])
+    expected = 8 * sizes.parameters.layer_gathered / WIDE  # a sum is read and written
+    assert value(traffic_of(sizes).gradients) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("scans", [True, False])
 def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop(scans):
     choices = {"scan_layers": [scans], "remat_policy": ["none"]}
@@ -85,6 +117,18 @@ def test_sequential_sums_gradients_of_several_microbatches_from_zeros():
     zeros, sums = parameters / MACHINE.zeros_rate, 12 * parameters / WIDE
     assert four - two == pytest.approx(2 * (sums + zeros))
     assert two - one == pytest.approx(2 * sums + 2 * zeros)
+
+
+def test_gradients_of_unrolled_layers_go_from_products_to_the_sums_over_microbatches():
+    choices = {"scan_layers": [False], "num_microbatches": [1, 2, 4]}
+    sizes = sizes_of("sequential", "", mesh={"stage": 1}, **choices)
+    one, two, four = np.broadcast_to(once_seconds(sizes, MACHINE), (3, 1, 1, 1, 1)).reshape(-1)
+    parameters = sizes.parameters.at_rest
+    zeros, sums = parameters / MACHINE.zeros_rate, 12 * parameters / WIDE
+    assert four - two == pytest.approx(2 * sums)
+    assert two - one == pytest.approx(2 * sums + zeros)
+    gradients = np.broadcast_to(traffic_of(sizes).gradients, (3, 1, 1, 1, 1)).reshape(-1)
+    assert gradients[0] > 0 == gradients[1] == gradients[2]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +196,9 @@ def test_experts_are_copied_unless_they_are_those_of_a_single_layer(fsdp, layers
     )
     assert sizes.layer.expert_weights == 4 * 3 * 64 * 64
     copied = 2 * sizes.itemsize * sizes.layer.expert_weights / MACHINE.stream_rate(sizes.itemsize)
-    cast = (4 + sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+    # Products cast what they read themselves.
+    count = sizes.parameters.layer_at_rest if fsdp > 1 else sizes.layer.expert_weights
+    cast = (4 + sizes.itemsize) * count / WIDE
     gathered = sizes.itemsize * sizes.parameters.layer_gathered * (fsdp > 1)
     before = cast + gathered / MACHINE.stream_rate(sizes.itemsize)
     traffic = traffic_of(sizes)
