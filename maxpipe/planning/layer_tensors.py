@@ -133,14 +133,14 @@ class Layer:
 
     @cached_property
     def flops_by_width(self) -> Mapping[float, float]:
-        """Return the FLOPs per token of a forward by the width of the widest operand or result.
+        """Return the FLOPs per token of a forward by the width of operands and result together.
 
         Those are of products with weights, without experts' rows.
         """
         flops: dict[float, float] = {}
         for product in self.products:
             if product.has_weight and product.result.name != GROUPED:
-                width = max(product.result.width, *(v.width for v in product.operands))
+                width = product.result.width + sum(v.width for v in product.operands)
                 flops[width] = flops.get(width, 0.0) + product.flops
         return flops
 

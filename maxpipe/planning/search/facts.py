@@ -74,7 +74,7 @@ class LayerCosts(NamedTuple):
     Attributes:
       weight_flops, attention_flops: of a forward.
       expert_flops: those among weight_flops of rows with the weights of their experts.
-      flops_by_width: the others, by the width of the widest operand or result of their products.
+      flops_by_width: the others, by the width of the operand and the result of their products.
       expert_weights: weights of the device's experts.
       results: width of what its products make.
       elementwise: width of what its norms and sums make.

@@ -18,9 +18,9 @@ from maxpipe.planning.stores import FLOAT32, Number
 # What a logit takes between the products of the head, as bytes of a device's memory: by XLA's
 # estimates of 2048 x 151936 logits 14 on v5p and 17 on v5e.
 _LOGIT_BYTES = 16
-# Products of activations that a chip's vector memory cannot hold take longer: by XLA's estimates on
-# v5p and v6e about a quarter.
-_VECTOR_MEMORY = 128 * 2**20
+# Products whose activations, operand and result together, are larger than this take about a quarter
+# longer by XLA's estimates on v5p and v6e, whose vector memory is 128 MiB.
+_LARGE = 168 * 2**20
 _OF_LARGE = 1.25
 
 
@@ -147,13 +147,13 @@ def _layer(
 
 
 def _product_flops(layer: LayerCosts, bytes_of_width: Number) -> Number:
-    """Return FLOPs per token of products with weights, those of large activations counted for more.
+    """Return FLOPs per token of products with weights; those of large activations count for more.
 
     Args:
       layer: of the model.
       bytes_of_width: bytes of a microbatch's activations of width 1.
     """
     return sum(
-        flops * np.where(width * bytes_of_width < _VECTOR_MEMORY, 1.0, _OF_LARGE)
+        flops * np.where(width * bytes_of_width < _LARGE, 1.0, _OF_LARGE)
         for width, flops in layer.flops_by_width
     )
