@@ -6,7 +6,7 @@ split over devices as the dimension of the weight that it comes from.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -130,19 +130,6 @@ class Layer:
     def expert_flops(self) -> float:
         """Return the FLOPs among `weight_flops` of rows with the weights of their experts."""
         return sum(p.flops for p in self.products if p.result.name == GROUPED)
-
-    @cached_property
-    def flops_by_width(self) -> Mapping[float, float]:
-        """Return the FLOPs per token of a forward by the width of operands and result together.
-
-        Those are of products with weights, without experts' rows.
-        """
-        flops: dict[float, float] = {}
-        for product in self.products:
-            if product.has_weight and product.result.name != GROUPED:
-                width = product.result.width + sum(v.width for v in product.operands)
-                flops[width] = flops.get(width, 0.0) + product.flops
-        return flops
 
     @cached_property
     def activation_flops(self) -> float:

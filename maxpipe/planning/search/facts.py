@@ -4,7 +4,6 @@ Reading a model takes JAX, which traces one layer on shapes. Nothing after that 
 serve every candidate that splits the model alike.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -74,7 +73,6 @@ class LayerCosts(NamedTuple):
     Attributes:
       weight_flops, attention_flops: of a forward.
       expert_flops: those among weight_flops of rows with the weights of their experts.
-      flops_by_width: the others, by the width of the operand and the result of their products.
       expert_weights: weights of the device's experts.
       results: width of what its products make.
       elementwise: width of what its norms and sums make.
@@ -86,7 +84,6 @@ class LayerCosts(NamedTuple):
     weight_flops: float
     attention_flops: float
     expert_flops: float
-    flops_by_width: Sequence[tuple[float, float]]
     expert_weights: float
     results: float
     elementwise: float
@@ -219,7 +216,6 @@ class Facts:
                 layer.weight_flops / split,
                 layer.activation_flops / split,
                 expert_flops,
-                [(width, flops / split) for width, flops in layer.flops_by_width.items()],
                 expert_flops / used if used else 0.0,
                 layer.result_width,
                 layer.elementwise_width - layer.gathered_width,

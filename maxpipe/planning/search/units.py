@@ -7,7 +7,7 @@ import numpy as np
 from maxpipe.planning.prefetch import IDLE_SHARE
 from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
 from maxpipe.planning.search.block import along
-from maxpipe.planning.search.facts import Facts, LayerCosts
+from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.seconds import ATTENTION_BACKWARD, Units, roofline
@@ -18,10 +18,6 @@ from maxpipe.planning.stores import FLOAT32, Number
 # What a logit takes between the products of the head, as bytes of a device's memory: by XLA's
 # estimates of 2048 x 151936 logits 14 on v5p and 17 on v5e.
 _LOGIT_BYTES = 16
-# Products whose activations, operand and result together, are larger than this take about a quarter
-# longer by XLA's estimates on v5p and v6e, whose vector memory is 128 MiB.
-_LARGE = 168 * 2**20
-_OF_LARGE = 1.25
 
 
 class _Layer(NamedTuple):
@@ -120,7 +116,7 @@ def _layer(
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
     # Experts run in kernels, whose share of the peak is taken to be that of attention's.
     of_experts = layer.expert_flops / machine.attention_peak()
-    others = _product_flops(layer, tokens * size) / peak
+    others = (layer.weight_flops - layer.expert_flops) / peak
     products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
@@ -143,17 +139,4 @@ def _layer(
         + traffic.stashed
         + traffic.backward,
         np.maximum(products, written) + traffic.unstashed + traffic.gradients,
-    )
-
-
-def _product_flops(layer: LayerCosts, bytes_of_width: Number) -> Number:
-    """Return FLOPs per token of products with weights; those of large activations count for more.
-
-    Args:
-      layer: of the model.
-      bytes_of_width: bytes of a microbatch's activations of width 1.
-    """
-    return sum(
-        flops * np.where(width * bytes_of_width < _LARGE, 1.0, _OF_LARGE)
-        for width, flops in layer.flops_by_width
     )
