@@ -30,10 +30,23 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
     """Return the seconds of all that is no waiting and no bubble."""
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
-    # One program divides the layers outside among the stages.
-    share = sizes.stages if sizes.engine.one_program else 1
-    outside = (sizes.outside * units.layer + first_layers(sizes, machine)) / share
+    outside = sizes.outside * units.layer + first_layers(sizes, machine)
+    outside = outside * _share_of_outside(sizes)
     return count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
+
+
+def _share_of_outside(sizes: BlockSizes) -> Number:
+    """Return which part of the work of layers outside the pipeline a device has.
+
+    One program divides it among the stages. Lockstep engines divide the sequences of a microbatch,
+    each of which is on one stage, and pad them to as many on every stage.
+    """
+    if not sizes.engine.one_program:
+        return 1.0
+    if not sizes.engine.lockstep:
+        return 1.0 / sizes.stages
+    rows = np.maximum(np.floor(sizes.rows), 1.0)
+    return np.ceil(rows / sizes.stages) / rows
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

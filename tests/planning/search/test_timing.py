@@ -6,7 +6,9 @@ from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
 from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.timing import step_seconds
+from maxpipe.planning.search.units import units_of
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())
 
@@ -57,3 +59,27 @@ def test_every_tile_of_logits_reads_the_head_and_adds_to_its_gradients(
     assert sixteen - four == pytest.approx(runs * 12 * (read + added))
     # A single tile has nothing to add to, but the sum over microbatches.
     assert four - one == pytest.approx(runs * (3 * read + 4 * added))
+
+
+@pytest.mark.parametrize(
+    ("engine", "schedule", "shares"),
+    [
+        ("scheduled", "lockstep_1f1b", [1 / 4, 1 / 2, 1]),  # sequences are not divided
+        ("circular", "circular", [1 / 4, 1 / 4, 1 / 4]),
+        ("mpmd", "1f1b", [1, 1, 1]),
+    ],
+)
+def test_layers_outside_a_pipeline_are_divided_among_the_stages_by_sequences(
+    engine, schedule, shares
+):
+    """Of four, two and one sequences a device on four stages."""
+    microbatches = [8, 16, 32]
+    sizes = sizes_of(engine, schedule, num_microbatches=microbatches, remat_policy=["full"])
+    with_outside = sizes.block._replace(outside=np.array([2]))
+    without, with_two = (
+        step_seconds(each, MACHINE).products[:, 0, 0, 0, 0]
+        for each in (sizes, BlockSizes(with_outside, sizes.facts, None))
+    )
+    layer = units_of(sizes, MACHINE).layer[:, 0, 0, 0, 0]
+    expected = 2 * layer * np.array(microbatches) * shares
+    np.testing.assert_allclose(with_two - without, expected)
