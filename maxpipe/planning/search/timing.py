@@ -45,7 +45,7 @@ def _share_of_outside(sizes: BlockSizes) -> Number:
         return 1.0
     if not sizes.engine.lockstep:
         return 1.0 / sizes.stages
-    rows = np.maximum(np.floor(sizes.rows), 1.0)
+    rows = np.floor(sizes.rows)  # at least one
     return np.ceil(rows / sizes.stages) / rows
 
 

@@ -199,6 +199,7 @@ class StageProgram:
         if (phase.ends.head >= 0).any():
             assert y is not None
             carry, head_gradient = self._head(vjp is not None, carry, tick, y)
+        # Slots read their indices from the tick, so that those that follow wait.
         tick = self._after(tick, y, head_gradient)
 
         # 4. B slot: a chunk's backward, from the head's gradient or an arrived one.
