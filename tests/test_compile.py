@@ -464,4 +464,5 @@ class TestTpu:
             report, _ = report_of(tmp_path, BASE, *words, *words_of_gather)
             temp[gather] = report["memory"]["temp_bytes"]
         one_set = 4 * (4 * width * width + 3 * width * hidden)  # a layer on each stage
-        assert 0 < temp["per_repeat"] - temp["per_iteration"] <= sets * one_set
+        # Gathers of every iteration hold a set as well.
+        assert 0 < temp["per_repeat"] - temp["per_iteration"] <= (sets - 1) * one_set
