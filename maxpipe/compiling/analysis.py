@@ -111,7 +111,7 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
         needed=float(compiler.total),
         flops=program_flops(step.jaxpr, runs),
         collectives=find_collectives(parse(hlo), mesh, runs),
-        compile_seconds=step.seconds,
+        compile_times=step.times,
         hlo=hlo,
     )
     chip = chip_for(report.device_kind)

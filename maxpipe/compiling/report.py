@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob
@@ -28,6 +29,30 @@ class CompilerMemory:
         return self.arguments + self.temp + self.program + self.results
 
 
+class CompileTimes(NamedTuple):
+    """Seconds in which a program was made.
+
+    Attributes:
+      tracing: of the Python code, to a jaxpr.
+      lowering: of the jaxpr, to StableHLO.
+      compiling: by XLA.
+    """
+
+    tracing: float
+    lowering: float
+    compiling: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of all parts."""
+        return sum(self)
+
+    def line(self) -> str:
+        """Return the line of a report."""
+        parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self._asdict().items())
+        return f"compiled    in {self.total:.0f} s: {parts}"
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything that `maxpipe.compile` prints.
@@ -49,7 +74,7 @@ class Report:
       bounds: None if the device's figures are unknown.
       predicted: the step by the compiler's own estimates; None for devices other than TPUs.
       timeline: what `predicted` sums up; None if there is none.
-      compile_seconds: tracing and compilation.
+      compile_times: None if the compiler gave up.
       knobs: ways to save memory, if it does not fit.
       gains: ways to use the memory that is left, if it fits.
       hlo: text of the optimized program.
@@ -73,7 +98,7 @@ class Report:
     bounds: Bounds | None = None
     predicted: Prediction | None = None
     timeline: Timeline | None = None
-    compile_seconds: float = 0.0
+    compile_times: CompileTimes | None = None
     knobs: Sequence[Knob] = ()
     gains: Sequence[Gain] = ()
     hlo: str = ""
@@ -91,7 +116,7 @@ class Report:
         for name in ("arguments", "temp", "program"):
             memory[f"{name}_bytes"] = getattr(self.compiler, name) if self.compiler else None
         memory |= {"needed_bytes": self.needed, "capacity_bytes": self.capacity}
-        units = self.predicted.units if self.predicted else None
+        units, times = self.predicted.units if self.predicted else None, self.compile_times
         bounds = None
         if self.bounds:
             bounds = {
@@ -117,7 +142,8 @@ class Report:
             "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
             "predicted": self.predicted.as_json() if self.predicted else None,
             "schedule_words": units.words() if units else None,
-            "compile_seconds": self.compile_seconds,
+            "compile_seconds": times.total if times else None,
+            "compile_times": times._asdict() if times else None,
             "knobs": [asdict(k) for k in self.knobs],
             "gains": [asdict(gain) for gain in self.gains],
         }
@@ -132,7 +158,7 @@ class Report:
         return [
             device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
             f"pipeline    {pipeline}",
-            f"compiled    in {self.compile_seconds:.0f} s",
+            *([self.compile_times.line()] if self.compile_times else []),
             *self._memory_lines(),
             *self._flop_lines(),
             *self._collective_lines(),

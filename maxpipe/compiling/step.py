@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.compiling.report import CompilerMemory
+from maxpipe.compiling.report import CompilerMemory, CompileTimes
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
 
@@ -50,12 +51,12 @@ class CompiledStep:
     Attributes:
       jaxpr: before partitioning.
       executable: the compiled program.
-      seconds: tracing and compilation.
+      times: that it took.
     """
 
     jaxpr: ClosedJaxpr
     executable: jax.stages.Compiled
-    seconds: float
+    times: CompileTimes
 
     def text(self) -> str:
         """Return the optimized HLO.
@@ -100,7 +101,6 @@ def compile_step(
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
     """
-    started = time.perf_counter()
     sharding = NamedSharding(mesh, trainer.batch_spec)
     shape = (config.data.global_batch_size, config.data.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32)
@@ -109,14 +109,19 @@ def compile_step(
         for name, dtype in (dtypes | {"weights": jnp.float32}).items()
     }
     note(f"{'tracing':<12}the train step")
+    moments = [time.perf_counter()]
     traced = trainer.jitted_step.trace(trainer.abstract_state(), batch)
+    moments.append(time.perf_counter())
     try:
         lowered = traced.lower()
+        moments.append(time.perf_counter())
         with progress("compiling", note):
             executable = lowered.compile({**options} if options else None)
+        moments.append(time.perf_counter())
     except jax.errors.JaxRuntimeError as error:
         raise (out_of_memory(str(error)) or error) from None
-    return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)
+    times = CompileTimes(*(end - begin for begin, end in pairwise(moments)))
+    return CompiledStep(traced.jaxpr, executable, times)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from maxpipe.compiling.knobs import Gain, Knob, gains, knobs
 from maxpipe.compiling.links import LinkUse
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.units import UnitSeconds
-from maxpipe.compiling.report import CompilerMemory, Report, size
+from maxpipe.compiling.report import CompilerMemory, CompileTimes, Report, size
 from maxpipe.compiling.step import growing_silences, progress
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
@@ -51,7 +51,7 @@ def report(needed=90 * GIB, **values):
         "model_flops": 1e15,
         "collectives": [Collective("all-gather", "fsdp", "ici", 4, 2**20, 2**21)],
         "bounds": None,
-        "compile_seconds": 3.0,
+        "compile_times": CompileTimes(1.0, 0.5, 1.5),
     }
     return Report(**(facts | values))
 
@@ -88,6 +88,14 @@ def test_report_names_the_links_and_their_times():
     assert [use["links"] for use in report(links=links).as_json()["links"]] == [2, None]
 
 
+def test_report_says_where_the_time_to_compile_went():
+    assert (
+        "compiled    in 60 s: tracing 6, lowering 4, compiling 50"
+        in report(compile_times=CompileTimes(6.0, 4.0, 50.0)).lines()
+    )
+    assert not [line for line in report(compile_times=None).lines() if "compiled " in line]
+
+
 def test_as_json_has_every_number():
     data = report().as_json()
     assert data["memory"] == {
@@ -108,6 +116,7 @@ def test_as_json_has_every_number():
         3.0,
         True,
     )
+    assert data["compile_times"] == {"tracing": 1.0, "lowering": 0.5, "compiling": 1.5}
     assert data["collectives"][0]["axes"] == "fsdp"
 
 
