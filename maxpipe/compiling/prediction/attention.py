@@ -7,8 +7,9 @@ from maxpipe.compiling.hlo import Computation, Instruction
 from maxpipe.planning.jaxpr_flops import visible_blocks
 
 _NAME = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-# Matrix products in each kernel: forward, gradient for queries, gradients for keys and values.
-_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# Matrix products over the channels of queries, and over those of values, in each kernel: forward,
+# gradient for queries, gradients for keys and values.
+_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 # The blocks of a kernel, in tokens, as JAX writes them next to it: their names end with its word,
 # those of the forward with none. Where it writes none, the option's default is assumed.
 _DEFAULT_BLOCK = 512
@@ -30,17 +31,18 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
       kernel: one for which `is_attention` holds.
 
     Returns:
-      None if its operands are not queries and keys.
+      None if its operands are not queries, keys and values.
     """
     named = _NAME.search(kernel.name)
     types = [
         computation.instructions[n].type for n in kernel.operands if n in computation.instructions
     ]
-    # Queries [B, H, T, C] come first, then keys [B, KV, S, C]; what precedes them is of the mask.
+    # First come operands of the mask, then queries [B, H, T, C], keys [B, KV, S, C] and values
+    # [B, KV, S, V].
     floats = [index for index, text in enumerate(types) if _FLOATS.match(text)]
-    if named is None or len(floats) < 2:
+    if named is None or len(floats) < 3:
         return None
-    queries, keys = (_sizes(_FLOATS, types[index]) for index in floats[:2])
+    queries, keys, values = (_sizes(_FLOATS, types[index]) for index in floats[:3])
     masks = [_sizes(_MASK, text) for text in types[: floats[0]] if _MASK.match(text)]
     suffix = "" if named[1] == "fwd" else f"_{named[1]}"
     block_q, block_k = (
@@ -54,7 +56,9 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
     elif masks and masks[0][-2] * block_q < queries[-2]:
         reach = masks[0][-2] * block_q
     met = _keys_met(keys[-2], block_q, block_k, reach)
-    return 2.0 * math.prod(queries) * met * _PRODUCTS[named[1]]
+    of_queries, of_values = _PRODUCTS[named[1]]
+    channels = of_queries * queries[-1] + of_values * values[-1]
+    return 2.0 * math.prod(queries[:-1]) * met * channels
 
 
 def _keys_met(length: int, block_q: int, block_k: int, reach: int) -> float:

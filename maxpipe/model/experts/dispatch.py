@@ -81,27 +81,55 @@ def spread(x: jax.Array, places: Places) -> jax.Array:
 
 
 def _spread_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
-    rows = jnp.take(gradient, places.rows, axis=0, mode="fill", fill_value=0)  # [N, k, D]
-    summed = jnp.sum(rows.astype(jnp.float32), axis=1)  # [N, k, D] -> [N, D]
-    return summed.astype(gradient.dtype), _no_gradient(places)
+    return add_up(gradient, places), _no_gradient(places)
 
 
 spread.defvjp(lambda x, places: (spread(x, places), places), _spread_backward)
 
 
 @jax.custom_vjp
-def collect(rows: jax.Array, places: Places) -> jax.Array:
-    """Return the row of each assignment, [P, D] -> [N, k, D], or zeros; inverts `spread`."""
-    return jnp.take(rows, places.rows, axis=0, mode="fill", fill_value=0)
+def add_up(rows: jax.Array, places: Places, weights: jax.Array | None = None) -> jax.Array:
+    """Return the sum of each token's rows, [P, D] -> [N, D], computed in float32.
+
+    Args:
+      rows: of assignments; those without one are not read.
+      places: of the rows.
+      weights: float32 [N, k], that rows are multiplied by; 1 if None.
+    """
+    # The assignments of a token are not neighbours: TPUs add whole arrays faster than parts of one.
+    of_tokens = _of_assignments(rows, places.rows.T).astype(jnp.float32)  # [k, N, D]
+    if weights is not None:
+        of_tokens = of_tokens * weights.T[:, :, None]
+    return jnp.sum(of_tokens, axis=0).astype(rows.dtype)
 
 
-def _collect_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
-    flat = gradient.reshape(-1, gradient.shape[-1])  # [A, D]
-    rows = jnp.take(flat, places.assignments, axis=0, mode="fill", fill_value=0)  # [P, D]
-    return rows, _no_gradient(places)
+def _add_up_forward(
+    rows: jax.Array, places: Places, weights: jax.Array | None = None
+) -> tuple[jax.Array, tuple[jax.Array, Places, jax.Array | None]]:
+    return add_up(rows, places, weights), (rows, places, weights)
 
 
-collect.defvjp(lambda rows, places: (collect(rows, places), places), _collect_backward)
+def _add_up_backward(
+    saved: tuple[jax.Array, Places, jax.Array | None], gradient: jax.Array
+) -> tuple[jax.Array, Places, jax.Array | None]:
+    rows, places, weights = saved
+    of_rows = spread(gradient, places)  # [N, D] -> [P, D]
+    if weights is None:
+        return of_rows, _no_gradient(places), None
+    of_rows = of_rows.astype(jnp.float32)
+    of_weights = jnp.sum(rows.astype(jnp.float32) * of_rows, axis=1)  # [P]
+    # Of rows without an assignment the gradient is zero, whatever the kernel left there.
+    by_row = jnp.take(weights, places.assignments, mode="fill", fill_value=0)  # [N, k] -> [P]
+    of_rows = (of_rows * by_row[:, None]).astype(rows.dtype)
+    return of_rows, _no_gradient(places), _of_assignments(of_weights, places.rows)
+
+
+add_up.defvjp(_add_up_forward, _add_up_backward)
+
+
+def _of_assignments(rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return rows [P, ...] in the order of `indices`, zeros for those beyond the last."""
+    return jnp.take(rows, indices, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp

@@ -23,7 +23,7 @@ from jax import lax
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import DISPATCHES
 from maxpipe.config.sections.experts import MoEConfig
-from maxpipe.model.experts.dispatch import Layout, Places, collect, spread
+from maxpipe.model.experts.dispatch import Layout, Places, add_up, spread
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, MultiplyFn
 from maxpipe.sharding.collectives import (
     EXPERT_AXIS,
@@ -132,9 +132,8 @@ def _sent(experts: ExpertsFn, transport_for: Callable[[jax.Array, int], Transpor
             for a in (x_there, choice_there, combine_there)
         )
         y = experts(x_there, choice_there, combine_there, weights)
-        # 3. Back, and summed: [n B, T, D] -> [R, D] -> [N, n, D] -> [B, T, D].
-        parts = collect(back(y.reshape(-1, width)), places).astype(jnp.float32)
-        return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
+        # 3. Back, and summed: [n B, T, D] -> [R, D] -> [N, D] -> [B, T, D].
+        return add_up(back(y.reshape(-1, width)), places).reshape(x.shape)
 
     return run
 

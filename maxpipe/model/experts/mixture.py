@@ -19,7 +19,7 @@ from maxpipe.config.catalog import EXPERT_CHOICE
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import LayoutFn, layout_for, within_capacity
-from maxpipe.model.experts.dispatch import Layout, Places, add_bias, arrange, collect, spread
+from maxpipe.model.experts.dispatch import Layout, Places, add_bias, add_up, arrange, spread
 from maxpipe.model.experts.router import losses, route
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
@@ -87,10 +87,8 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         hidden = gate_up(gate, up)
         down = project(hidden, weights.down, weights.down_bias)  # [P, D]
         down = checkpoint_name(down, "mlp_down")
-        # 3. The weighted sum of a token's rows, in float32: [P, D] -> [N, k, D] -> [B, T, D].
-        outputs = collect(down, places).astype(jnp.float32)
-        y = jnp.sum(outputs * combine.reshape(-1, per_token, 1), axis=1)
-        return y.astype(x.dtype).reshape(x.shape)
+        # 3. The weighted sum of a token's rows: [P, D] -> [N, D] -> [B, T, D].
+        return add_up(down, places, combine.reshape(-1, per_token)).reshape(x.shape)
 
     return run
 

@@ -178,9 +178,14 @@ def _attend_rows(
 
 
 def _filled_up(x: jax.Array) -> jax.Array:
-    """Return [..., C] with zeros up to a multiple of `LANES`, which change no product."""
-    missing = -x.shape[-1] % LANES
+    """Return [..., C] with zeros up to `filled(C)` channels, which change no product."""
+    missing = filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def filled(channels: int) -> int:
+    """Return the channels that the kernel computes with: a multiple of `LANES`."""
+    return -(-channels // LANES) * LANES
 
 
 def _part(a: jax.Array, axis: int, part: jax.Array, count: int) -> jax.Array:

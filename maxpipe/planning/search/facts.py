@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
-from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.model.kernels.splash import filled
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.flops import model_flops_per_token
@@ -71,7 +72,7 @@ class LayerCosts(NamedTuple):
     """A layer on one device; FLOPs are per token of the device, widths in values per token.
 
     Attributes:
-      weight_flops, attention_flops: of a forward.
+      weight_flops, attention_flops: of a forward; attention's are those of its kernel.
       expert_flops: those among weight_flops of rows with the weights of their experts.
       expert_weights: weights of the device's experts.
       results: width of what its products make.
@@ -134,6 +135,7 @@ class Facts:
         self.config = config
         is_tpu = config.compile.topology not in ("", CPU)
         self._traced = on_tpus(config) if is_tpu else config
+        self._kernel_share = _filled_share(config.model) if is_tpu else 1.0
         self._parameters: dict[Axes, Parameters] = {}
         self._layers: dict[Axes, LayerCosts] = {}
         self._savings: dict[tuple[Axes, str, str, bool], Saving] = {}
@@ -214,7 +216,7 @@ class Facts:
             used = 2.0 * moe.per_token * config.mesh.size(EXPERT_AXIS) / max(1, moe.experts)
             self._layers[key] = LayerCosts(
                 layer.weight_flops / split,
-                layer.activation_flops / split,
+                self._kernel_share * layer.activation_flops / split,
                 expert_flops,
                 expert_flops / used if used else 0.0,
                 layer.result_width,
@@ -268,6 +270,14 @@ class Facts:
         """Return the configuration on a mesh of these sizes."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
         return update(self._traced, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+
+
+def _filled_share(model: ModelConfig) -> float:
+    """Return how many times the FLOPs of latent attention its kernel on TPUs computes."""
+    if not model.is_latent:
+        return 1.0  # heads that the kernel would have to fill up have another
+    channels = model.head_dim, model.mla.v_head_dim  # of a query and of a value
+    return sum(map(filled, channels)) / sum(channels)
 
 
 def _recomputed(config: Config) -> float:

@@ -299,6 +299,19 @@ def test_prices_of_attention_kernels_count_the_blocks_that_they_name(kernel, pro
     assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "channels"),
+    [("fwd", 128 + 64), ("dq", 2 * 128 + 64), ("dkv", 2 * 128 + 2 * 64)],
+)
+def test_prices_of_attention_kernels_count_the_channels_of_values(kernel, channels):
+    text = attention_program(kernel, "s8[1,2,2]", {})
+    text = text.replace("m: s8", "v: bf16[2,2,1024,64], m: s8")
+    text = text.replace("%m = ", "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ")
+    timeline = walked(text.replace("%k, %k)", "%k, %v)"))
+    flops = 2 * channels * (2 * 4) * (1024 * 1024 / 2 + 1024 * 512 / 2)
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
 def attention_program(kernel, mask, blocks):
     """The program of an attention kernel of 1024 queries and keys."""
     text = (HLO / "attention.hlo").read_text(encoding="utf-8")
@@ -331,7 +344,7 @@ def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
             f"  %q.{name} = bf16[8,1024,128] get-tuple-element(%x.{name}), index=0\n"
             f"  %m.{name} = {mask} get-tuple-element(%x.{name}), index=1\n"
             f"  ROOT %splash_mha_fwd.{name} = bf16[8,1024,128] custom-call(%m.{name}, %q.{name}, "
-            f'%q.{name}), custom_call_target="tpu_custom_call"\n}}\n'
+            f'%q.{name}, %q.{name}), custom_call_target="tpu_custom_call"\n}}\n'
         )
 
     text = (
