@@ -87,7 +87,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory-margin",
-        default="10%",
         metavar="SHARE",
         help="share of a device's memory that closed forms leave free (10%%)",
     )

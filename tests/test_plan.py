@@ -443,6 +443,8 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ([*SMALL, "--tokens-per-step", "1e12"], "data.global_batch_size must be at most 16777216"),
         ([*SMALL, "--max-global-batch", "1Ki"], None),
         ([*SMALL, "--max-global-batch", "1Kib"], "--max-global-batch: expected a whole number"),
+        ([*SMALL, "--max-global-batch", "31"], "the next batch to try has 32 sequences"),
+        ([*SMALL, "--memory-margin", "20%"], "simulated devices do not have; leave it out"),
         ([*SMALL, "--max-global-batch", "1e14"], "1024 times the 16 sequences of a step, 16384"),
         ([*SMALL, "--no-compile", "--compile", "2"], "contradicts --compile 2"),
         ([*SMALL, "--no-compile", "--compile", "0"], None),
@@ -489,6 +491,38 @@ def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys,
         plan.main(words)
     assert end.value.code == CONFIG_ERROR
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--fix", "pipeline.num_microbatches=7"], ["--try", "pipeline.num_microbatches=5,7"]]
+)
+def test_values_with_which_nothing_is_legal_are_an_error_that_names_them(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        plan.main([*FROM, *words])
+    assert end.value.code == CONFIG_ERROR
+    message = capsys.readouterr().err
+    assert f"{' '.join(words)}: nothing is legal; most fell for: " in message
+
+
+def test_values_that_are_given_twice_are_tried_once(tmp_path):
+    counts = []
+    for values in ("2", "2,2"):
+        file = str(tmp_path / "plan.json")
+        words = ["--try", f"pipeline.num_microbatches={values}", "--json", file]
+        assert plan.main([*SMALL, *words]) == 0
+        counts.append(json.loads(Path(file).read_text())["tried"])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("paths", ["part-?.txt", "part-[12].txt", "part-1.txt, part-2.txt"])
+def test_written_paths_are_absolute_whatever_names_the_files(paths, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        Path(f"part-{number}.txt").write_text("words")
+    data = ["data.source=text", f"data.path={paths}"]
+    assert plan.main([*SMALL, *data, "--write", "best.yml"]) == 0
+    written = load(str(tmp_path / "best.yml")).config.data.path.split(",")
+    assert written == [str(tmp_path / part.strip()) for part in paths.split(",")]
 
 
 def test_a_value_of_a_mesh_that_is_no_number_of_devices_is_one_error(capsys):

@@ -72,6 +72,9 @@ def report_of(
                 command, stdout=output, stderr=subprocess.STDOUT, env=variables
             )
             code = _wait(process, note)
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"the compiler was ended by {name}; this machine may have too little memory"
         if code not in (FITS, DOES_NOT_FIT) or not report.exists():
             return _last_problem(log.read_text(encoding="utf-8", errors="replace"))
         content: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
@@ -148,4 +151,4 @@ def _parts(report: dict[str, object], step: float) -> Seconds:
 def _last_problem(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     problems = [line for line in lines if line.startswith("config error")]
-    return next(iter([*problems, *reversed(lines)]), "no output")[:200]
+    return next(iter([*problems, *reversed(lines)]), "no output").strip()[:200]

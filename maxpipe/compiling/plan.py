@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
-from maxpipe.planning.search.emptiness import emptiness
+from maxpipe.planning.search.emptiness import emptiness, given_text
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.remedies import remedies
@@ -91,11 +91,17 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     """Return the plan with its best rows probed and compiled; print what was searched.
 
     Raises:
-      ConfigError: nothing was searched, or none of the best could be compiled.
+      ConfigError: nothing was searched, nothing is legal with the values that the user gave, or
+        none of the best could be compiled.
     """
-    if not plan.outcome.tried:
-        raise ConfigError(emptiness(plan.request.space()))
+    outcome, space = plan.outcome, plan.request.space()
+    if not outcome.tried:
+        raise ConfigError(emptiness(space))
     print(*summary_lines(plan), sep="\n", flush=True)
+    if outcome.least is None and space.choices:
+        (reason, _), *_ = outcome.fallen.most_common(1)
+        message = f"{given_text(space, space.choices)}: nothing is legal; most fell for: {reason}"
+        raise ConfigError(Problem("", f"{message}; give other values, or leave some out"))
     if flags.probe and is_provable(plan):
         plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
@@ -117,7 +123,7 @@ def _nothing_fits(plan: Plan) -> list[str]:
             line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
         lines, by = [f"{line}compile them whole, without --probe"], " by closed forms"
     elif (least := plan.outcome.least) is None:
-        return ["nothing is legal; the lines above say why"]
+        return ["nothing is legal on so many devices, for the reasons above"]
     else:
         needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
         usable = f", and {limit / GIB:.3g} may be used" if limit else ""

@@ -68,9 +68,9 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
     if not folder or os.path.isabs(folder) or folder.startswith("~") or "://" in folder:
         return path
     located = os.path.normpath(os.path.join(directory, folder))
-    if not _exists(located):
+    if not exists(located):
         return path
-    if _exists(folder):
+    if exists(folder):
         remarks.append(
             f"{key}={scheme}{located}: paths in a file are relative to it; {folder} in the working "
             "directory is not read"
@@ -78,5 +78,6 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
     return scheme + located
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
+    """Return whether there is a file or folder of that name, or one that fits its pattern."""
     return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None

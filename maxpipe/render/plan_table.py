@@ -94,8 +94,8 @@ def summary_lines(plan: Plan) -> list[str]:
     sequences = ", ".join(map(str, request.batches))
     length = request.config.data.sequence_length
     lines = [
-        f"devices     {machine.devices} x {machine.chip.name}{margin}",
-        f"batch       {sequences} sequences of {length} tokens a step",
+        f"devices     {machine.devices} x {machine.chip.name}{_place(plan)}{margin}",
+        f"batch       {sequences} sequence{'s' * (sequences != '1')} of {length} tokens a step",
         f"searched    {outcome.tried:,} candidates in {outcome.priced_seconds:.1f} s, "
         f"{fitting:,} fit",
     ]
@@ -105,6 +105,14 @@ def summary_lines(plan: Plan) -> list[str]:
     if others := sum(count for _, count in common[_REASONS_SHOWN:]):
         lines.append(f"            {others:>11,} fell for other reasons")
     return lines
+
+
+def _place(plan: Plan) -> str:
+    """Return a slice by its shape, since users name many by a number."""
+    machine = plan.request.machine
+    if machine.chip.torus is None:
+        return ""
+    return f" ({machine.topology}{f', {machine.slices} slices' * (machine.slices > 1)})"
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -165,6 +173,6 @@ def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
     cells = [("slice", "chips", "s a step", "chip-seconds for 10^9 tokens")]
     for cost in costs:
         name = f"{cost.slices} x {cost.topology}" if cost.slices > 1 else cost.topology
-        figures = (f"{cost.seconds:.4g}", f"{cost.chip_seconds:.4g}")
+        figures = (f"{cost.seconds:.4g}", f"{cost.chip_seconds:,.0f}")
         cells.append((name, str(cost.chips), *figures))
     return columns(cells)

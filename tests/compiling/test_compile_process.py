@@ -40,6 +40,15 @@ def test_the_compiler_ends_when_the_plan_is_told_to_end(tmp_path):
         os.kill(child, 0)
 
 
+def test_a_compiler_that_is_killed_is_no_problem_of_the_configuration(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'compiling   for 45 s'\nkill -KILL $$\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    proof = compile_process.compile_configuration("", print)
+    assert "ended by SIGKILL; this machine may have too little memory" in proof.failure
+
+
 def test_a_process_that_takes_long_is_noted_ever_less_often(monkeypatch):
     class Slow:
         def __init__(self, *args, **options):

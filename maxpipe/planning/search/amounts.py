@@ -9,6 +9,7 @@ from maxpipe.config.values import Scalar, check_bounds, convert
 from maxpipe.planning.search.space import BATCH
 
 TOKENS, LARGEST = "--tokens-per-step", "--max-global-batch"
+MARGIN = "10%"  # of a device's memory that closed forms leave free by default
 MOST_TIMES = 1024  # the batch of a step; each doubling of it is searched
 
 
@@ -57,6 +58,8 @@ def batches_of(
     if most > MOST_TIMES * first:
         legal = f"at most {MOST_TIMES} times the {first} sequences of a step, {MOST_TIMES * first}"
         raise ValueError(f"{LARGEST} {most}: give {legal}")
+    if most < 2 * first:
+        raise ValueError(f"{LARGEST} {most}: the next batch to try has {2 * first} sequences")
     _check_batch(LARGEST, most)
     return tuple(first * 2**n for n in range((most // first).bit_length()))
 

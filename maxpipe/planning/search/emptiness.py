@@ -1,7 +1,7 @@
 """Say why values of --fix and --try leave no mesh, engine and schedule; needs no JAX."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
@@ -39,15 +39,17 @@ def emptying(space: Space) -> list[str]:
 def emptiness(space: Space) -> Problem:
     """Return which of the given values leave nothing, and where that can be told what would."""
     keys = emptying(space)
-    given = " and ".join(_given(space, key) for key in keys)
+    given = given_text(space, keys)
     leaves = "leaves" if len(keys) == 1 else "leave"
     message = f"{given} {leaves} no mesh, engine and schedule for {space.devices} devices"
     return Problem("", "; ".join([message, *_explanations(space, keys)]))
 
 
-def _given(space: Space, key: str) -> str:
-    flag = "--fix" if key in space.fixed else "--try"
-    return f"{flag} {key}={','.join(map(str, space.choices[key]))}"
+def given_text(space: Space, keys: Iterable[str]) -> str:
+    """Return the flags that gave values of keys."""
+    flags = {key: "--fix" if key in space.fixed else "--try" for key in keys}
+    values = {key: ",".join(map(str, space.choices[key])) for key in keys}
+    return " and ".join(f"{flags[key]} {key}={values[key]}" for key in flags)
 
 
 def _explanations(space: Space, keys: Sequence[str]) -> list[str]:

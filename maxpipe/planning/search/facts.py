@@ -49,6 +49,7 @@ class Parameters(NamedTuple):
     Attributes:
       at_rest: all of them.
       whole_over_experts: those that each device along mesh axis `expert` has.
+      whole_over_fsdp: those that each device along `fsdp` has, which does not divide them.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest: those of embedding and head.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
@@ -58,6 +59,7 @@ class Parameters(NamedTuple):
 
     at_rest: float
     whole_over_experts: float
+    whole_over_fsdp: float
     layer_at_rest: float
     layer_gathered: float
     outer_at_rest: float
@@ -184,7 +186,8 @@ class Facts:
             at_rest = total_parameters(config)
             self._parameters[key] = Parameters(
                 at_rest,
-                self._whole_over_experts(key, at_rest),
+                self._whole_over(EXPERT_AXIS, key, at_rest),
+                self._whole_over("fsdp", key, at_rest),
                 device_parameters(config, "layers"),
                 layer,
                 device_parameters(config, "embed") + device_parameters(config, "head"),
@@ -196,12 +199,13 @@ class Facts:
             )
         return self._parameters[key]
 
-    def _whole_over_experts(self, axes: Axes, at_rest: float) -> float:
-        at = MESH_AXES.index(EXPERT_AXIS)
+    def _whole_over(self, axis: str, axes: Axes, at_rest: float) -> float:
+        """Return how many of a device's parameters at rest no device along an axis shares."""
+        at = MESH_AXES.index(axis)
         size = axes[at]
         if size == 1:
             return at_rest
-        # On one device there are `size` times as many experts, and as many other parameters.
+        # On one device there are `size` times as many that are shared, and as many others.
         unshared = self.parameters((*axes[:at], 1, *axes[at + 1 :])).at_rest
         return (size * at_rest - unshared) / (size - 1)
 

@@ -149,7 +149,7 @@ def _lockstep(table: Table) -> Pattern:
         idle_forward=spans["F"],
         idle_backward=backward,
         idle_weight=spans.get("W", backward),
-        # In other ticks a transfer runs while units of the other kind compute.
+        # In other ticks a transfer runs while units of the other kind compute, see `timing`.
         transfers=spans["F"] + backward if table.forwarding_delay == 1 else 0.0,
         residuals=slots.residuals.size,
         arrivals=slots.activations.size + slots.gradients.size,

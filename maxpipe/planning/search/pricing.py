@@ -55,7 +55,7 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
 
     stages = block.grid.size("stage")
     has_layers, _, _ = legality.of_layers(block.engine, block.schedule, stages, block.repeats)
-    drop(along(has_layers, "repeats"), "model.num_layers: does not divide over the chunks")
+    drop(along(has_layers, "repeats"), "model.num_layers: fewer layers than stages x repeats")
     fits, divides = legality.of_batch(block.engine, block.grid, block.batch, block.microbatches)
     drop(along(fits, "microbatches"), "pipeline.num_microbatches: not whole rounds of the stages")
     drop(along(divides, "microbatches"), "data.global_batch_size: does not divide")

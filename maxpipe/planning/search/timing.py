@@ -59,12 +59,31 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     if sizes.engine.has_stages:
         # A repeat's weights are gathered during the one before.
         gathered = gathered + sizes.gathers("per_repeat") * of_stage / chunks
-    transfers = sizes.of_pattern("transfers") * waits.permute if sizes.engine.has_stages else 0.0
+    transfers: Number = 0.0
+    if sizes.engine.has_stages:
+        transfers = sizes.of_pattern("transfers") * waits.permute
+    if sizes.engine.lockstep:
+        transfers = transfers + _late_transfers(sizes, units, waits)
     # Embedding and head are gathered for every microbatch, unless once, or by a conveyor of all.
     times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
     if sizes.engine.has_stages and not sizes.engine.is_differentiated:
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
     return per_unit + gathered + transfers + waits.reduction + times * waits.outer
+
+
+def _late_transfers(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
+    """Return the seconds that ticks of F and B wait, where transfers take longer than units.
+
+    Activations travel during the B of their tick, gradients during the next F, and with delayed
+    forwarding both have a whole tick.
+    """
+    forward = sizes.layers * units.forward
+    backward = sizes.layers * (units.input_gradient + units.weight_gradient)
+    times = [forward, backward]
+    if sizes.config.pipeline.forwarding_delay > 1:
+        times = 2 * [forward + backward]
+    late = sum(np.maximum(waits.permute - time, 0.0) for time in times)
+    return sizes.microbatches * sizes.repeats * late
 
 
 def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

@@ -124,7 +124,8 @@ def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 
     Those are all gradients in float32, but where autodiff has units sum up those of layers: then
     they are those of embedding and head in the dtype of activations (for each microbatch without
-    stages), and over context those of layers that a loop over several repeats sums up.
+    stages), and over context those of layers that a loop over several repeats sums up. Over fsdp
+    they are those of parameters that it does not divide.
     """
     parameters, by_autodiff = sizes.parameters, _by_autodiff(sizes)
     outer, all_others = parameters.outer_at_rest, parameters.at_rest - parameters.outer_at_rest
@@ -132,11 +133,13 @@ def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     over_copies = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
     over_copies = over_copies + by_autodiff * times * sizes.itemsize * outer
     over_context = FLOAT32 * by_autodiff * _sums_context_once(sizes) * all_others
+    over_fsdp = FLOAT32 * (1.0 - by_autodiff) + by_autodiff * sizes.microbatches * sizes.itemsize
     over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts + by_autodiff * outer
     return (
         over_copies * costs.of_sum("data", "context")
         + over_context * costs.of_sum("context")
         + FLOAT32 * over_experts * costs.of_sum(EXPERT_AXIS)
+        + over_fsdp * parameters.whole_over_fsdp * costs.of_sum("fsdp")
     )
 
 

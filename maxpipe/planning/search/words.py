@@ -26,9 +26,11 @@ def values_of(flag: str, words: Sequence[str]) -> tuple[dict[str, list[object]],
             continue
         parts = text.split(",") if flag == "--try" else [text]
         try:
-            converted = [convert(OPTIONS[key], Scalar(part)) for part in parts]
-            for value in converted:
+            converted: list[object] = []
+            for value in (convert(OPTIONS[key], Scalar(part)) for part in parts):
                 check_bounds(OPTIONS[key], value)
+                if value not in converted:
+                    converted.append(value)
             values[key] = converted
         except ValueError as error:
             problems.append(Problem("", f"{flag} {key}: {error}"))

@@ -1,5 +1,6 @@
 """Write a row of the plan as a YAML file that is complete: it runs from any folder."""
 
+import glob
 import importlib.metadata
 import os
 import shlex
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from maxpipe.config.from_hf import VOCABULARY
 from maxpipe.config.model_places import split_scheme
 from maxpipe.config.options import OPTIONS, get, is_set, update
-from maxpipe.config.paths import LISTS, MIXTURE, NAMES
+from maxpipe.config.paths import LISTS, MIXTURE, NAMES, exists
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
@@ -97,10 +98,10 @@ def _located(config: Config) -> Config:
 def _absolute(path: str) -> str:
     """Return a path, or several separated by commas, from the root, if something is there."""
     scheme, paths = split_scheme(path)
-    parts = paths.split(",")
+    parts = (part.strip() for part in paths.split(","))
     located = (os.path.abspath(part) if part and _is_local(part) else part for part in parts)
     return scheme + ",".join(located)
 
 
 def _is_local(path: str) -> bool:
-    return "://" not in path and (os.path.exists(path) or "*" in path)
+    return "://" not in path and (exists(path) or glob.has_magic(path))

@@ -41,6 +41,19 @@ def test_circular_sums_gradients_over_context_in_every_iteration_of_one_repeat(r
         assert np.all(waits.reduction > 0.9 * once.reduction)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "scheduled"])
+def test_gradients_of_weights_that_fsdp_does_not_divide_are_summed_over_it(engine):
+    machine = machine_of("v5p:2x2x2", 1, Config())
+
+    def waits(embed):
+        mesh = {"stage": 1 if engine == "sequential" else 2, "data": 1, "fsdp": 4}
+        fixed = {"model.embed_dim": embed, "model.head_dim": 16}
+        sizes = sizes_of(engine, "lockstep_1f1b", mesh=mesh, fixed=fixed)
+        return float(np.ravel(waits_of(sizes, machine).reduction)[0])
+
+    assert waits(66) > 20 * waits(64)
+
+
 @pytest.mark.parametrize(
     ("microbatches", "policy", "forward", "backward"),
     # Before a loop over microbatches, and for its backwards; and where nothing is computed again.
