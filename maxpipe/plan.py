@@ -66,7 +66,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-global-batch",
         metavar="N",
         help="try larger batches, too, by doubling up to N sequences, at most 1024 times the "
-        "batch; ranked by seconds a token",
+        "batch; ranked by seconds a sequence",
     )
     parser.add_argument(
         "--fix",
@@ -108,7 +108,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-compile", action="store_true", dest="closed", help="closed forms alone"
     )
     parser.add_argument(
-        "--compare", action="store_true", help="put the configuration as it is into the table"
+        "--compare",
+        action="store_true",
+        help="put the configuration as it is into the table, and compile it after the others",
     )
     parser.add_argument(
         "--smallest",
