@@ -58,7 +58,10 @@ def layout_for(kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1) ->
         sequences, length, per_token = choice
         most = sequences * length * min(per_token, num_experts)
         most = min(most, sequences * num_experts * capacity(moe, length))
+        has_missing = devices > 1 or moe.capacity_factor > 0
+        most += has_missing  # a free row for those without one
         # On average a device computes its part of the assignments of all devices.
-        return kernel_layout(min(math.prod(choice) // devices, most), num_experts, most)
+        rows = kernel_layout(min(math.prod(choice) // devices, most), num_experts, most)
+        return rows._replace(missing="last" if has_missing else "none")
 
     return layout

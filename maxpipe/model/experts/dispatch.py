@@ -8,13 +8,17 @@ and the rows in between are zero. Both directions are gathers, and so are their 
 Letters: N tokens, k experts of a token, A = N k assignments, P rows, E experts, D embed.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.dtypes import float0
+
+# Which assignments have no row: none, or some, for which the last row is free, or just some.
+Missing: TypeAlias = Literal["none", "last", "any"]
 
 
 class Layout(NamedTuple):
@@ -24,11 +28,13 @@ class Layout(NamedTuple):
       num_rows: P, enough for every choice.
       alignment: the first row of each expert is a multiple of it.
       is_sparse: whether most rows may be without an assignment, as other devices have experts too.
+      missing: which assignments may be without a row.
     """
 
     num_rows: int
     alignment: int
     is_sparse: bool = False
+    missing: Missing = "any"
 
 
 class Places(NamedTuple):
@@ -73,63 +79,68 @@ def first_rows(sizes: jax.Array, alignment: int) -> jax.Array:
     return jnp.cumsum(aligned) - aligned
 
 
-@jax.custom_vjp
-def spread(x: jax.Array, places: Places) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def spread(x: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
     """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero."""
-    tokens = places.assignments // places.rows.shape[1]
-    return jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
+    tokens = places.assignments // places.rows.shape[1]  # [P], N for rows without one
+    return _taken(x, tokens, "any")
 
 
-def _spread_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
-    return add_up(gradient, places), _no_gradient(places)
+def _spread_backward(
+    missing: Missing, places: Places, gradient: jax.Array
+) -> tuple[jax.Array, Places]:
+    return add_up(gradient, places, missing), _no_gradient(places)
 
 
-spread.defvjp(lambda x, places: (spread(x, places), places), _spread_backward)
+spread.defvjp(lambda x, places, missing: (spread(x, places), places), _spread_backward)
 
 
-@jax.custom_vjp
-def add_up(rows: jax.Array, places: Places, weights: jax.Array | None = None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def add_up(rows: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
     """Return the sum of each token's rows, [P, D] -> [N, D], computed in float32.
 
-    Args:
-      rows: of assignments; those without one are not read.
-      places: of the rows.
-      weights: float32 [N, k], that rows are multiplied by; 1 if None.
+    Rows without an assignment may be undefined.
     """
-    # The assignments of a token are not neighbours: TPUs add whole arrays faster than parts of one.
-    of_tokens = _of_assignments(rows, places.rows.T).astype(jnp.float32)  # [k, N, D]
-    if weights is not None:
-        of_tokens = of_tokens * weights.T[:, :, None]
-    return jnp.sum(of_tokens, axis=0).astype(rows.dtype)
-
-
-def _add_up_forward(
-    rows: jax.Array, places: Places, weights: jax.Array | None = None
-) -> tuple[jax.Array, tuple[jax.Array, Places, jax.Array | None]]:
-    return add_up(rows, places, weights), (rows, places, weights)
+    # TPUs add whole arrays faster than parts of one.
+    of_tokens = _taken(rows, places.rows.T, missing)  # [k, N, D]
+    return jnp.sum(of_tokens.astype(jnp.float32), axis=0).astype(rows.dtype)
 
 
 def _add_up_backward(
-    saved: tuple[jax.Array, Places, jax.Array | None], gradient: jax.Array
-) -> tuple[jax.Array, Places, jax.Array | None]:
-    rows, places, weights = saved
-    of_rows = spread(gradient, places)  # [N, D] -> [P, D]
-    if weights is None:
-        return of_rows, _no_gradient(places), None
-    of_rows = of_rows.astype(jnp.float32)
-    of_weights = jnp.sum(rows.astype(jnp.float32) * of_rows, axis=1)  # [P]
-    # Of rows without an assignment the gradient is zero, whatever the kernel left there.
-    by_row = jnp.take(weights, places.assignments, mode="fill", fill_value=0)  # [N, k] -> [P]
-    of_rows = (of_rows * by_row[:, None]).astype(rows.dtype)
-    return of_rows, _no_gradient(places), _of_assignments(of_weights, places.rows)
+    missing: Missing, places: Places, gradient: jax.Array
+) -> tuple[jax.Array, Places]:
+    return spread(gradient, places, missing), _no_gradient(places)
 
 
-add_up.defvjp(_add_up_forward, _add_up_backward)
+add_up.defvjp(
+    lambda rows, places, missing: (add_up(rows, places, missing), places), _add_up_backward
+)
 
 
-def _of_assignments(rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return rows [P, ...] in the order of `indices`, zeros for those beyond the last."""
-    return jnp.take(rows, indices, axis=0, mode="fill", fill_value=0)
+def _taken(rows: jax.Array, indices: jax.Array, missing: Missing) -> jax.Array:
+    """Return rows [P, D] in the order of `indices`; zeros for P and more.
+
+    A row of zeros stands for those, since TPUs spread a mask of rows over columns slowly.
+    """
+    if missing == "last":
+        rows = rows.at[-1].set(0)
+    elif missing == "any":
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
+    return jnp.take(rows, indices, axis=0, mode="clip")
+
+
+@jax.custom_vjp
+def by_row(values: jax.Array, places: Places) -> jax.Array:
+    """Return the value of each row's assignment, [N, k] -> [P]; 0 for rows without one."""
+    return jnp.take(values, places.assignments, mode="fill", fill_value=0)
+
+
+def _by_row_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
+    of_values = jnp.take(gradient, places.rows, mode="fill", fill_value=0)  # [P] -> [N, k]
+    return of_values, _no_gradient(places)
+
+
+by_row.defvjp(lambda values, places: (by_row(values, places), places), _by_row_backward)
 
 
 @jax.custom_vjp

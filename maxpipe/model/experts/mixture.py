@@ -19,7 +19,7 @@ from maxpipe.config.catalog import EXPERT_CHOICE
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import LayoutFn, layout_for, within_capacity
-from maxpipe.model.experts.dispatch import Layout, Places, add_bias, add_up, arrange, spread
+from maxpipe.model.experts.dispatch import Layout, Places, add_bias, add_up, arrange, by_row, spread
 from maxpipe.model.experts.router import losses, route
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
@@ -73,22 +73,30 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         # 1. Rows in the order of experts: [B, T, D] -> [P, D].
         layout = layout_of(choice.shape, num_experts)
         places = arrange(choice.reshape(-1, per_token), num_experts, layout)
-        rows = spread(x.reshape(-1, width), places)
+        rows = spread(x.reshape(-1, width), places, layout.missing)
         of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)  # [P]
 
         def project(rows: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
             product = multiply(rows, matrix, places, layout)
             return product if bias is None else add_bias(product, bias, of_row)
 
-        # 2. Each expert's MLP.
+        def weighted(rows: jax.Array) -> jax.Array:
+            of_rows = by_row(combine.reshape(-1, per_token), places)  # [P]
+            return (rows.astype(jnp.float32) * of_rows[:, None]).astype(rows.dtype)
 
+        # 2. Each expert's MLP.
         gate = checkpoint_name(project(rows, weights.gate, weights.gate_bias), "mlp_gate")  # [P, F]
         up = checkpoint_name(project(rows, weights.up, weights.up_bias), "mlp_up")
+        # Rows are weighted where they are narrow, unless a bias comes after that.
         hidden = gate_up(gate, up)
+        if weights.down_bias is None:
+            hidden = weighted(hidden)
         down = project(hidden, weights.down, weights.down_bias)  # [P, D]
         down = checkpoint_name(down, "mlp_down")
-        # 3. The weighted sum of a token's rows: [P, D] -> [N, D] -> [B, T, D].
-        return add_up(down, places, combine.reshape(-1, per_token)).reshape(x.shape)
+        if weights.down_bias is not None:
+            down = weighted(down)
+        # 3. The sum of a token's rows: [P, D] -> [N, D] -> [B, T, D].
+        return add_up(down, places, layout.missing).reshape(x.shape)
 
     return run
 
