@@ -108,8 +108,11 @@ def add_up(rows: jax.Array, places: Places, missing: Missing = "any") -> jax.Arr
     Rows without an assignment may be undefined.
     """
     # XLA adds arrays on TPUs five times as fast as it sums over a dimension of one.
-    of_tokens = _taken(rows, places.rows.T, missing).astype(jnp.float32)  # [k, N, D]
-    return sum(of_tokens[1:], start=of_tokens[0]).astype(rows.dtype)
+    first, *others = _taken(rows, places.rows.T, missing)  # k of [N, D]
+    total = first.astype(jnp.float32)
+    for other in others:
+        total = total + other.astype(jnp.float32)
+    return total.astype(rows.dtype)
 
 
 def _add_up_backward(
