@@ -182,8 +182,11 @@ class Layer:
         A norm makes two tensors: one normalised, one scaled.
         """
         norms = 2 * sum(scale.width for scale in self.scales)
+        # Rows of experts are added up to tokens before.
         sums = sum(
-            result.result.width for result in self.output.results if isinstance(result, Product)
+            self.output.width if result.result.name == GROUPED else result.result.width
+            for result in self.output.results
+            if isinstance(result, Product)
         )
         return norms + sums + self.gathered_width
 

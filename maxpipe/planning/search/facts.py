@@ -79,7 +79,7 @@ class LayerCosts(NamedTuple):
       expert_weights: weights of the device's experts.
       results: width of what its products make.
       elementwise: width of what its norms and sums make.
-      rows: width of the rows of experts, and of their results.
+      rows: width of the rows of experts, and of those that are added up to tokens.
       key_values: width of what attention reads besides queries.
       working: width of what a layer's backward holds at its widest moment.
     """
@@ -217,7 +217,10 @@ class Facts:
             layer, split = layer_of(config), config.mesh.size("tensor")
             moe, expert_flops = config.model.moe, layer.expert_flops / split
             # A token meets some of the experts, with two FLOPs for each of their weights.
-            used = 2.0 * moe.per_token * config.mesh.size(EXPERT_AXIS) / max(1, moe.experts)
+            sharing = config.mesh.size(EXPERT_AXIS)
+            used = 2.0 * moe.per_token * sharing / max(1, moe.experts)
+            # A device adds up rows for the tokens of all that share experts.
+            others = (sharing - 1) * moe.per_token * config.model.embed_dim
             self._layers[key] = LayerCosts(
                 layer.weight_flops / split,
                 self._kernel_share * layer.activation_flops / split,
@@ -225,7 +228,7 @@ class Facts:
                 expert_flops / used if used else 0.0,
                 layer.result_width,
                 layer.elementwise_width - layer.gathered_width,
-                layer.gathered_width,
+                layer.gathered_width + others,
                 layer.key_value_width,
                 working_width(config),
             )

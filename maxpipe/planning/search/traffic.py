@@ -17,7 +17,7 @@ from maxpipe.planning.stores import FLOAT32, Number
 
 # How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
 # qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.
-_ROW_PASSES, _ROW_GRADIENT_PASSES = 2.8, 7.4
+_ROW_PASSES, _ROW_GRADIENT_PASSES = 1.5, 3.5
 
 
 class Traffic(NamedTuple):

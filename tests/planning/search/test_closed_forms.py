@@ -148,7 +148,8 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
         return products(more, engine, schedule, 2) - products(config, engine, schedule, 0)
 
     assert with_first == pytest.approx(two_outside(config), rel=1e-3)
-    assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.1)
+    # Which the expected equality could tell apart from layers with experts.
+    assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.02)
 
 
 @pytest.mark.parametrize(

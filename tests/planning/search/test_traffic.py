@@ -175,10 +175,14 @@ def test_rows_of_experts_are_brought_into_order():
     sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=EXPERTS)
     assert value(traffic_of(sizes_of("scheduled", "lockstep_1f1b")).rows) == 0
     assert sizes.layer.expert_flops == 2 * 2 * 3 * 64 * 64  # FLOPs, of a token, matrices
-    assert sizes.layer.rows == pytest.approx(2 * 2 * 64, rel=0.01)  # and their results
+    # Rows, those of tokens again, and the weight of each.
+    assert sizes.layer.rows == pytest.approx(2 * (64 + 64 + 1), rel=0.01)
     rows = sizes.itemsize * sizes.tokens * sizes.layer.rows / MACHINE.stream_rate(sizes.itemsize)
     traffic = traffic_of(sizes)
-    assert value(traffic.row_gradients) > 2 * value(traffic.rows) > 2 * 2 * value(rows)
+    assert value(traffic.row_gradients) > 2 * value(traffic.rows) > 2 * value(rows)
+    # With another device it has those of twice as many tokens.
+    shared = sizes_of("scheduled", "lockstep_1f1b", fixed=EXPERTS, mesh={"data": 1, "expert": 2})
+    assert shared.layer.rows == pytest.approx(2 * sizes.layer.rows, rel=0.05)
 
 
 @pytest.mark.parametrize(
