@@ -180,9 +180,9 @@ def test_rows_of_experts_are_brought_into_order():
     rows = sizes.itemsize * sizes.tokens * sizes.layer.rows / MACHINE.stream_rate(sizes.itemsize)
     traffic = traffic_of(sizes)
     assert value(traffic.row_gradients) > 2 * value(traffic.rows) > 2 * value(rows)
-    # With another device it has those of twice as many tokens.
+    # With another device it has those of twice as many tokens, and a free one.
     shared = sizes_of("scheduled", "lockstep_1f1b", fixed=EXPERTS, mesh={"data": 1, "expert": 2})
-    assert shared.layer.rows == pytest.approx(2 * sizes.layer.rows, rel=0.05)
+    assert shared.layer.rows == pytest.approx(2 * sizes.layer.rows, rel=0.1)
 
 
 @pytest.mark.parametrize(
