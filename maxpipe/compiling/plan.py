@@ -129,6 +129,7 @@ def _nothing_fits(plan: Plan) -> list[str]:
         usable = f", and {limit / GIB:.3g} may be used" if limit else ""
         what = f"{least.mesh_text()}, {least.schedule_text()}"
         lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+    lines += _state_lines(plan)
     would_fit, vain, unfinished = plan.remedies
     if would_fit:
         lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
@@ -137,6 +138,20 @@ def _nothing_fits(plan: Plan) -> list[str]:
     if unfinished:
         lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
     return lines
+
+
+def _state_lines(plan: Plan) -> list[str]:
+    """Return how many devices hold what cannot be made smaller, if there are fewer."""
+    machine, limit = plan.request.machine, plan.request.limit
+    state = plan.facts.least_state_bytes()
+    if limit is None or state <= machine.devices * limit:
+        return []
+    what = "parameters, optimizer state and gradients alone"
+    chip = machine.chip.name
+    line = (
+        f"{what} are {state / GIB:,.0f} GiB, which at least {math.ceil(state / limit)} {chip} hold"
+    )
+    return [f"{line}: --topology {chip} --smallest" if machine.is_compilable else line]
 
 
 def _print(text: str) -> None:
