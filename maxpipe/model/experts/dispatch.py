@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
-# Which assignments have no row: none, or some, for which the last row is free, or just some.
+# Which assignments have no row: "none" of them; some, while the "last" row has no assignment; or
+# some, while "any" row may have one.
 Missing: TypeAlias = Literal["none", "last", "any"]
 
 
@@ -81,7 +82,13 @@ def first_rows(sizes: jax.Array, alignment: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def spread(x: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
-    """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero."""
+    """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero.
+
+    Args:
+      x: of the tokens.
+      places: of the rows.
+      missing: as of `Layout`.
+    """
     tokens = places.assignments // places.rows.shape[1]  # [P], N for rows without one
     is_full = missing == "none" and tokens.size == places.rows.size
     return _taken(x, tokens, "none" if is_full else "any")
@@ -91,7 +98,8 @@ def _spread_backward(
     missing: Missing, places: Places, gradient: jax.Array
 ) -> tuple[jax.Array, Places]:
     if missing == "last":
-        # What makes the gradient takes the mask in; it would not take in an update of one row.
+        # XLA computes a mask with the sum that makes the gradient. An update of one row it would
+        # not, and a sum of nothing else takes twice as long.
         row = lax.broadcasted_iota(jnp.int32, gradient.shape, 0)
         gradient = jnp.where(row < gradient.shape[0] - 1, gradient, 0)
         missing = "none"
@@ -105,7 +113,10 @@ spread.defvjp(lambda x, places, missing: (spread(x, places, missing), places), _
 def add_up(rows: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
     """Return the sum of each token's rows, [P, D] -> [N, D], computed in float32.
 
-    Rows without an assignment may be undefined.
+    Args:
+      rows: of assignments; those without one may be undefined.
+      places: of the rows.
+      missing: as of `Layout`.
     """
     # XLA adds arrays on TPUs five times as fast as it sums over a dimension of one.
     first, *others = _taken(rows, places.rows.T, missing)  # k of [N, D]
