@@ -317,7 +317,9 @@ def test_what_the_plan_decides_need_not_be_legal_in_the_file(keys, tmp_path, cap
     few = ["--try", "pipeline.schedule=circular"]
     assert plan.main([str(bad), *devices, *few, "--write", str(file), "--compare"]) == 0
     assert "your configuration" in capsys.readouterr().out
-    load(str(file))
+    written = load(str(file))
+    slices = written.config.compile.num_slices
+    resolve(written, 4 * slices, slices)
 
 
 def test_files_that_were_read_are_not_replaced(tmp_path, capsys):
