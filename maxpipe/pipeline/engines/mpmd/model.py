@@ -186,6 +186,8 @@ class MarkedModel:
     def _prepare(self, layer: Params) -> Params:
         if self._gathers is not None:
             layer = gather_tree(self._gathers["layers"], layer)
+        # Barriers: otherwise XLA casts the weights of a whole chunk before its first layer.
+        layer = jax.tree.map(jax.lax.optimization_barrier, layer)
         # Over the partitioner's axes. One layer has the same specs in every chunk.
         return self._weights[0].gather_layer(self._program.cast(layer))
 
