@@ -171,9 +171,9 @@ def check_split_backwards(c: Config) -> None:
     recomputes = p.remat_iterations or p.remat_layers
     if ENGINES[p.engine].lockstep and recomputes and _saves_nothing(c):
         message = (
-            f"{p.remat_policy} keeps no result of a matrix product; input gradients would compute "
-            f"them all again and stash them for {p.schedule}'s weight gradients, in more time and "
-            f"memory than the split saves; {_propose_policies(c)}, "
+            f"{p.remat_policy} keeps no result of a matrix product, which does not pay with "
+            f"{p.schedule}; input gradients would compute them all again and stash them for weight "
+            f"gradients, in more time and memory than the split saves; {_propose_policies(c)}, "
             "or pipeline.schedule=lockstep_1f1b"
         )
         problems.append(Problem("pipeline.remat_policy", message))
