@@ -125,7 +125,7 @@ def request_of(arguments: Arguments) -> Request:
         message = "a plan counts all parameters as trained, and no adapters; plan with 0"
         problems.append(Problem("model.lora.rank", message))
     try:
-        margin = share_of(flags.memory_margin or MARGIN)
+        margin = share_of(MARGIN if flags.memory_margin is None else flags.memory_margin)
         batches = batches_of(config, flags, choices)
     except ValueError as error:
         problems.append(Problem("", str(error)))
@@ -136,7 +136,7 @@ def request_of(arguments: Arguments) -> Request:
         raise ConfigError(
             *(dataclasses.replace(p, source=loaded.sources.get(p.key, "")) for p in problems)
         )
-    if machine.capacity is None and flags.memory_margin:
+    if machine.capacity is None and flags.memory_margin is not None:
         message = (
             "is a share of a device's memory, which simulated devices do not have; leave it out"
         )
