@@ -119,7 +119,9 @@ class StagesReport:
 
         What only a step in one program has is null.
         """
-        one_program = dict.fromkeys(("flops", "collectives", "links", "bounds", "gains"))
+        one_program = dict.fromkeys(
+            ("flops", "collectives", "links", "bounds", "compile_times", "gains")
+        )
         return one_program | {
             "device_kind": self.device_kind,
             "num_devices": self.num_devices,

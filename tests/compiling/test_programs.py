@@ -164,6 +164,7 @@ def test_the_report_has_the_keys_of_a_step_in_one_program(tmp_path, written):
         "flops",
         "collectives",
         "links",
+        "compile_times",
         "gains",
     ]
 
