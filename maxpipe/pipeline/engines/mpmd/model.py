@@ -184,10 +184,9 @@ class MarkedModel:
         return apply_layers(layer_fn, layers, index, x, side, key, scan=self._scan)
 
     def _prepare(self, layer: Params) -> Params:
+        layer = jax.tree.map(without_early_cast, layer)
         if self._gathers is not None:
             layer = gather_tree(self._gathers["layers"], layer)
-        # Barriers: otherwise XLA casts the weights of a whole chunk before its first layer.
-        layer = jax.tree.map(jax.lax.optimization_barrier, layer)
         # Over the partitioner's axes. One layer has the same specs in every chunk.
         return self._weights[0].gather_layer(self._program.cast(layer))
 
@@ -210,3 +209,18 @@ class MarkedModel:
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])
+
+
+@jax.custom_vjp
+def without_early_cast(weight: jax.Array) -> jax.Array:
+    """Return a weight that XLA does not cast before the layer that uses it.
+
+    It would cast the weights of a whole chunk before the first layer, and keep them, instead of
+    casting them within products. The gradient passes unchanged, to be scattered where it is made.
+    """
+    return jax.lax.optimization_barrier(weight)
+
+
+without_early_cast.defvjp(
+    lambda weight: (without_early_cast(weight), None), lambda _, gradient: (gradient,)
+)
