@@ -221,6 +221,7 @@ def without_early_cast(weight: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(weight)
 
 
+# The barrier itself, which a backward applies again; the result of a call it would keep.
 without_early_cast.defvjp(
-    lambda weight: (without_early_cast(weight), None), lambda _, gradient: (gradient,)
+    lambda weight: (jax.lax.optimization_barrier(weight), None), lambda _, gradient: (gradient,)
 )
