@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from maxpipe.config.catalog import ENGINES, OPTIMIZERS
+from maxpipe.config.catalog import ENGINES, OPTIMIZERS, RematPolicy
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
@@ -29,6 +29,7 @@ from maxpipe.sharding.rules import AxisRules, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
+EVERYTHING = RematPolicy(everything=True)
 
 
 def itemsize(dtype: str) -> int:
@@ -118,10 +119,12 @@ def residual_width(config: Config) -> float:
     Probabilities of attention are not counted: kernels for accelerators never hold them all.
     """
     layer, pipeline = layer_of(config), config.pipeline
-    policy = remat_policy(pipeline)
-    by_layer = not pipeline.remat_iterations and ENGINES[pipeline.engine].has_stages
+    policy, has_stages = remat_policy(pipeline), ENGINES[pipeline.engine].has_stages
+    by_layer = not pipeline.remat_iterations and has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return everything_width(config, layer)
+    if not has_stages:
+        return _own_residual_width(config, layer)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
 
@@ -148,8 +151,18 @@ def everything_width(config: Config, layer: Layer) -> float:
     computes the rest again within the operations that read it.
     """
     if not is_unrolled(config.pipeline):
-        return layer.residual_bytes() / itemsize(config.model.dtype)
+        return layer.residual_bytes(EVERYTHING) / itemsize(config.model.dtype)
     return layer.result_width + layer.gathered_width
+
+
+def _own_residual_width(config: Config, layer: Layer) -> float:
+    """Return the width that a layer saves which applies the policy to itself, by names.
+
+    A named tensor that its own backward does not read is not among them, such as the last product's
+    result, of which the next layer's input is made.
+    """
+    policy = RematPolicy(device=remat_policy(config.pipeline).device)
+    return layer.residual_bytes(policy) / itemsize(config.model.dtype)
 
 
 def first_layers_width(config: Config) -> float:
@@ -164,7 +177,7 @@ def first_layers_width(config: Config) -> float:
     if policy.everything:
         saved = everything_width(config, layer)
     else:
-        saved = layer.saved_width(policy.device)
+        saved = _own_residual_width(config, layer)
     return first * (config.model.embed_dim + saved)
 
 
@@ -189,7 +202,7 @@ def held_width(config: Config) -> float:
 
 def cheap_width(config: Config) -> float:
     """Return the width of what else a backward holds of each layer if nothing is computed twice."""
-    saved = layer_of(config).residual_bytes() / itemsize(config.model.dtype)
+    saved = layer_of(config).residual_bytes(EVERYTHING) / itemsize(config.model.dtype)
     return max(0.0, saved - held_width(config))
 
 

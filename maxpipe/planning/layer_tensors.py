@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.jaxprs import CALLS, CHECKPOINTS, inner_jaxprs, open_jaxpr, shaped
 from maxpipe.planning.jaxpr_flops import equation_flops
@@ -110,8 +111,8 @@ class Layer:
       gathered_width: width of activations that are gathered: rows of experts, and their results.
       named: values that `checkpoint_name` names.
       output: the layer's activations.
-      residual_bytes: bytes per token on one device that a layer saves with the policy `none`; its
-        input and weights are not among them.
+      residual_bytes: bytes per token on one device that a layer saves which applies a policy to
+        itself; its input and weights are not among them.
     """
 
     products: Sequence[Product]
@@ -119,7 +120,7 @@ class Layer:
     gathered_width: float
     named: Sequence[Tensor]
     output: Value
-    residual_bytes: Callable[[], float]
+    residual_bytes: Callable[[RematPolicy], float]
 
     @cached_property
     def weight_flops(self) -> float:
@@ -280,8 +281,8 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
     output = walk.run(trace.layer.jaxpr, consts, inputs)[0]
 
     @cache
-    def residual_bytes() -> float:
-        program = trace_residuals(trace)
+    def residual_bytes(policy: RematPolicy) -> float:
+        program = trace_residuals(trace, policy)
         values = _inputs(trace, program, dimension_shards)
         residuals = _Walk(trace.tokens, trace.visible_share)
         constants = [residuals.constant(v) for v in program.jaxpr.constvars]

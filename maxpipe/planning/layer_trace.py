@@ -175,14 +175,14 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
 
 
 @cache
-def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
-    """Trace a layer with the policy `none`; inputs as of `ModelTrace.layer`.
+def trace_residuals(trace: ModelTrace, policy: RematPolicy) -> ClosedJaxpr:
+    """Trace a layer that applies a policy to itself; inputs as of `ModelTrace.layer`.
 
     The outputs are the saved values, in any order; some are inputs of the layer.
     """
     params, x, side, key = _shapes(trace.program, trace.tokens)
 
-    block = checkpoint(trace.program.block, RematPolicy(everything=True))
+    block = checkpoint(trace.program.block, policy)
 
     def residuals(layer: Params, x: jax.Array, *others: object) -> list[jax.Array]:
         _, vjp = jax.vjp(lambda layer, x: block(layer, x, *others), layer, x)

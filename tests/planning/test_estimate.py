@@ -6,11 +6,13 @@ from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import NAMED
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import Memory, estimate, traffic
 from maxpipe.planning.footprint import (
     device_parameters,
     itemsize,
+    layer_of,
     residual_width,
     total_parameters,
     weights_of,
@@ -128,6 +130,25 @@ def test_first_dense_layers_keep_what_dense_layers_keep(policy):
     if policy != "full":
         of_experts = activations(6, **experts) - activations(5, **experts)
         assert dense != pytest.approx(of_experts, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "unread"),
+    [
+        ({}, 32),
+        ({"model.norm_placement": "sandwich"}, 0),
+        ({"model.moe.experts": 4, "model.moe.mlp_dim": 16}, 32),
+        ({"model.moe.experts": 4, "model.moe.mlp_dim": 16, "model.mlp_bias": True}, 0),
+    ],
+)
+def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads(model, unread):
+    """The input of the next layer, which it saves itself, is made of the last product's result."""
+    values = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+    values |= {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
+    config = config_of(**values)
+    choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
+    named = layer_of(config).saved_width(NAMED)
+    assert residual_width(config) == pytest.approx(named - unread, abs=choice)
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal"])

@@ -92,9 +92,8 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         if weights.down_bias is None:
             hidden = weighted(hidden)
         down = project(hidden, weights.down, weights.down_bias)  # [P, D]
-        down = checkpoint_name(down, "mlp_down")
         if weights.down_bias is not None:
-            down = weighted(down)
+            down = weighted(checkpoint_name(down, "mlp_down"))
         # 3. The sum of a token's rows: [P, D] -> [N, D] -> [B, T, D].
         return add_up(down, places, layout.missing).reshape(x.shape)
 
@@ -162,6 +161,8 @@ class MixtureOfExperts(nnx.Module):
             weights = ExpertWeights(*weights[:3], *biases)
         kept = within_capacity(experts, self.config)
         y = self.experts(x_BTD, kept, choice.weights, weights)
+        if not self.has_bias:  # no gradient is made of the rows that it sums
+            y = checkpoint_name(y, "mlp_down")
         if self.has_shared:
             y = y + self.shared(x_BTD)
         chosen = jax.nn.one_hot(experts, self.config.experts, dtype=jnp.float32)  # [B, T, k, E]

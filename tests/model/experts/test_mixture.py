@@ -127,6 +127,24 @@ def test_values_losses_and_gradients_are_those_of_a_loop_over_experts(options):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, (ROWS, LENGTH, EMBED)),
+        # Weights of a token's experts have gradients of its rows.
+        ({"mlp_bias": True}, (ROWS * LENGTH * PER_TOKEN, EMBED)),
+    ],
+)
+def test_remat_name_of_the_last_product_is_given_to_sums_unless_rows_have_biases(options, shape):
+    apply, params, x = layer_of(model_of(**options))
+    equations = re.findall(
+        r"\[([\d,]+)\] = name\[name=mlp_down\]", str(jax.make_jaxpr(apply)(params, x))
+    )
+    named = [tuple(map(int, sizes.split(","))) for sizes in equations]
+    assert [sizes[1:] for sizes in named] == [shape[1:]]
+    assert named[0][0] >= shape[0]  # blocks are filled up with rows
+
+
 def test_every_router_is_among_the_options_above():
     assert {options["router"] for options in OPTIONS} == set(ROUTERS)
 
