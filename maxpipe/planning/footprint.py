@@ -123,10 +123,20 @@ def residual_width(config: Config) -> float:
     by_layer = not pipeline.remat_iterations and has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return everything_width(config, layer)
-    if not has_stages:
-        return _own_residual_width(config, layer)
     layer_input = config.model.embed_dim if by_layer else 0
-    return layer_input + layer.saved_width(policy.device)
+    return layer_input + _named_width(config, layer)
+
+
+def _named_width(config: Config, layer: Layer) -> float:
+    """Return the width of the named tensors that a layer saves on the device.
+
+    A layer without stages saves what its own backward reads of them. That is not the result of the
+    last product, of which the next layer's input is made.
+    """
+    names = RematPolicy(device=remat_policy(config.pipeline).device)
+    if ENGINES[config.pipeline.engine].has_stages:
+        return layer.saved_width(names.device)
+    return layer.residual_bytes(names) / itemsize(config.model.dtype)
 
 
 def keeps_gathered(pipeline: PipelineConfig) -> bool:
@@ -155,16 +165,6 @@ def everything_width(config: Config, layer: Layer) -> float:
     return layer.result_width + layer.gathered_width
 
 
-def _own_residual_width(config: Config, layer: Layer) -> float:
-    """Return the width that a layer saves which applies the policy to itself, by names.
-
-    A named tensor that its own backward does not read is not among them, such as the last product's
-    result, of which the next layer's input is made.
-    """
-    policy = RematPolicy(device=remat_policy(config.pipeline).device)
-    return layer.residual_bytes(policy) / itemsize(config.model.dtype)
-
-
 def first_layers_width(config: Config) -> float:
     """Return the width of what the first dense layers keep of a microbatch, with their inputs.
 
@@ -173,11 +173,9 @@ def first_layers_width(config: Config) -> float:
     first = config.model.first_dense_layers
     if not first:
         return 0.0
-    layer, policy = layer_of(with_dense_layers(config)), remat_policy(config.pipeline)
-    if policy.everything:
-        saved = everything_width(config, layer)
-    else:
-        saved = _own_residual_width(config, layer)
+    layer = layer_of(with_dense_layers(config))
+    saves_all = remat_policy(config.pipeline).everything
+    saved = everything_width(config, layer) if saves_all else _named_width(config, layer)
     return first * (config.model.embed_dim + saved)
 
 

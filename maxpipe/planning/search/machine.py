@@ -140,6 +140,13 @@ class Machine(NamedTuple):
         """
         return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
 
+    def spans_slice(self, grid: Grid, axis: str) -> bool:
+        """Return whether an axis is all chips of a slice of three dimensions, closed or not."""
+        at = MESH_AXES.index(axis)
+        is_cube = self.chip.torus == CUBES and min(self.grid) > 1
+        is_all = self.devices == self.num_chips == grid.ici[at] * self.slices
+        return is_cube and is_all and grid.dcn[at] == 1
+
     def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
         is_within = grid.dcn[MESH_AXES.index(axis)] == 1
         torus = self.chip.torus

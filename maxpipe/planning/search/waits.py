@@ -29,7 +29,9 @@ class _Costs:
         }
         self.gather = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
         self.permute = machine.permute_cost(grid, links) if grid.size("stage") > 1 else 0.0
-        self._is_whole_torus = machine.is_whole_torus(grid, links, "fsdp")
+        self._spans_slice = machine.spans_slice(grid, "fsdp")
+        is_whole_torus = machine.is_whole_torus(grid, links, "fsdp")
+        self._scatter = self.gather if is_whole_torus else self._each["fsdp"]
 
     def of(self, axis: str) -> float:
         """Return the seconds of a byte along an axis."""
@@ -43,12 +45,10 @@ class _Costs:
     def scatter(self, by_partitioner: Number) -> Number:
         """Return the seconds of a byte of a gradient, which is summed up over fsdp and cut.
 
-        Along a whole torus the partitioner sums whole gradients.
+        Over a whole slice of three dimensions the partitioner sums whole gradients.
         """
-        cost = self.of("fsdp")
-        if not self._is_whole_torus:
-            return cost
-        return by_partitioner * 2 * cost + (1.0 - by_partitioner) * self.gather
+        by_sums = by_partitioner * self._spans_slice
+        return by_sums * 2 * self.of("fsdp") + (1.0 - by_sums) * self._scatter
 
 
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:

@@ -91,12 +91,14 @@ def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
     [
         # 3 parts of 64 over two links, then 60 over four; XLA sums whole gradients over six.
         ("v5p:4x4x4", 64, (3 / 2 + 60 / 4) / 64, 2 * 63 / 64 / 6),
+        # Dimensions of two chips are not closed.
+        ("v5p:2x2x2", 8, 7 / 8 / 3, 2 * 7 / 8 / 3),
         # Chips of two devices gather by sums of whole weights.
         ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 127 / 128 / 6),
         ("v6e:8x8", 64, 63 / 64 / 2, 63 / 64 / 2),
     ],
 )
-def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_are_sums(
+def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_over_a_whole_slice_are_sums(
     topology, size, gather, scatter
 ):
     machine = machine_of(topology, 1, Config())
