@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan
@@ -11,7 +12,7 @@ from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import batch_text, slice_lines, summary_lines
+from maxpipe.render.plan_table import batch_text, slice_lines, summary_lines, table_cells
 
 PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
 STYLE = """
@@ -24,6 +25,9 @@ svg .quiet{fill:var(--muted)}
 svg .axis{stroke:var(--line)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
 .plot{max-width:760px}
+.wide{overflow-x:auto;font-size:12px}
+.wide :is(th,td):is(:nth-child(2),:nth-child(5),:nth-child(6),:nth-child(9),:last-child){
+  text-align:left}
 pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
 """
 SCRIPT = """
@@ -46,7 +50,7 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
     own = [plan.own] if isinstance(plan.own, Row) else []
     rows = [*(plan.shown or plan.misfits), *own]
     machine = plan.request.machine
-    title = f"Plan for {machine.topology}"
+    title = f"Plan for {Path(plan.request.path).stem} on {machine.topology}"
     legend = "".join(
         f'<span style="background:var({colour})"></span>{name}' for name, colour in PARTS
     )
@@ -64,8 +68,19 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
 {bars_svg(plan, rows)}
 <h2>Memory against time; the line joins those that nothing beats in both</h2>
 {scatter_svg(plan)}
+<h2>What each takes, and why it is not chosen</h2>
+{_table(plan)}
 <pre>{escape(summary)}</pre>"""
     return document(title, body, STYLE, SCRIPT)
+
+
+def _table(plan: Plan) -> str:
+    """Return the table of `plan_table` in a box of its own, which scrolls."""
+    header, *rows = table_cells(plan)
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:

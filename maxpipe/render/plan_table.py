@@ -19,16 +19,21 @@ _REASONS_SHOWN = 8
 
 def table_lines(plan: Plan) -> list[str]:
     """Return the table, the chosen row first."""
+    cells = table_cells(plan)
+    lines = columns(cells, _LEFT) if len(cells) > 1 else []
+    if isinstance(plan.own, str) and plan.own:
+        lines.append(plan.own)
+    return lines
+
+
+def table_cells(plan: Plan) -> list[list[str]]:
+    """Return the header of the table and its rows, the chosen one first."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     rows = [*plan.shown, *plan.misfits, *own]
     header = list(HEADER)
     if not plan.request.machine.is_timed:
         header[HEADER.index("seconds")] = "x fastest"
-    cells = [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
-    lines = columns(cells, _LEFT) if rows else []
-    if isinstance(plan.own, str) and plan.own:
-        lines.append(plan.own)
-    return lines
+    return [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
 
 
 def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:

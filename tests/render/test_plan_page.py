@@ -11,7 +11,8 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
-from maxpipe.render.plan_page import bars_svg
+from maxpipe.render.plan_page import bars_svg, page_html
+from maxpipe.render.plan_table import table_cells
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +28,13 @@ def plan():
 def test_labels_that_are_too_long_are_squeezed_into_their_space(plan, name):
     row = dataclasses.replace(plan.rows[0], name=name)
     assert bars_svg(plan, [row]).count(' textLength="292"') == bool(name)
+
+
+def test_page_names_the_model_and_has_the_table_with_every_reason(plan):
+    page = page_html(plan, ["base", "--topology", "v5p:2x2x1"])
+    assert "<title>Plan for base on v5p:2x2x1</title>" in page
+    rows = table_cells(plan)
+    assert len(rows) > 2
+    assert page.count("<tr>") == len(rows)
+    for row in rows:
+        assert f"{row[-1]}</t" in page

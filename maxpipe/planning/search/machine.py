@@ -141,11 +141,12 @@ class Machine(NamedTuple):
         return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
 
     def spans_slice(self, grid: Grid, axis: str) -> bool:
-        """Return whether an axis is all chips of a slice of three dimensions, closed or not."""
+        """Return whether an axis is all chips of a slice of a TPU that are no single ring."""
         at = MESH_AXES.index(axis)
-        is_cube = self.chip.torus == CUBES and min(self.grid) > 1
+        # A ring goes through all chips of 2 x n.
+        is_ring = self.chip.torus is None or min(self.grid) < (2 if self.chip.torus == CUBES else 3)
         is_all = self.devices == self.num_chips == grid.ici[at] * self.slices
-        return is_cube and is_all and grid.dcn[at] == 1
+        return is_all and not is_ring and grid.dcn[at] == 1
 
     def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
         is_within = grid.dcn[MESH_AXES.index(axis)] == 1

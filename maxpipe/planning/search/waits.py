@@ -45,7 +45,7 @@ class _Costs:
     def scatter(self, by_partitioner: Number) -> Number:
         """Return the seconds of a byte of a gradient, which is summed up over fsdp and cut.
 
-        Over a whole slice of three dimensions the partitioner sums whole gradients.
+        Over a whole slice that is no ring the partitioner sums whole gradients.
         """
         by_sums = by_partitioner * self._spans_slice
         return by_sums * 2 * self.of("fsdp") + (1.0 - by_sums) * self._scatter

@@ -95,7 +95,8 @@ def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
         ("v5p:2x2x2", 8, 7 / 8 / 3, 2 * 7 / 8 / 3),
         # Chips of two devices gather by sums of whole weights.
         ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 127 / 128 / 6),
-        ("v6e:8x8", 64, 63 / 64 / 2, 63 / 64 / 2),
+        ("v6e:8x8", 64, 63 / 64 / 2, 2 * 63 / 64 / 2),
+        ("v6e:2x4", 8, 7 / 8 / 2, 7 / 8 / 2),
     ],
 )
 def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_over_a_whole_slice_are_sums(
