@@ -207,7 +207,7 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert f"not written {best}: nothing fits" in printed
     assert re.search(r"gradients alone are [\d,]+ GiB, which at least \d+ v5p hold: ", printed)
     assert not best.exists()
-    assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()
+    assert "<h1>Plan for llama3-405b on v5p:2x2x1</h1>" in page.read_text()
     assert "trying      --topology v5p:4x4x8\n" in printed
     assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in printed
     larger = ["llama3-405b", "--topology", "v5p:4x4x8", "--no-compile"]

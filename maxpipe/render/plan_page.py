@@ -68,19 +68,21 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
 {bars_svg(plan, rows)}
 <h2>Memory against time; the line joins those that nothing beats in both</h2>
 {scatter_svg(plan)}
-<h2>What each takes, and why it is not chosen</h2>
 {_table(plan)}
 <pre>{escape(summary)}</pre>"""
     return document(title, body, STYLE, SCRIPT)
 
 
 def _table(plan: Plan) -> str:
-    """Return the table of `plan_table` in a box of its own, which scrolls."""
+    """Return the table of `plan_table` in a box of its own, which scrolls; "" without rows."""
     header, *rows = table_cells(plan)
+    if not rows:
+        return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f"<h2>What each takes, and why it is not chosen</h2>\n{table}"
 
 
 def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
