@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from maxpipe.model import parameters
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
@@ -184,7 +185,12 @@ class MarkedModel:
         return apply_layers(layer_fn, layers, index, x, side, key, scan=self._scan)
 
     def _prepare(self, layer: Params) -> Params:
-        layer = jax.tree.map(without_early_cast, layer)
+        dtype = self._program.config.dtype
+        layer = map_specs(
+            lambda spec, weight: without_early_cast(weight, spec.compute_dtype(dtype)),
+            self._program.specs["layers"],
+            layer,
+        )
         if self._gathers is not None:
             layer = gather_tree(self._gathers["layers"], layer)
         # Over the partitioner's axes. One layer has the same specs in every chunk.
@@ -211,17 +217,23 @@ class MarkedModel:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])
 
 
-@jax.custom_vjp
-def without_early_cast(weight: jax.Array) -> jax.Array:
-    """Return a weight that XLA does not cast before the layer that uses it.
+def without_early_cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return a weight that XLA does not cast to `dtype` before the layer that uses it.
 
     It would cast the weights of a whole chunk before the first layer, and keep them, instead of
     casting them within products. The gradient passes unchanged, to be scattered where it is made.
     """
-    return jax.lax.optimization_barrier(weight)
+    # What needs no cast, as weights that were gathered before, would only be copied.
+    return weight if weight.dtype == dtype else _held_back(weight)
+
+
+@jax.custom_vjp
+def _held_back(weight: jax.Array) -> jax.Array:
+    held: jax.Array = jax.lax.optimization_barrier(weight)
+    return held
 
 
 # The barrier itself, which a backward applies again; the result of a call it would keep.
-without_early_cast.defvjp(
+_held_back.defvjp(
     lambda weight: (jax.lax.optimization_barrier(weight), None), lambda _, gradient: (gradient,)
 )
