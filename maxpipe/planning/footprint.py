@@ -124,17 +124,21 @@ def residual_width(config: Config) -> float:
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return everything_width(config, layer)
     layer_input = config.model.embed_dim if by_layer else 0
-    return layer_input + _named_width(config, layer)
+    return layer_input + _named_width(config, layer, by_itself=by_layer or not has_stages)
 
 
-def _named_width(config: Config, layer: Layer) -> float:
+def _named_width(config: Config, layer: Layer, *, by_itself: bool) -> float:
     """Return the width of the named tensors that a layer saves on the device.
 
-    A layer without stages saves what its own backward reads of them. That is not the result of the
-    last product, of which the next layer's input is made.
+    Args:
+      config: resolved.
+      layer: of its model, or a first dense one.
+      by_itself: whether the layer applies the policy to itself, and saves what its own backward
+        reads. The last product's result is left out where only the next layer's input is made of
+        it.
     """
     names = RematPolicy(device=remat_policy(config.pipeline).device)
-    if ENGINES[config.pipeline.engine].has_stages:
+    if not by_itself:
         return layer.saved_width(names.device)
     return layer.residual_bytes(names) / itemsize(config.model.dtype)
 
@@ -168,14 +172,17 @@ def everything_width(config: Config, layer: Layer) -> float:
 def first_layers_width(config: Config) -> float:
     """Return the width of what the first dense layers keep of a microbatch, with their inputs.
 
-    Each of them applies the policy to itself, whatever the pipeline's layers do.
+    Each of them applies the policy to itself, whatever the pipeline's layers do. On engines with
+    stages they count as layers outside the pipeline, with all that the policy names.
     """
     first = config.model.first_dense_layers
     if not first:
         return 0.0
     layer = layer_of(with_dense_layers(config))
     saves_all = remat_policy(config.pipeline).everything
-    saved = everything_width(config, layer) if saves_all else _named_width(config, layer)
+    by_itself = not ENGINES[config.pipeline.engine].has_stages
+    named = _named_width(config, layer, by_itself=by_itself)
+    saved = everything_width(config, layer) if saves_all else named
     return first * (config.model.embed_dim + saved)
 
 

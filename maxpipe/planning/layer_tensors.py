@@ -111,7 +111,7 @@ class Layer:
       gathered_width: width of activations that are gathered: rows of experts, and their results.
       named: values that `checkpoint_name` names.
       output: the layer's activations.
-      residual_bytes: bytes per token on one device that a layer saves which applies a policy to
+      residual_bytes: bytes per token on one device that a layer saves if it applies a policy to
         itself; its input and weights are not among them.
     """
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from maxpipe.config.shipped import locate_config
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.rows import Row
@@ -12,7 +13,7 @@ from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import batch_text, slice_lines, summary_lines, table_cells
+from maxpipe.render.plan_table import LEFT, batch_text, slice_lines, summary_lines, table_cells
 
 PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
 STYLE = """
@@ -26,8 +27,7 @@ svg .axis{stroke:var(--line)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
 .plot{max-width:760px}
 .wide{overflow-x:auto;font-size:12px}
-.wide :is(th,td):is(:nth-child(2),:nth-child(5),:nth-child(6),:nth-child(9),:last-child){
-  text-align:left}
+.wide .text{text-align:left}
 pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
 """
 SCRIPT = """
@@ -50,7 +50,7 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
     own = [plan.own] if isinstance(plan.own, Row) else []
     rows = [*(plan.shown or plan.misfits), *own]
     machine = plan.request.machine
-    title = f"Plan for {Path(plan.request.path).stem} on {machine.topology}"
+    title = f"Plan for {Path(locate_config(plan.request.path)).stem} on {machine.topology}"
     legend = "".join(
         f'<span style="background:var({colour})"></span>{name}' for name, colour in PARTS
     )
@@ -78,10 +78,14 @@ def _table(plan: Plan) -> str:
     header, *rows = table_cells(plan)
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        style = ('class="text"' if number in LEFT else "" for number in range(len(cells)))
+        marked = zip(style, cells, strict=True)
+        return f"<tr>{''.join(f'<{tag} {of}>{escape(cell)}</{tag}>' for of, cell in marked)}</tr>"
+
+    body = line("th", header) + "".join(line("td", row) for row in rows)
+    table = f'<div class="wide"><table>{body}</table></div>'
     return f"<h2>What each takes, and why it is not chosen</h2>\n{table}"
 
 

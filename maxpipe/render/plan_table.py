@@ -13,14 +13,14 @@ HEADER = (
     "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "by", "= comp",
     "+ comm", "+ bubble", "MFU", "why not chosen",
 )  # fmt: skip
-_LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
+LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
 _REASONS_SHOWN = 8
 
 
 def table_lines(plan: Plan) -> list[str]:
     """Return the table, the chosen row first."""
     cells = table_cells(plan)
-    lines = columns(cells, _LEFT) if len(cells) > 1 else []
+    lines = columns(cells, LEFT) if len(cells) > 1 else []
     if isinstance(plan.own, str) and plan.own:
         lines.append(plan.own)
     return lines

@@ -2,7 +2,7 @@
 
 Libtpu (0.0.42 to 0.0.50) makes one gather among all chips of a v4 or v5p slice whose three
 dimensions are closed a sum of arrays padded with zeros, which fills them first and sends every byte
-twice; a scatter becomes a sum of whole arrays. Along one or two dimensions it makes them as they
+twice; a scatter becomes a sum of whole arrays. Gathers along one or two dimensions it makes as they
 are.
 
 Letters: n devices of the axis, k of them on a line.

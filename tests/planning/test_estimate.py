@@ -143,12 +143,17 @@ def test_first_dense_layers_keep_what_dense_layers_keep(policy):
 )
 def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads(model, unread):
     """The input of the next layer, which it saves itself, is made of the last product's result."""
-    values = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
-    values |= {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
-    config = config_of(**values)
+    values = {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
+    by_layer = {"pipeline.remat_iterations": False, "pipeline.remat_layers": True}
+    sequential = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+    config = config_of(**values, **sequential)
     choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
     named = layer_of(config).saved_width(NAMED)
     assert residual_width(config) == pytest.approx(named - unread, abs=choice)
+    circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
+    staged = config_of(**values, **circular, **by_layer)
+    # With the layer's input, which is not counted by itself there.
+    assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice)
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal"])

@@ -30,9 +30,10 @@ def test_labels_that_are_too_long_are_squeezed_into_their_space(plan, name):
     assert bars_svg(plan, [row]).count(' textLength="292"') == bool(name)
 
 
-def test_page_names_the_model_and_has_the_table_with_every_reason(plan):
-    page = page_html(plan, ["base", "--topology", "v5p:2x2x1"])
-    assert "<title>Plan for base on v5p:2x2x1</title>" in page
+def test_page_names_the_configuration_and_has_the_table_with_every_reason(plan):
+    request = dataclasses.replace(plan.request, path="qwen3-0.6b")
+    page = page_html(dataclasses.replace(plan, request=request), ["qwen3-0.6b"])
+    assert "<title>Plan for qwen3-0.6b on v5p:2x2x1</title>" in page
     rows = table_cells(plan)
     assert len(rows) > 2
     assert page.count("<tr>") == len(rows)

@@ -161,7 +161,7 @@ class MixtureOfExperts(nnx.Module):
             weights = ExpertWeights(*weights[:3], *biases)
         kept = within_capacity(experts, self.config)
         y = self.experts(x_BTD, kept, choice.weights, weights)
-        if not self.has_bias:  # no gradient is made of the rows that it sums
+        if not self.has_bias:  # else the router's gradient needs the rows
             y = checkpoint_name(y, "mlp_down")
         if self.has_shared:
             y = y + self.shared(x_BTD)

@@ -140,13 +140,18 @@ class Machine(NamedTuple):
         """
         return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
 
-    def spans_slice(self, grid: Grid, axis: str) -> bool:
-        """Return whether an axis is all chips of a slice of a TPU that are no single ring."""
+    def sums_whole(self, grid: Grid, axis: str) -> bool:
+        """Return whether XLA's partitioner sums whole arrays over an axis, where it could scatter.
+
+        It does so over all chips of a slice that is larger than 2 x n (see docs/benchmarks.md,
+        Along a whole torus). Where a chip is two devices nothing is known.
+        """
         at = MESH_AXES.index(axis)
-        # A ring goes through all chips of 2 x n.
-        is_ring = self.chip.torus is None or min(self.grid) < (2 if self.chip.torus == CUBES else 3)
+        is_small = self.chip.torus is None or min(self.grid) < (
+            2 if self.chip.torus == CUBES else 3
+        )
         is_all = self.devices == self.num_chips == grid.ici[at] * self.slices
-        return is_all and not is_ring and grid.dcn[at] == 1
+        return is_all and not is_small and grid.dcn[at] == 1
 
     def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
         is_within = grid.dcn[MESH_AXES.index(axis)] == 1

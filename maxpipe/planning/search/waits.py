@@ -29,7 +29,7 @@ class _Costs:
         }
         self.gather = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
         self.permute = machine.permute_cost(grid, links) if grid.size("stage") > 1 else 0.0
-        self._spans_slice = machine.spans_slice(grid, "fsdp")
+        self._sums_whole = machine.sums_whole(grid, "fsdp")
         is_whole_torus = machine.is_whole_torus(grid, links, "fsdp")
         self._scatter = self.gather if is_whole_torus else self._each["fsdp"]
 
@@ -45,9 +45,9 @@ class _Costs:
     def scatter(self, by_partitioner: Number) -> Number:
         """Return the seconds of a byte of a gradient, which is summed up over fsdp and cut.
 
-        Over a whole slice that is no ring the partitioner sums whole gradients.
+        Over most whole slices the partitioner sums whole gradients, see `Machine.sums_whole`.
         """
-        by_sums = by_partitioner * self._spans_slice
+        by_sums = by_partitioner * self._sums_whole
         return by_sums * 2 * self.of("fsdp") + (1.0 - by_sums) * self._scatter
 
 

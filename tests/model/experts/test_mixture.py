@@ -131,7 +131,7 @@ def test_values_losses_and_gradients_are_those_of_a_loop_over_experts(options):
     ("options", "shape"),
     [
         ({}, (ROWS, LENGTH, EMBED)),
-        # Weights of a token's experts have gradients of its rows.
+        # The router's gradient needs the rows.
         ({"mlp_bias": True}, (ROWS * LENGTH * PER_TOKEN, EMBED)),
     ],
 )

@@ -7,6 +7,7 @@ from helpers.plan_blocks import sizes_of
 from maxpipe.config import Config
 from maxpipe.devices.chips import LINK_EFFICIENCY
 from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.space import Grid
 from maxpipe.planning.search.units import units_of
 from maxpipe.planning.search.waits import unit_waits, waits_of
 
@@ -97,6 +98,7 @@ def test_gradients_of_layers_without_stages_are_summed_over_all_axes_at_once():
         ("tpu7x:4x4x4", 128, 2 * 127 / 128 / 6, 127 / 128 / 6),
         ("v6e:8x8", 64, 63 / 64 / 2, 2 * 63 / 64 / 2),
         ("v6e:2x4", 8, 7 / 8 / 2, 7 / 8 / 2),
+        ("v5p:2x2x1", 4, 3 / 4 / 2, 3 / 4 / 2),
     ],
 )
 def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_over_a_whole_slice_are_sums(
@@ -116,6 +118,18 @@ def test_gathers_along_a_whole_torus_take_two_steps_and_scatters_over_a_whole_sl
     # Norms are never split.
     assert np.ravel(waits.gather / whole) == pytest.approx(gather, rel=0.01)
     assert np.ravel(waits.scatter / whole) == pytest.approx(scatter, rel=0.01)
+
+
+def test_whole_arrays_are_summed_over_all_chips_of_each_slice_and_not_across_slices():
+    machine = machine_of("v6e:4x4", 2, Config())
+    within = Grid((1, 1, 16, 1, 1, 1), (2, 1, 1, 1, 1, 1))
+    across = Grid((1, 1, 16, 1, 1, 1), (1, 1, 2, 1, 1, 1))
+    part = Grid((2, 1, 8, 1, 1, 1), (2, 1, 1, 1, 1, 1))
+    assert [machine.sums_whole(grid, "fsdp") for grid in (within, across, part)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("gather", "by_partitioner"), [("per_iteration", True), ("once", False)])

@@ -233,7 +233,8 @@ def _held_back(weight: jax.Array) -> jax.Array:
     return held
 
 
-# The barrier itself, which a backward applies again; the result of a call it would keep.
+# The forward applies the barrier itself: a backward does that again, but would keep the result of
+# a call.
 _held_back.defvjp(
     lambda weight: (jax.lax.optimization_barrier(weight), None), lambda _, gradient: (gradient,)
 )
