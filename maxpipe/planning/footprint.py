@@ -206,8 +206,11 @@ def held_width(config: Config) -> float:
 
 
 def cheap_width(config: Config) -> float:
-    """Return the width of what else a backward holds of each layer if nothing is computed twice."""
-    saved = layer_of(config).residual_bytes(EVERYTHING) / itemsize(config.model.dtype)
+    """Return the width of what else a backward may hold of each layer that it computes once.
+
+    XLA holds less of it: some it computes again within the operations that read it.
+    """
+    saved = layer_of(config).residual_bytes(None) / itemsize(config.model.dtype)
     return max(0.0, saved - held_width(config))
 
 

@@ -112,7 +112,7 @@ class Layer:
       named: values that `checkpoint_name` names.
       output: the layer's activations.
       residual_bytes: bytes per token on one device that a layer saves if it applies a policy to
-        itself; its input and weights are not among them.
+        itself, or without one; its input and weights are not among them.
     """
 
     products: Sequence[Product]
@@ -120,7 +120,7 @@ class Layer:
     gathered_width: float
     named: Sequence[Tensor]
     output: Value
-    residual_bytes: Callable[[RematPolicy], float]
+    residual_bytes: Callable[[RematPolicy | None], float]
 
     @cached_property
     def weight_flops(self) -> float:
@@ -281,7 +281,7 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
     output = walk.run(trace.layer.jaxpr, consts, inputs)[0]
 
     @cache
-    def residual_bytes(policy: RematPolicy) -> float:
+    def residual_bytes(policy: RematPolicy | None) -> float:
         program = trace_residuals(trace, policy)
         values = _inputs(trace, program, dimension_shards)
         residuals = _Walk(trace.tokens, trace.visible_share)

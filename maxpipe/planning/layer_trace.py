@@ -175,17 +175,20 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
 
 
 @cache
-def trace_residuals(trace: ModelTrace, policy: RematPolicy) -> ClosedJaxpr:
-    """Trace a layer that applies a policy to itself; inputs as of `ModelTrace.layer`.
+def trace_residuals(trace: ModelTrace, policy: RematPolicy | None) -> ClosedJaxpr:
+    """Trace a layer that applies a policy to itself, or none; inputs as of `ModelTrace.layer`.
 
     The outputs are the saved values, in any order; some are inputs of the layer.
     """
     params, x, side, key = _shapes(trace.program, trace.tokens)
 
-    block = checkpoint(trace.program.block, policy)
-
-    def residuals(layer: Params, x: jax.Array, *others: object) -> list[jax.Array]:
-        _, vjp = jax.vjp(lambda layer, x: block(layer, x, *others), layer, x)
+    def residuals(
+        layer: Params, x: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> list[jax.Array]:
+        block = trace.program.block
+        if policy is not None:
+            block = checkpoint(block, policy)
+        _, vjp = jax.vjp(lambda layer, x: block(layer, x, side, key), layer, x)
         return jax.tree.leaves(vjp)
 
     return jax.make_jaxpr(residuals)(params["layers"], x, side, key)

@@ -10,6 +10,7 @@ from maxpipe.compiling.topology import devices_of
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.footprint import cheap_width
 from maxpipe.planning.remat_cheap import KEY, with_remat_cheap
 
 SEVERAL = {"model.num_layers": 8}  # four on each of two stages
@@ -35,6 +36,12 @@ def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle(values):
     assert value == "false"
     assert note.startswith("pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values")
     assert note.endswith("at most 50% of a device's 95 GiB")
+
+
+def test_cheap_values_are_at_least_what_norms_and_gates_make():
+    config = config_of(**SEVERAL)
+    norms, gate = 2 * config.model.embed_dim, config.model.mlp_dim
+    assert cheap_width(config) >= norms + gate
 
 
 @pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
