@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from maxpipe.config.catalog import ENGINES, OPTIMIZERS, RematPolicy
+from maxpipe.config.catalog import ENGINES, OPTIMIZERS, REMAT_POLICIES, RematPolicy
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
@@ -29,7 +29,6 @@ from maxpipe.sharding.rules import AxisRules, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
-EVERYTHING = RematPolicy(everything=True)
 
 
 def itemsize(dtype: str) -> int:
@@ -165,7 +164,7 @@ def everything_width(config: Config, layer: Layer) -> float:
     computes the rest again within the operations that read it.
     """
     if not is_unrolled(config.pipeline):
-        return layer.residual_bytes(EVERYTHING) / itemsize(config.model.dtype)
+        return layer.residual_bytes(REMAT_POLICIES["none"]) / itemsize(config.model.dtype)
     return layer.result_width + layer.gathered_width
 
 
@@ -179,10 +178,11 @@ def first_layers_width(config: Config) -> float:
     if not first:
         return 0.0
     layer = layer_of(with_dense_layers(config))
-    saves_all = remat_policy(config.pipeline).everything
     by_itself = not ENGINES[config.pipeline.engine].has_stages
-    named = _named_width(config, layer, by_itself=by_itself)
-    saved = everything_width(config, layer) if saves_all else named
+    if remat_policy(config.pipeline).everything:
+        saved = everything_width(config, layer)
+    else:
+        saved = _named_width(config, layer, by_itself=by_itself)
     return first * (config.model.embed_dim + saved)
 
 

@@ -80,9 +80,9 @@ def _table(plan: Plan) -> str:
         return ""
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        style = ('class="text"' if number in LEFT else "" for number in range(len(cells)))
+        style = (' class="text"' if number in LEFT else "" for number in range(len(cells)))
         marked = zip(style, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag} {of}>{escape(cell)}</{tag}>' for of, cell in marked)}</tr>"
+        return f"<tr>{''.join(f'<{tag}{of}>{escape(cell)}</{tag}>' for of, cell in marked)}</tr>"
 
     body = line("th", header) + "".join(line("td", row) for row in rows)
     table = f'<div class="wide"><table>{body}</table></div>'

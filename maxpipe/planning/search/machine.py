@@ -1,5 +1,6 @@
 """State what a device and its links can do, as the closed forms reckon with it."""
 
+import math
 from typing import NamedTuple
 
 from maxpipe.config.sections import MESH_AXES, Config
@@ -147,11 +148,8 @@ class Machine(NamedTuple):
         Along a whole torus). Where a chip is two devices nothing is known.
         """
         at = MESH_AXES.index(axis)
-        is_small = self.chip.torus is None or min(self.grid) < (
-            2 if self.chip.torus == CUBES else 3
-        )
         is_all = self.devices == self.num_chips == grid.ici[at] * self.slices
-        return is_all and not is_small and grid.dcn[at] == 1
+        return is_all and grid.dcn[at] == 1 and math.prod(self.grid) > 2 * max(self.grid)
 
     def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
         is_within = grid.dcn[MESH_AXES.index(axis)] == 1
