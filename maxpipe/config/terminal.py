@@ -49,7 +49,9 @@ def no_tracebacks() -> Iterator[None]:
 def emit(text: str, stream: TextIO | None = None) -> None:
     """Print lines of a run that must not end because its console cannot be written.
 
-    When the reader of the console has ended, or its disk is full, standard error gets one line.
+    Text and newline are one write, also without buffers (`PYTHONUNBUFFERED`), for other processes
+    may write to the same console. When the reader of the console has ended, or its disk is full,
+    standard error gets one line.
 
     Args:
       text: without the last newline; secrets in its URLs are not shown.
@@ -57,7 +59,7 @@ def emit(text: str, stream: TextIO | None = None) -> None:
     """
     stream = stream or sys.stdout
     try:
-        print(redacted(text), file=stream, flush=True)
+        print(f"{redacted(text)}\n", end="", file=stream, flush=True)
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno == errno.EPIPE:

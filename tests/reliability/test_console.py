@@ -146,5 +146,20 @@ def test_emit_disk_of_the_console_is_full_warns_once(capsys):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def test_emit_without_buffers_writes_its_lines_at_once():
+    writes = []
+
+    class Console(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            writes.append(bytes(data))
+            return len(data)
+
+    emit("two\nlines", io.TextIOWrapper(Console(), write_through=True))
+    assert [data for data in writes if data] == [b"two\nlines\n"]
+
+
 def test_prompt_of_an_ascii_locale_is_read_as_utf_8():
     assert _utf8("h\udcc3\udca9") == _utf8("h\u00e9") == "h\u00e9"

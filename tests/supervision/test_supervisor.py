@@ -33,6 +33,7 @@ from maxpipe.supervision.supervisor import Supervisor
 TRAINER = """
 import faulthandler, os, pathlib, signal, sys, time
 faulthandler.enable()
+sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: others write, too
 index = os.environ.get("JAX_PROCESS_ID", "0")
 log = pathlib.Path(sys.argv[1]) / f"attempts{index}"
 with log.open("a") as file:
