@@ -1,6 +1,5 @@
 """Build a trainer from a resolved configuration; model and engine are picked nowhere else."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_offloading, check_processes, check_split_backwards
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.agreement import agree_on
 from maxpipe.devices.host_memory import has_host_memory
 from maxpipe.devices.mesh import has_whole_processes
@@ -27,7 +27,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.prefetch import gathers_in_steps, ignore_note, tpu_for_gathers
+from maxpipe.planning.prefetch import gathers_in_steps, tpu_for_gathers
 from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import line_length
@@ -37,9 +37,7 @@ from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
 
-def build_engine_inputs(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = ignore_note
-) -> EngineInputs:
+def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> EngineInputs:
     """Build what an engine is built from; arguments as for `build_trainer`.
 
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
@@ -99,9 +97,7 @@ def build_engine(config: Config, inputs: EngineInputs) -> Any:
     return implementation(ENGINES[config.pipeline.engine])(inputs)
 
 
-def build_trainer(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = ignore_note
-) -> Trainer:
+def build_trainer(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> Trainer:
     """Build the trainer of a resolved configuration, with the engine that it names.
 
     Args:
@@ -147,7 +143,7 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
 
 
 def build_mpmd_trainer(
-    config: Config, mesh: Mesh, inputs: EngineInputs, note: Callable[[str], None] = ignore_note
+    config: Config, mesh: Mesh, inputs: EngineInputs, note: Note = ignore_note
 ) -> Trainer:
     """Build a trainer with programs per stage; arguments as for `build_trainer`.
 

@@ -1,6 +1,6 @@
 """Compile the step of a configuration and gather what it costs in a `Report`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -15,6 +15,7 @@ from maxpipe.compiling.report import Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.planning.auto_stages import bubble_fraction
@@ -29,7 +30,7 @@ def analyse(
     written: Config,
     mesh: Mesh,
     trainer: StepTrainer,
-    note: Callable[[str], None],
+    note: Note,
 ) -> tuple[Report, jax.stages.Compiled | None]:
     """Compile the train step and report what it costs.
 

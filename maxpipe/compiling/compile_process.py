@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,11 +16,11 @@ from types import FrameType
 from maxpipe.compiling.step import growing_silences
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
+from maxpipe.config.terminal import Note
 from maxpipe.planning.search.rows import Proof
 from maxpipe.planning.search.seconds import Seconds
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
-Note = Callable[[str], None]
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:

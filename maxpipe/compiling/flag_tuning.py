@@ -7,12 +7,13 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, Note, compile_command
+from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, compile_command
 from maxpipe.compiling.flag_trials import VARIABLE, Trial, Tuning
 from maxpipe.compiling.output_files import replace_file
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.outputs import is_device
 from maxpipe.config.slices import canonical_topology
+from maxpipe.config.terminal import Note
 from maxpipe.devices.xla_flags import FlagSet, added_to, names_in, own_flags, sets_to_try
 
 Keep = Callable[[Tuning], None]

@@ -18,9 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-from maxpipe.compiling.compile_process import Note, report_of, written
+from maxpipe.compiling.compile_process import report_of, written
 from maxpipe.compiling.units import TooLarge
 from maxpipe.config.imports import ENTRY_POINTS, import_words
+from maxpipe.config.terminal import Note
 from maxpipe.devices.agreement import source_digest
 from maxpipe.planning.search.probes import Probe, UnitFigures
 from maxpipe.planning.search.written import versions

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from maxpipe.compiling import probe_process
-from maxpipe.compiling.compile_process import Note
 from maxpipe.compiling.probe_process import Answer, probe_figures, stored_figures
 from maxpipe.compiling.units import TooLarge
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan, with_misfit_reasons
 from maxpipe.planning.search.probes import Probing

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from maxpipe.compiling.compile_process import Note, compile_configuration
+from maxpipe.compiling.compile_process import compile_configuration
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan, with_misfit_reasons
 from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons

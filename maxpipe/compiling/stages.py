@@ -7,7 +7,7 @@ TPUs every program is timed, and the simulator composes the times in the order o
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from maxpipe.compiling.step import OutOfMemory
 from maxpipe.compiling.topology import neighbour_bandwidth
 from maxpipe.compiling.units import time_unit
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import chip_for, device_memory, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
@@ -215,7 +216,7 @@ def analyse_stages(
     trainer: StagesTrainer,
     programs: Iterable[CompiledProgram],
     began: float,
-    note: Callable[[str], None],
+    note: Note,
 ) -> StagesReport:
     """Report what a step costs, compiling its programs one by one.
 

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.compiling.report import CompilerMemory, CompileTimes
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
+from maxpipe.config.terminal import Note
 
 PROGRESS_SECONDS = 15.0
 LONGEST_SILENCE = 240.0
@@ -86,7 +87,7 @@ def compile_step(
     config: Config,
     mesh: Mesh,
     trainer: StepTrainer,
-    note: Callable[[str], None],
+    note: Note,
     options: Mapping[str, bool] | None = None,
 ) -> CompiledStep:
     """Compile `trainer.jitted_step`; no array is made.
@@ -125,9 +126,7 @@ def compile_step(
 
 
 @contextmanager
-def progress(
-    phase: str, note: Callable[[str], None], first_seconds: float = PROGRESS_SECONDS
-) -> Iterator[None]:
+def progress(phase: str, note: Note, first_seconds: float = PROGRESS_SECONDS) -> Iterator[None]:
     """Note a phase when it begins, and again while it lasts, with the seconds so far."""
     silences = growing_silences(first_seconds)
     note(f"{phase:<12}the program, minutes for a large model")

@@ -1,6 +1,6 @@
 """Compile a few units of the mpmd engine alone, and say what each takes and needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, compile_p
 from maxpipe.compiling.report import size
 from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config.sections import ModelConfig
+from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import Chip, chip_for, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 
@@ -113,7 +114,7 @@ def compile_units(
     mesh: Mesh,
     trainer: StagesTrainer,
     meshes: Sequence[Mesh],
-    note: Callable[[str], None],
+    note: Note,
 ) -> UnitsReport:
     """Compile units one by one, and time each on TPUs.
 

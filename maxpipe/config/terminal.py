@@ -4,7 +4,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -13,6 +13,12 @@ from maxpipe.config.errors import redacted
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has ended
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+Note = Callable[[str], None]  # takes a line for the user, such as an automatic decision
+
+
+def ignore_note(text: str) -> None:
+    """Drop a line that nothing should print."""
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:

@@ -14,6 +14,7 @@ from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
@@ -186,7 +187,7 @@ def _is_within(prediction: PredictedStages, limit: float) -> bool:
     return bool((prediction.memory <= limit).all())
 
 
-def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
+def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Config:
     """Return the configuration with `layers_per_stage` and `unit_times` decided if they are auto.
 
     Args:
@@ -234,7 +235,7 @@ def _order_reason(config: Config) -> str:
     )
 
 
-def _with_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
+def _with_stages(config: Config, chip_bytes: float | None, note: Note) -> Config:
     limit = memory_limit(config, chip_bytes)
     try:
         chosen, uniform = plan_stages(config, limit), uniform_sizes(config)

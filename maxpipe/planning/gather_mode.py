@@ -11,18 +11,13 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
-from maxpipe.planning.prefetch import (
-    IDLE_SHARE,
-    Note,
-    changes_step,
-    ignore_note,
-    sharing_axes,
-)
+from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
 from maxpipe.planning.prefetch import KEY as PREFETCH
 
 KEY = "pipeline.fsdp_gather"

@@ -5,18 +5,13 @@ from collections.abc import Callable, Sequence
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import Device, Tpu, tpu_of
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
 
 KEY = "pipeline.fsdp_prefetch"
 IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
-
-Note = Callable[[str], None]
-
-
-def ignore_note(text: str) -> None:
-    """Drop a line that nothing should print."""
 
 
 def changes_step(engine: Engine, size: Callable[[str], int], repeats: int = 1) -> bool:

@@ -9,12 +9,13 @@ weights and saved tensors that the layer reads out of their stores.
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens, on_tpus
-from maxpipe.planning.prefetch import IDLE_SHARE, Note, ignore_note, splits_backward
+from maxpipe.planning.prefetch import IDLE_SHARE, splits_backward
 
 KEY = "pipeline.remat_cheap"
 

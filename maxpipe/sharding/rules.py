@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
+from maxpipe.config.terminal import Note, ignore_note
 
 MeshAxes = tuple[str, ...]
 AXIS_RULES_KEY = "sharding.logical_axis_rules"
@@ -32,8 +33,8 @@ class AxisRules:
         self,
         rules: Sequence[tuple[str, Sequence[str]]],
         mesh: Mesh | AbstractMesh,
-        note: Callable[[str], None] = lambda text: None,
-        show: Callable[[str], None] | None = None,
+        note: Note = ignore_note,
+        show: Note | None = None,
         line: int = 1,
     ):
         self.mesh = mesh

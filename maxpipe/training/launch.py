@@ -27,7 +27,7 @@ from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
-from maxpipe.config.terminal import emit
+from maxpipe.config.terminal import Note, emit
 from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sources
 from maxpipe.data.tokenizers import load_tokenizer
@@ -88,7 +88,7 @@ from maxpipe.training.trainer import StateT, Trainer
 class BuildTrainer(Protocol):
     """`maxpipe.builder.build_trainer`, which is passed in: the builder imports this package."""
 
-    def __call__(self, config: Config, mesh: Mesh, *, note: Callable[[str], None]) -> Trainer: ...
+    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def ignore_start(current: Run) -> None:

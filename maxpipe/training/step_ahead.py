@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from maxpipe.config import Config, ConfigError
 from maxpipe.config.elastic import KEY
 from maxpipe.config.options import update
+from maxpipe.config.terminal import Note
 from maxpipe.devices import processes
 from maxpipe.devices.cluster import whole_of_process
 from maxpipe.training.run_directory import RunDirectory
@@ -30,7 +31,7 @@ def step_file(config: Config, count: int) -> Path:
 
 
 def build_with_step_ahead(
-    config: Config, mesh: Mesh, build_trainer: BuildTrainer, note: Callable[[str], None]
+    config: Config, mesh: Mesh, build_trainer: BuildTrainer, note: Note
 ) -> Trainer | None:
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 

@@ -23,6 +23,7 @@ from jax import lax
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import DISPATCHES
 from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.terminal import Note
 from maxpipe.model.experts.dispatch import Layout, Places, add_up, spread
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, MultiplyFn
 from maxpipe.sharding.collectives import (
@@ -38,9 +39,7 @@ KEY = "model.moe.dispatch"
 SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
 
 
-def choose_dispatch(
-    moe: MoEConfig, devices: int, platform: str, note: Callable[[str], None]
-) -> str:
+def choose_dispatch(moe: MoEConfig, devices: int, platform: str, note: Note) -> str:
     """Return the name of a way; an automatic choice is printed with its reason.
 
     Args:

@@ -5,7 +5,6 @@ its experts (`exchange`). Over mesh axis `tensor` it has a share of every expert
 shares of the results are summed.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
+from maxpipe.config.terminal import Note
 from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.exchange import choose_dispatch, sparse
@@ -39,7 +39,7 @@ class Kernel(Protocol):
     ) -> jax.Array: ...
 
 
-def choose_kernel(config: ModelConfig, platform: str, note: Callable[[str], None]) -> str:
+def choose_kernel(config: ModelConfig, platform: str, note: Note) -> str:
     """Return the name of the kernel; see `maxpipe.model.kernels.choose.choose`."""
     return choose(
         "model.moe.kernel",
@@ -53,7 +53,7 @@ def choose_kernel(config: ModelConfig, platform: str, note: Callable[[str], None
 
 
 def build_experts(
-    config: ModelConfig, rules: AxisRules, platform: str, note: Callable[[str], None]
+    config: ModelConfig, rules: AxisRules, platform: str, note: Note
 ) -> ExpertsFn | None:
     """Build the function of a model's experts; None if the model has none.
 

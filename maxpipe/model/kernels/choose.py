@@ -13,6 +13,7 @@ from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_facts import Kernel as KernelFacts
 from maxpipe.config.sections import Config, ModelConfig
+from maxpipe.config.terminal import Note
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.context_parallel import over_context, parts
@@ -31,7 +32,7 @@ class Kernel(Protocol):
     def build_for_parts(self, config: ModelConfig, parts: np.ndarray) -> PartAttention: ...
 
 
-def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) -> str:
+def choose_kernel(config: Config, platform: str, note: Note) -> str:
     """Return the name of the attention kernel; an automatic choice is printed with its reason.
 
     Args:
@@ -61,7 +62,7 @@ def choose(
     everywhere: str,
     unfit: Callable[[str], str],
     platform: str,
-    note: Callable[[str], None],
+    note: Note,
 ) -> str:
     """Return the name of a kernel; an automatic choice is printed with its reason.
 
@@ -94,13 +95,13 @@ def choose(
     return name
 
 
-def choose_rotation(config: Config, platform: str, note: Callable[[str], None]) -> str:
+def choose_rotation(config: Config, platform: str, note: Note) -> str:
     """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
     why = "spares the TPU transposes of queries and keys"
     return _choose_for_tpus(config, platform, note, "rotation", ("product", why), "slices")
 
 
-def choose_gating(config: Config, platform: str, note: Callable[[str], None]) -> str:
+def choose_gating(config: Config, platform: str, note: Note) -> str:
     """Return how a gated MLP is computed, "fused" or "separate"; arguments as above."""
     why = "gate times up is computed once, not in each product that reads it"
     return _choose_for_tpus(config, platform, note, "gating", ("separate", why), "fused")
@@ -109,7 +110,7 @@ def choose_gating(config: Config, platform: str, note: Callable[[str], None]) ->
 def _choose_for_tpus(
     config: Config,
     platform: str,
-    note: Callable[[str], None],
+    note: Note,
     name: str,
     on_tpus: tuple[str, str],
     elsewhere: str,
@@ -125,9 +126,7 @@ def _choose_for_tpus(
     return value
 
 
-def build_attention(
-    config: Config, rules: AxisRules, platform: str, note: Callable[[str], None]
-) -> AttentionFn:
+def build_attention(config: Config, rules: AxisRules, platform: str, note: Note) -> AttentionFn:
     """Build the attention function of a resolved configuration.
 
     Args:

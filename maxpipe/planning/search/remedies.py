@@ -4,13 +4,14 @@ import math
 import time
 from dataclasses import replace
 
+from maxpipe.config.terminal import Note
 from maxpipe.planning.search.attempts import Attempt, attempts_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, Remedies, problem_of
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.search import fitting_of_blocks
-from maxpipe.planning.search.smallest import Note, holds_state
+from maxpipe.planning.search.smallest import holds_state
 
 SECONDS = 20.0  # of all searches for remedies together
 MARGIN = "--memory-margin"

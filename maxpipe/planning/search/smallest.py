@@ -1,16 +1,16 @@
 """Find the smallest slice of a kind that trains a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.slices import num_chips
+from maxpipe.config.terminal import Note
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.request import Request
 
 LARGER = 4  # slices above the smallest that are priced
 TRIED_SLICES = 8
-Note = Callable[[str], None]
 
 
 def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
