@@ -388,6 +388,8 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
     ("words", "message"),
     [
         (["base", "--topology", "v5q:2x2"], "there is no chip 'v5q'"),
+        (["base", "--topology", "v5p128"], "there is no chip 'v5p128'; did you mean v5p-128?"),
+        (["base", "--topology", "8xH100"], "there is no chip '8xH100'; did you mean H100:8?"),
         (["base", "--topology", "v5p:2x2"], "grids of v5p have 3 dimensions"),
         (["base", "--topology", "v5p:4x4x5"], "cubes of 4x4x4"),
         (["base", "--topology", "H100:x"], "give the number of GPUs"),

@@ -47,6 +47,8 @@ GENERATIONS = (
 GPUS = ("a100", "h100", "h200", "b200")
 _BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
 _NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
+_KINDS = "|".join(sorted((*_BY_NAME, *GPUS, "cpu"), key=len, reverse=True))
+_MISPRINT = re.compile(rf"(?:(\d+) ?x ?)?({_KINDS})(?:[-:_x ]?(\d+(?:x\d+){{0,2}}))?")
 
 
 def canonical_topology(name: str) -> str:
@@ -59,8 +61,9 @@ def canonical_topology(name: str) -> str:
     match = _NAME.fullmatch(name.lower())
     generation = _BY_NAME.get(match[1]) if match else None
     if match is None or (generation is None and "x" not in match[3]):
-        if match and (reason := _not_compiled_for(match[1], match[3])):
-            raise ValueError(f"{name!r} {reason}")
+        if meant := meant_topology(name):
+            reason = _not_compiled_for(*meant.lower().split(":"))
+            raise ValueError(f"{name!r} {reason or f'is no topology; did you mean {meant}?'}")
         example = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
         raise ValueError(f"{name!r} is neither cpu nor a chip and its grid, such as {example}")
     if generation is None:
@@ -76,7 +79,7 @@ def canonical_topology(name: str) -> str:
     return f"{generation.name}:{grid}"
 
 
-def _not_compiled_for(kind: str, count: str) -> str:
+def _not_compiled_for(kind: str, count: str = "") -> str:
     """Return what to do instead of compiling for devices as `maxpipe.plan` names them, or ""."""
     if kind == "cpu":
         return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={count}"
@@ -84,6 +87,18 @@ def _not_compiled_for(kind: str, count: str) -> str:
         words = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{count}"
         return f"names GPUs, for which maxpipe.compile is not; {words} predicts by closed forms"
     return ""
+
+
+def meant_topology(name: str) -> str:
+    """Return what a name with another separator may mean, or "": v5p-128 for v5p128."""
+    match = _MISPRINT.fullmatch(name.lower())
+    if match is None or (match[1] is None) == (match[3] is None):
+        return ""
+    kind, count = match[2], match[1] or match[3]
+    if kind in _BY_NAME:  # a number in front may count chips or TensorCores
+        return "" if match[1] else f"{kind}{':' if 'x' in count else '-'}{count}"
+    shown = kind if kind == "cpu" else kind.upper()
+    return "" if "x" in count else f"{shown}:{count}"
 
 
 def names_kind(topology: str) -> bool:

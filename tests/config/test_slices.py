@@ -8,6 +8,7 @@ from maxpipe.config.slices import (
     canonical_topology,
     explain_topology,
     explain_unusual,
+    meant_topology,
     names_kind,
     num_devices,
     slices_of,
@@ -51,12 +52,37 @@ def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devic
         ("cpu:8", ["'cpu:8'", "use compile.topology=cpu mesh.simulated_devices=8"]),
         ("H100:8", ["names GPUs, for which maxpipe.compile is not", "--topology H100:8"]),
         ("h100-8", ["names GPUs", "--topology H100:8"]),
+        ("h100x8", ["names GPUs", "--topology H100:8"]),
+        ("v5p128", ["did you mean v5p-128?"]),
     ],
 )
 def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
-    with pytest.raises(ValueError, match=r"slice|neither|names|name;") as caught:
+    with pytest.raises(ValueError, match=r"slice|neither|names|name;|did you mean") as caught:
         canonical_topology(name)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("v5p128", "v5p-128"),
+        ("v5p_128", "v5p-128"),
+        ("V5E4x4", "v5e:4x4"),
+        ("tpu7x2x2x1", "tpu7x:2x2x1"),
+        ("v5litepod16", "v5litepod-16"),
+        ("H100x8", "H100:8"),
+        ("8xh100", "H100:8"),
+        ("a100-8", "A100:8"),
+        ("cpu8", "cpu:8"),
+        ("8xv5p", ""),
+        ("h100:2x4", ""),
+        ("8xh100:8", ""),
+        ("v5q8", ""),
+        ("v5p", ""),
+    ],
+)
+def test_meant_topology_mends_the_separator_of_a_known_kind(name, meant):
+    assert meant_topology(name) == meant
 
 
 def test_gpus_are_those_in_the_table_of_chips():

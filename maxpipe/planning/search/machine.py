@@ -8,6 +8,7 @@ from maxpipe.config.slices import (
     canonical_topology,
     check_grid,
     hosts_of,
+    meant_topology,
     names_kind,
     num_chips,
     num_devices,
@@ -193,6 +194,8 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
             gpu.peak_flops[dtype], gpu.hbm_bandwidth, gpu.hbm_bytes, True,
         )  # fmt: skip
     if not names_kind(topology):
+        if meant := meant_topology(topology):
+            raise ValueError(f"there is no chip {topology!r}; did you mean {meant}?")
         gpus = ", ".join(chip.name for chip in _GPUS)
         raise ValueError(
             f"there is no chip {topology!r}: give a TPU slice, such as v5p:4x4x4 or v5p-128, GPUs "
