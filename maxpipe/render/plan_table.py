@@ -38,7 +38,8 @@ def table_cells(plan: Plan) -> list[list[str]]:
 
 def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     candidate, machine = row.candidate, plan.request.machine
-    memory = f"{row.memory / GIB:.1f}"
+    gib = row.memory / GIB
+    memory = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
     unit = 1.0 if machine.is_timed else _fastest(plan) * candidate.batch

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.from_hf import VOCABULARY
 from maxpipe.config.model_places import split_scheme
 from maxpipe.config.options import OPTIONS, get, is_set, update
@@ -71,7 +72,10 @@ def versions() -> str:
 
 
 def _keys(row: Row) -> set[str]:
-    """Return the keys that a file needs: those that differ from their defaults, and the plan's."""
+    """Return the keys that a file needs: those that differ from their defaults, and the plan's.
+
+    Keys that the engine does not read, such as a schedule without stages, are left out.
+    """
     config = row.config
     keys = {key for key in OPTIONS if is_set(config, key)}
     if row.name != OWN:
@@ -79,7 +83,7 @@ def _keys(row: Row) -> set[str]:
     if config.model.from_hf:  # whose config.json has the shape, but for padding of the vocabulary
         keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
         keys.add(VOCABULARY)
-    return keys
+    return {key for key in keys if ENGINES[config.pipeline.engine].takes(key)}
 
 
 def _located(config: Config) -> Config:
