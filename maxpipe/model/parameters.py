@@ -52,6 +52,11 @@ class ParamSpec:
         """Return the dtype in which it is used where activations have `dtype`."""
         return self.dtype if self.keeps_dtype else dtype
 
+    def is_cast(self, dtype: DTypeLike) -> bool:
+        """Return whether it is cast to be used where activations have `dtype`."""
+        is_floating = jnp.issubdtype(self.dtype, jnp.floating)
+        return is_floating and jnp.dtype(self.compute_dtype(dtype)) != self.dtype
+
     def init(self, key: jax.Array) -> jax.Array:
         """Draw initial values in float32 and cast them to `dtype`."""
         values = jnp.full(self.shape, self.fill, jnp.float32)

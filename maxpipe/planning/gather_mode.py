@@ -3,8 +3,9 @@
 On TPUs a gather in every iteration is exposed, and one in steps takes copies. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
 their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
-than two repeats it holds less. On the circular engine the same modes sum up gradients over devices
-with the same weights once, which is worth it without split weights, too.
+than two repeats it holds less. Without split weights the same modes are worth it, too: the circular
+engine sums up gradients over devices with the same weights once, lockstep engines gather embedding
+and head once, and units of the mpmd engine take weights that were cast before.
 """
 
 from maxpipe.config.catalog import ENGINES
@@ -47,8 +48,8 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather
     engine = ENGINES[pipeline.engine]
-    is_open = engine.one_program and changes_step(
-        engine, config.mesh.size, config.pipeline.num_repeats
+    is_open = changes_step(
+        engine, config.mesh.size, pipeline.num_repeats, casts=config.model.casts_parameters
     )
     if tpu is None or not is_open:
         return "per_iteration"
@@ -88,6 +89,11 @@ def _held(config: Config, mode: str) -> str:
     """Return what a mode holds, the subject of a note."""
     if config.mesh.size("fsdp") > 1:
         return _HELD[mode]
+    engine = ENGINES[config.pipeline.engine]
+    if engine.lockstep:
+        return "embedding and head, whole all step long,"
+    if not engine.one_program:
+        return f"weights in {config.model.dtype}, cast once a step,"
     axes = sharing_axes(config.mesh.size, config.pipeline.num_repeats)
     return f"sums of gradients over {', '.join(axes)} once a step"
 

@@ -14,16 +14,23 @@ KEY = "pipeline.fsdp_prefetch"
 IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
 
 
-def changes_step(engine: Engine, size: Callable[[str], int], repeats: int = 1) -> bool:
+def changes_step(
+    engine: Engine, size: Callable[[str], int], repeats: int = 1, *, casts: bool
+) -> bool:
     """Return whether the modes of `pipeline.fsdp_gather` differ for an engine on a mesh.
 
     Args:
       engine: that runs the model.
       size: mesh axis -> its size.
       repeats: of a stage, V.
+      casts: whether parameters are cast to be used.
     """
     is_split = engine.has_stages and size("fsdp") > 1
-    return is_split or (engine.is_differentiated and bool(sharing_axes(size, repeats)))
+    if engine.is_differentiated:
+        return is_split or bool(sharing_axes(size, repeats))
+    # Stages of a lockstep engine share embedding and head; units that are programs of their own
+    # cast weights for themselves.
+    return is_split or engine.lockstep or (not engine.one_program and casts)
 
 
 def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
@@ -49,7 +56,9 @@ def tpu_for_gathers(
     tpu, pipeline = tpu_of(devices), config.pipeline
     is_auto = "auto" in (pipeline.fsdp_gather, pipeline.fsdp_prefetch)
     engine, repeats = ENGINES[pipeline.engine], pipeline.num_repeats
-    is_open = is_auto and changes_step(engine, config.mesh.size, repeats)
+    is_open = is_auto and changes_step(
+        engine, config.mesh.size, repeats, casts=config.model.casts_parameters
+    )
     if tpu is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
         note(f"weights are gathered in every iteration on auto: the memory of {kind} is not known")

@@ -97,6 +97,8 @@ class StageMemory:
     def _gathers_once(self) -> bool:
         if self._config.pipeline.fsdp_gather != "once":
             return False
+        if self._config.model.casts_parameters:
+            return True
         # A mesh axis of several devices, such as context, need not split any parameter.
         parts = ("embed", "layers", "head")
         return any(self._parameters(p) < self._parameters(p, gathered=True) for p in parts)

@@ -45,8 +45,9 @@ def decided(device=V5P, **values):
     [
         ({}, "once", "gradients"),
         (REPEATS, "per_repeat", "gradients of the repeats at work"),
+        (MPMD, "once", "gradients"),
     ],
-    ids=["lockstep", "circular"],
+    ids=["lockstep", "circular", "mpmd"],
 )
 def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take(values, mode, what):
     decision, (note,) = decided(**values)
@@ -155,17 +156,33 @@ def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole(val
 
 
 @pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"mesh.ici.data": 4}, "embedding and head, whole all step long, take 0.00 GiB more, at "),
+        (
+            MPMD | {"model.dtype": "bfloat16"},
+            "weights in bfloat16, cast once a step, take 0.00 GiB more, at ",
+        ),
+    ],
+    ids=["lockstep", "mpmd"],
+)
+def test_auto_is_once_without_split_weights_where_units_would_prepare_them(values, what):
+    decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
+    assert decision == "once"
+    assert note.startswith(f"pipeline.fsdp_gather=once: {what}")
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"device": Device("cpu", "cpu")},
         {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
         {"device": Device("TPU v99")},
-        {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
         CIRCULAR | {"mesh.ici.fsdp": 1},
         REPEATS | {"mesh.ici.fsdp": 1, "mesh.ici.context": 2},  # XLA sums up once in any mode
-        MPMD,
+        MPMD | {"mesh.ici.fsdp": 1},  # there are no casts
     ],
-    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "circular_alone", "context", "mpmd"],
+    ids=["cpu", "gpu", "unknown_tpu", "circular_alone", "context", "mpmd"],
 )
 def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
     assert decided(**values) == ("per_iteration", [])

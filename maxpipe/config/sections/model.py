@@ -280,6 +280,11 @@ class ModelConfig:
         return self.num_layers - self.first_dense_layers
 
     @property
+    def casts_parameters(self) -> bool:
+        """Return whether parameters are cast to be used."""
+        return self.param_dtype != self.dtype
+
+    @property
     def dense(self) -> "ModelConfig":
         """Return the model that has the first dense layers everywhere."""
         return replace(self, moe=MoEConfig(), first_dense_layers=0)

@@ -207,8 +207,8 @@ class PipelineConfig:
         "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
         "gradients are summed once a step, but in every iteration by per_iteration on the circular "
-        "engine; on TPUs auto is "
-        "once (scheduled, circular) or per_repeat (circular, where that holds less) if that takes "
+        "engine; mpmd casts weights as often; on TPUs auto is "
+        "once, or per_repeat (circular, where that holds less), if that takes "
         "at most 5 % more of a device's memory, or if the whole step takes at most half of it; "
         "else, and with fsdp_prefetch=true, per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),

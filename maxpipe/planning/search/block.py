@@ -68,7 +68,8 @@ def block_of(
         return tuple(map(str, space.values(key, engine)))
 
     gathers = words(GATHERS)
-    if GATHERS not in space.choices and not changes_step(ENGINES[engine], grid.size):
+    casts = space.config.model.casts_parameters
+    if GATHERS not in space.choices and not changes_step(ENGINES[engine], grid.size, casts=casts):
         gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
     return Block(

@@ -136,10 +136,12 @@ class Probing:
         layers = min(int(sizes.layers.flat[0]), MOST_LAYERS)
         if not sizes.engine.has_stages:
             layers = 1  # each is rematerialised on its own there
-        # Gathers before the loop, and those in steps, are closed forms: the probe has none.
-        has_none = sizes.block.grid.size("fsdp") == 1
-        is_within = not sizes.engine.has_stages or has_none or sizes.gathers("per_iteration").all()
-        gather = "per_iteration" if is_within and not sizes.gathers_in_steps().any() else "once"
+        # Gathers and casts before the loop, and gathers in steps, are closed forms: the probe has
+        # none.
+        is_ahead = sizes.engine.one_program and sizes.block.grid.size("fsdp") == 1
+        in_steps = bool(sizes.gathers_in_steps().any())
+        is_within = not sizes.engine.has_stages or bool(sizes.gathers("per_iteration").all())
+        gather = "per_iteration" if is_within and not is_ahead and not in_steps else "once"
         plain, interleaved = (
             ("zb_h1", "interleaved_zb") if sizes.splits_backward else ("1f1b", "interleaved_1f1b")
         )

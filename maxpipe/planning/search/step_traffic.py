@@ -19,10 +19,10 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     state = state_per_parameter(sizes.config)
     update = (2 * state + FLOAT32) * parameters.at_rest / wide
     seconds = update + _switch_seconds(sizes, machine)
-    if not sizes.is_written_out:
-        # XLA moves the cast of all weights in front of the loops.
-        cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize
-        seconds = seconds + cast * parameters.at_rest / wide
+    # Weights are cast once, or XLA moves the cast of all of them in front of the loops.
+    is_cast_ahead = sizes.gathers_once if sizes.is_written_out else 1.0
+    cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize
+    seconds = seconds + is_cast_ahead * cast * parameters.at_rest / wide
     if not sizes.engine.has_stages:
         several = 1.0 * (sizes.microbatches > 1)
         sums = several * 3 * FLOAT32 * parameters.at_rest / wide

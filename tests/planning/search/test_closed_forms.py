@@ -153,14 +153,17 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
 
 
 @pytest.mark.parametrize(
-    ("engine", "schedule", "axes"),
+    ("engine", "schedule", "dtype", "axes"),
     [
-        ("circular", "circular", ("fsdp", "data", "context")),  # it sums up gradients as often
-        ("scheduled", "lockstep_1f1b", ("fsdp",)),
-        ("mpmd", "1f1b", ("fsdp",)),
+        # It sums up gradients as often.
+        ("circular", "circular", "bfloat16", ("fsdp", "data", "context")),
+        ("scheduled", "lockstep_1f1b", "float32", ("stage",)),  # which share embedding and head
+        ("mpmd", "1f1b", "float32", ("fsdp",)),
+        ("mpmd", "1f1b", "bfloat16", ("stage",)),  # whose units cast weights
     ],
 )
-def test_modes_of_gathers_are_tried_where_they_differ(config, engine, schedule, axes):
+def test_modes_of_gathers_are_tried_where_they_differ(config, engine, schedule, dtype, axes):
+    config = update(config, {"model.dtype": dtype})
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grids = [grid for grid in space.grids() if grid.size("stage") == 2]
     for grid in grids:

@@ -76,7 +76,10 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self.loss_stage = stage_of_chunk[-1]
         self._homes = _homes(self.meshes, self.loss_stage)
         # Mesh axes along which the devices of a stage have rows of their own.
-        manual = manual_axes(inputs.rules)
+        dtype = inputs.program.config.dtype
+        is_once = inputs.config.fsdp_gather == "once"
+        casts = any(spec.is_cast(dtype) for spec in jax.tree.leaves(inputs.program.specs))
+        manual = manual_axes(inputs.rules, once=is_once and casts)
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
         self.model = MarkedModel(inputs, stage_of_chunk, manual)
         self.observer: Observer | None = None
@@ -105,7 +108,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._specs = dict(zip(self._paths, specs, strict=True))
         self._rows: RowParallel | None = None
         if manual:
-            dtype = inputs.program.config.dtype
             specs_of: dict[KeyPath, ParamSpec] = dict(
                 jax.tree_util.tree_leaves_with_path({"params": self._all_specs})
             )
@@ -120,10 +122,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 )
                 for path, p in by_path({"params": self._all_params}).items()
             }
-            # Copies of weights that no axis splits would only take memory.
+            # Copies of weights that need neither a gather nor a cast would only take memory.
             is_split = any(gather.gathered_axes for gather in gathers.values())
-            is_once = inputs.config.fsdp_gather == "once" and is_split
-            self._rows = RowParallel(manual, gathers, is_once)
+            self._rows = RowParallel(manual, gathers, is_once and (is_split or casts))
         # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._training_program(

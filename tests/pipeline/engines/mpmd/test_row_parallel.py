@@ -23,7 +23,8 @@ from maxpipe.sharding.rules import AxisRules
 
 ROWS = 48
 AXES = ("data", "fsdp", "expert", "context")
-MESH = jax.sharding.AbstractMesh((2, 2, 2, 1, 2), ("data", "fsdp", "expert", "context", "tensor"))
+MESH = jax.sharding.AbstractMesh((2, 2, 2, 1, 2), (*AXES, "tensor"))
+ALONE = jax.sharding.AbstractMesh((1, 1, 1, 1, 2), (*AXES, "tensor"))
 
 
 def config_of(**values):
@@ -69,6 +70,38 @@ def config_of(**values):
 def test_gradients_of_devices_with_their_own_rows_equal_sequential(values):
     config = config_of(**values)
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def in_bfloat16(gather, tensor):
+    """Return stages of one row of devices, whose weights no axis but tensor splits."""
+    values = {"model.dtype": "bfloat16", "mesh.ici.fsdp": 1, "mesh.ici.tensor": tensor}
+    return MpmdUnderTest(config_of(**values, **{"pipeline.fsdp_gather": gather}))
+
+
+def test_weights_that_are_cast_once_a_step_have_the_gradients_of_those_cast_in_units():
+    batch, each, once = make_batch(ROWS), in_bfloat16("per_iteration", 1), in_bfloat16("once", 1)
+    assert_same(once.train(batch), each.train(batch))
+    assert [*once.engine.training.runner.gathers] == [0, 1]
+    assert not each.engine.training.runner.gathers
+
+
+def test_weights_that_are_cast_once_a_step_over_tensor_are_as_near_to_float32():
+    """The partitioner rounds sums elsewhere than it does in units that are not manual."""
+    batch = make_batch(ROWS)
+    expected = reference(config_of().model, ROWS)
+    errors = []
+    for subject in (in_bfloat16("per_iteration", 2), in_bfloat16("once", 2)):
+        result = subject.train(batch)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-3)
+        pairs = zip(*(jax.tree.leaves(r.gradients) for r in (result, expected)), strict=True)
+        errors.append(max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs))
+    each, once = errors
+    assert once < 1.5 * each
+
+
+def test_weights_without_casts_are_not_copied_once_a_step():
+    subject = MpmdUnderTest(config_of(**{"mesh.ici.fsdp": 1, "pipeline.fsdp_gather": "once"}))
+    assert not subject.engine.training.runner.gathers
 
 
 @cache
@@ -164,7 +197,10 @@ RULES = {
 )
 def test_units_are_manual_over_axes_of_rows_and_tokens_alone(changes, expected):
     rules = AxisRules([*(RULES | changes).items()], MESH)
-    assert manual_axes(rules) == expected
+    assert manual_axes(rules, once=False) == manual_axes(rules, once=True) == expected
+    alone = AxisRules([*(RULES | changes).items()], ALONE)
+    assert manual_axes(alone, once=False) == ()
+    assert manual_axes(alone, once=True) == AXES
     check_gather("per_iteration", expected, rules)
     if "fsdp" in expected:
         check_gather("once", expected, rules)
