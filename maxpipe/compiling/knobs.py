@@ -161,6 +161,7 @@ def stage_knobs(
         if ENGINES[config.pipeline.engine].one_program:
             raise ValueError("its memory is estimated otherwise")
         config = choose_stages(on_tpus(config) if tpu else config, None, lambda line: None)
+        config = with_gather_mode(config, tpu)
         return float(predict(config, build_layout(config).chunk_sizes).memory.max())
 
     return _effective(written, resolved, devices, memory_of)

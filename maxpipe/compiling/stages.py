@@ -32,6 +32,7 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_tpus
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 
@@ -230,6 +231,7 @@ def analyse_stages(
       note: prints a line.
     """
     devices = mesh.devices.reshape(-1).tolist()
+    config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided, and said
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = StagesReport(
         device_kind=devices[0].device_kind,

@@ -16,8 +16,10 @@ from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.planning.auto_stages import LIMIT_KEY, predict
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import axis_rules
+from maxpipe.planning.footprint import axis_rules, on_tpus
 from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
 from maxpipe.planning.prefetch import KEY as PREFETCH
 
@@ -56,9 +58,12 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
     if obstacle := _obstacle(config):
         note(f"{KEY}=per_iteration: {obstacle}")
         return "per_iteration"
-    device = f"a device's {tpu.memory / GIB:.3g} GiB"
-    iteration = estimate(update(config, {KEY: "per_iteration"}), tpu).total
-    totals = {m: estimate(update(config, {KEY: m}), tpu).total for m in _whole_modes(config)}
+    memory = tpu.memory
+    if pipeline.memory_limit_gib and engine.takes(LIMIT_KEY):
+        memory = min(memory, GIB * pipeline.memory_limit_gib)
+    device = f"a device's {memory / GIB:.3g} GiB"
+    iteration = _needed(update(config, {KEY: "per_iteration"}), tpu)
+    totals = {m: _needed(update(config, {KEY: m}), tpu) for m in _whole_modes(config)}
     if config.mesh.dcn.fsdp == 1:
         # Predicted equally fast within 1 %, so the smaller comes first. Between slices `once` does,
         # since gathers per repeat are not all hidden there.
@@ -67,13 +72,13 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
     for mode, whole in totals.items():
         what, extra = _held(config, mode), max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
-        is_small = extra <= MEMORY_SHARE * tpu.memory
-        if not is_small and whole > IDLE_SHARE * tpu.memory:
+        is_small = extra <= MEMORY_SHARE * memory
+        if not is_small and whole > IDLE_SHARE * memory:
             reason = (
                 f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}, and a step over "
                 f"{IDLE_SHARE:.0%}"
             )
-        elif whole > ROOM * tpu.memory:
+        elif whole > ROOM * memory:
             reason = f"{what} would make a step take over {ROOM:.0%} of {device}"
         elif is_small:
             note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
@@ -83,6 +88,14 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
             return mode
     note(f"{KEY}=per_iteration: {reason}")
     return "per_iteration"
+
+
+def _needed(config: Config, tpu: Tpu) -> float:
+    """Return the bytes that a step needs on a device, on one of the fullest stage."""
+    if ENGINES[config.pipeline.engine].one_program:
+        return estimate(config, tpu).total
+    config = on_tpus(config)
+    return float(predict(config, build_layout(config).chunk_sizes).memory.max())
 
 
 def _held(config: Config, mode: str) -> str:
@@ -102,7 +115,7 @@ def _obstacle(config: Config) -> str:
     """Return why this configuration does not go with whole weights; "" if it does."""
     if config.pipeline.fsdp_prefetch == "true":
         return f"{PREFETCH}=true gathers in steps"
-    if offloaded_names(config.pipeline):
+    if ENGINES[config.pipeline.engine].one_program and offloaded_names(config.pipeline):
         # libtpu up to 0.0.46 fails on stores of residuals in the host's memory.
         return "TPU compilers fail on whole weights with residuals in the host's memory"
     if unfit_rules(axis_rules(config)):
