@@ -94,6 +94,14 @@ def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch)
         assert decided()[0] == expected
 
 
+def test_mpmd_prepares_weights_once_within_the_memory_that_its_stages_may_take():
+    limit = {"pipeline.memory_limit_gib": 1e-4}
+    mode, (note,) = decided(**MPMD | limit)
+    assert mode == "per_iteration"
+    assert note.endswith("of a device's 0.0001 GiB, and a step over 50%")
+    assert decided(**limit)[0] == "once"  # lockstep has no such limit
+
+
 @pytest.mark.usefixtures("no_memory_is_idle")
 def test_share_of_memory_is_what_once_takes_more(monkeypatch):
     for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):

@@ -96,6 +96,18 @@ def test_weights_that_no_axis_splits_are_not_gathered():
         assert StageMemory(config, table).state_bytes(stage, 2) == state
 
 
+def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
+    values = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.data": 4}
+    values |= {"model.dtype": "bfloat16"}
+    config, trainer = trainer_of(**values, **{"pipeline.fsdp_gather": "once"})
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage, layers in enumerate(map(len, trainer.engine.layer_index())):
+        inputs, _ = trainer.engine.training.runner.gathers[stage]
+        each, once = (StageMemory(c, table).state_bytes(stage, layers) for c in (plain, config))
+        assert once - each == pytest.approx(sum(2 * v.aval.size for v in inputs), rel=0.02)
+
+
 def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
     config, trainer = trainer_of(
         **{

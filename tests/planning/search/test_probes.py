@@ -192,6 +192,22 @@ def test_a_probe_of_gathered_weights_is_another_one(model):
     assert (each.gather, once.gather) == ("per_iteration", "once")
 
 
+@pytest.mark.parametrize(
+    ("changes", "gather"),
+    [
+        (LOCKSTEP, "once"),
+        ({"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.tensor": 8}, "once"),
+        ({"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}, "per_iteration"),
+    ],
+    ids=["lockstep", "sequential", "mpmd"],
+)
+def test_a_probe_casts_no_weights_where_its_engine_casts_them_before_the_loop(
+    model, changes, gather
+):
+    each = {"pipeline.fsdp_gather": "per_iteration"}
+    assert probing_of(model, changes | each).probe.gather == gather
+
+
 def test_a_probe_names_the_units_of_a_split_backward(model):
     probe = probing_of(model, SPLIT).probe
     assert probe.units == ["F1", "I1", "W1", "F3", "I3", "W3"]

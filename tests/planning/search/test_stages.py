@@ -66,7 +66,13 @@ def by_table(candidate, config):
 
 @pytest.mark.parametrize(
     ("keys", "tolerance"),
-    [({}, 0.01), ({"model.tie_embeddings": True}, 0.01), (MIXTURE, 0.01), (FIRST, 0.06)],
+    [
+        ({}, 0.01),
+        ({"model.dtype": "bfloat16"}, 0.01),
+        ({"model.tie_embeddings": True}, 0.01),
+        (MIXTURE, 0.01),
+        (FIRST, 0.06),
+    ],
 )
 def test_memory_of_mpmd_is_that_of_the_fullest_stage(keys, tolerance):
     """But for the moments of different stages that are taken together."""
