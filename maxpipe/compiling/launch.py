@@ -100,7 +100,7 @@ def _compile_stages(
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     began = time.perf_counter()
     meshes = meshes_to_compile(config, stage_meshes(mesh))
-    built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
+    built = build_trainer(_without_digest(config), mesh, note=_print)
     trainer = cast(StagesTrainer, built)
     if flags.units:
         return _compile_units(flags, config, mesh, trainer, meshes)

@@ -98,12 +98,13 @@ def _weights(
     gathered = each * is_gathered * size * parameters.layer_gathered / rate
     if sizes.is_written_out:
         stored = itemsize(sizes.config.model.param_dtype)
-        # Products cast what they read; collectives and the kernels of experts do not. In one
-        # program all layers are cast before the loop.
-        is_all = is_gathered or (not sizes.engine.one_program and stored > size)
-        count = parameters.layer_at_rest if is_all else layer.expert_weights
-        cast = (stored + size) * count / machine.stream_rate(FLOAT32)
-        prepared = gathered + each * cast
+        # Products cast what they read; collectives and the kernels of experts do not.
+        count = parameters.layer_at_rest if is_gathered else layer.expert_weights
+        moved = (stored + size) * count
+        if not sizes.engine.one_program and not is_gathered:
+            # In one program all layers are cast before the loop; here products read wide weights.
+            moved = moved + max(stored - size, 0) * (parameters.layer_at_rest - count)
+        prepared = gathered + each * moved / machine.stream_rate(FLOAT32)
         return prepared, prepared
     if not sizes.engine.has_stages:
         return gathered * sizes.gathers_of_unit(), gathered * (1.0 - sizes.keeps_gathered)

@@ -67,6 +67,25 @@ def test_lockstep_casts_weights_where_they_are_gathered(fsdp, is_cast):
     assert value(traffic_of(sizes).forward) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("gather", "is_wide"), [("per_iteration", 1), ("once", 0)])
+def test_units_of_mpmd_read_wide_weights_unless_they_are_cast_once_a_step(gather, is_wide):
+    choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
+    sizes = sizes_of("mpmd", "1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
+    wider = (4 - sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+    traffic = traffic_of(sizes)
+    assert value(traffic.forward) == pytest.approx(is_wide * wider)
+    assert value(traffic.backward) == pytest.approx(is_wide * wider)
+    cast = (4 + sizes.itemsize) * sizes.parameters.at_rest / WIDE
+    without = sizes_of(
+        "mpmd",
+        "1f1b",
+        fixed={"model.dtype": "bfloat16"},
+        **choices | {"fsdp_gather": ["per_iteration"]},
+    )
+    more = value(once_seconds(sizes, MACHINE)) - value(once_seconds(without, MACHINE))
+    assert more == pytest.approx((1 - is_wide) * cast)
+
+
 def test_lockstep_adds_gradients_to_their_sums_where_they_are_made():
     sizes = sizes_of("scheduled", "lockstep_1f1b", fsdp_gather=["once"])
     expected = 8 * sizes.parameters.layer_gathered / WIDE  # a sum is read and written
