@@ -143,6 +143,26 @@ def test_own_configuration_that_is_not_legal_says_so_where_nothing_fits(capsys, 
     assert reason in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "row"),
+    [("1f1b", "  once  "), ("order.csv", "a schedule from a file has no closed form")],
+)
+def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row(
+    capsys, tmp_path, monkeypatch, schedule, row
+):
+    """A row where the schedule has a closed form; a file's table need not suit the rest."""
+    monkeypatch.chdir(tmp_path)
+    Path("order.csv").write_text("0F0,0B0\n")
+    Path("own.yml").write_text(
+        f"base: {BASE}\nmodel: {{dtype: bfloat16}}\nmesh: {{ici: {{stage: 2, fsdp: 4}}}}\n"
+        f"pipeline: {{engine: mpmd, schedule: {schedule}, layers_per_stage: auto}}\n"
+    )
+    words = ["own.yml", "--topology", "v5p:2x2x2", "--no-compile", "--compare"]
+    assert plan.main([*words, "--fix", "pipeline.remat_policy=full"]) == 0
+    (own,) = (line for line in capsys.readouterr().out.splitlines() if "your conf" in line)
+    assert row in own
+
+
 def test_own_configuration_is_a_row_where_nothing_fits(capsys, tmp_path):
     page = tmp_path / "page.html"
     words = [*ON_FOUR, "--compare", "--html", str(page), "--tokens-per-step", "4Mi"]

@@ -152,7 +152,8 @@ def stage_knobs(
 
     Args:
       written: as for `knobs`.
-      resolved: the configuration with separate programs that does not fit, its stages chosen.
+      resolved: the configuration with separate programs that does not fit, its stages chosen and
+        `pipeline.fsdp_gather` decided.
       devices: devices and slices to stay on.
       tpu: of a device; None if it is no TPU, or an unknown one.
     """

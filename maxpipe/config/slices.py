@@ -95,10 +95,22 @@ def meant_topology(name: str) -> str:
     if match is None or (match[1] is None) == (match[3] is None):
         return ""
     kind, count = match[2], match[1] or match[3]
-    if kind in _BY_NAME:  # a number in front may count chips or TensorCores
-        return "" if match[1] else f"{kind}{':' if 'x' in count else '-'}{count}"
+    if kind in _BY_NAME:
+        # A number before or after an x may count chips or TensorCores.
+        is_open = match[1] or name.lower().startswith(f"{kind}x")
+        meant = f"{kind}{':' if 'x' in count else '-'}{count}"
+        return "" if is_open or not _exists(meant) else meant
     shown = kind if kind == "cpu" else kind.upper()
     return "" if "x" in count else f"{shown}:{count}"
+
+
+def _exists(name: str) -> bool:
+    """Return whether there is such a slice."""
+    try:
+        check_grid(canonical_topology(name))
+    except ValueError:
+        return False
+    return True
 
 
 def names_kind(topology: str) -> bool:

@@ -224,9 +224,16 @@ def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts
     part = partial(device_parameters, only_trained=only_trained)
     total = partial(total_parameters, config, only_trained=only_trained)
     layer = part(config, "layers")
-    projection = part(config, "head", whole_over=STORAGE_AXES)
-    if config.model.tie_embeddings:  # the table, without the first dense layers next to it
-        projection = part(with_dense_layers(config), "embed", whole_over=STORAGE_AXES)
+
+    def head(whole_over: Collection[str] = ()) -> tuple[float, float]:
+        """Return those that make logits, and those of first dense layers."""
+        # The table, without the first dense layers next to it.
+        table = part(with_dense_layers(config), "embed", whole_over=whole_over)
+        first = part(config, "embed", whole_over=whole_over) - table
+        tied = config.model.tie_embeddings
+        return table if tied else part(config, "head", whole_over=whole_over), first
+
+    projection, first = head(STORAGE_AXES)
     return ParameterCounts(
         total(),
         layer * config.model.stacked_layers / config.mesh.size("stage"),
@@ -234,6 +241,8 @@ def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts
         layer,
         part(config, "layers", whole_over=STORAGE_AXES),
         projection,
+        sum(head()),
+        projection + first,
     )
 
 

@@ -4,8 +4,8 @@ On TPUs a gather in every iteration is exposed, and one in steps takes copies. G
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
 their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
 than two repeats it holds less. Without split weights the same modes are worth it, too: the circular
-engine sums up gradients over devices with the same weights once, lockstep engines gather embedding
-and head once, and units of the mpmd engine take weights that were cast before.
+engine sums up gradients over devices with the same weights once, lockstep engines gather the head
+once, and units of the mpmd engine take weights that were cast before.
 """
 
 from maxpipe.config.catalog import ENGINES
@@ -17,7 +17,7 @@ from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import LIMIT_KEY, predict
+from maxpipe.planning.auto_stages import LIMIT_KEY, choose_stages, predict
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules, on_tpus
 from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
@@ -51,7 +51,7 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
         return pipeline.fsdp_gather
     engine = ENGINES[pipeline.engine]
     is_open = changes_step(
-        engine, config.mesh.size, pipeline.num_repeats, casts=config.model.casts_parameters
+        engine, config.mesh.size, pipeline.num_repeats, casts=config.model.narrows_parameters
     )
     if tpu is None or not is_open:
         return "per_iteration"
@@ -59,7 +59,8 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
         note(f"{KEY}=per_iteration: {obstacle}")
         return "per_iteration"
     memory = tpu.memory
-    if pipeline.memory_limit_gib and engine.takes(LIMIT_KEY):
+    if pipeline.memory_limit_gib and pipeline.layers_per_stage and engine.takes(LIMIT_KEY):
+        # The stages have been chosen to stay below it.
         memory = min(memory, GIB * pipeline.memory_limit_gib)
     device = f"a device's {memory / GIB:.3g} GiB"
     iteration = _needed(update(config, {KEY: "per_iteration"}), tpu)
@@ -94,7 +95,8 @@ def _needed(config: Config, tpu: Tpu) -> float:
     """Return the bytes that a step needs on a device, on one of the fullest stage."""
     if ENGINES[config.pipeline.engine].one_program:
         return estimate(config, tpu).total
-    config = on_tpus(config)
+    # A run has chosen its stages before; who only asks what a file would do has not.
+    config = choose_stages(update(on_tpus(config), {LIMIT_KEY: 0}), None, ignore_note)
     return float(predict(config, build_layout(config).chunk_sizes).memory.max())
 
 
@@ -104,7 +106,7 @@ def _held(config: Config, mode: str) -> str:
         return _HELD[mode]
     engine = ENGINES[config.pipeline.engine]
     if engine.lockstep:
-        return "embedding and head, whole all step long,"
+        return "weights of the head, whole all step long,"
     if not engine.one_program:
         return f"weights in {config.model.dtype}, cast once a step,"
     axes = sharing_axes(config.mesh.size, config.pipeline.num_repeats)

@@ -23,14 +23,15 @@ def changes_step(
       engine: that runs the model.
       size: mesh axis -> its size.
       repeats: of a stage, V.
-      casts: whether parameters are cast to be used.
+      casts: whether parameters are used in a narrower dtype than they are stored in.
     """
     is_split = engine.has_stages and size("fsdp") > 1
     if engine.is_differentiated:
         return is_split or bool(sharing_axes(size, repeats))
-    # Stages of a lockstep engine share embedding and head; units that are programs of their own
-    # cast weights for themselves.
-    return is_split or engine.lockstep or (not engine.one_program and casts)
+    if engine.lockstep:  # whose stages have a part of the head each
+        return is_split or size("stage") > 1
+    # Units that are programs of their own cast weights for themselves.
+    return is_split or (not engine.one_program and casts)
 
 
 def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
@@ -54,14 +55,15 @@ def tpu_for_gathers(
       note: called where a decision is open, but the TPU is not known.
     """
     tpu, pipeline = tpu_of(devices), config.pipeline
-    is_auto = "auto" in (pipeline.fsdp_gather, pipeline.fsdp_prefetch)
-    engine, repeats = ENGINES[pipeline.engine], pipeline.num_repeats
-    is_open = is_auto and changes_step(
-        engine, config.mesh.size, repeats, casts=config.model.casts_parameters
-    )
+    engine, size = ENGINES[pipeline.engine], config.mesh.size
+    casts = config.model.narrows_parameters
+    is_open = changes_step(engine, size, pipeline.num_repeats, casts=casts)
+    if pipeline.fsdp_gather != "auto":
+        is_auto = pipeline.fsdp_gather == "per_iteration" and pipeline.fsdp_prefetch == "auto"
+        is_open = is_auto and engine.takes(KEY) and size("fsdp") > 1
     if tpu is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
-        note(f"weights are gathered in every iteration on auto: the memory of {kind} is not known")
+        note(f"weights are prepared in every iteration on auto: the memory of {kind} is not known")
     return tpu
 
 

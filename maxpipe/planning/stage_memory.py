@@ -97,7 +97,7 @@ class StageMemory:
     def _gathers_once(self) -> bool:
         if self._config.pipeline.fsdp_gather != "once":
             return False
-        if self._config.model.casts_parameters:
+        if self._config.model.narrows_parameters:
             return True
         # A mesh axis of several devices, such as context, need not split any parameter.
         parts = ("embed", "layers", "head")

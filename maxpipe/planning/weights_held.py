@@ -22,6 +22,8 @@ class ParameterCounts(NamedTuple):
       gathered: all of them, whole over fsdp.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       projection: those that make logits, whole over all storage axes.
+      shared_at_rest, shared: those of the head and of first dense layers, which the stages of a
+        lockstep engine share; the second whole over all storage axes.
     """
 
     at_rest: Number
@@ -30,6 +32,13 @@ class ParameterCounts(NamedTuple):
     layer_at_rest: Number
     layer_gathered: Number
     projection: Number
+    shared_at_rest: Number
+    shared: Number
+
+    @property
+    def layers_gathered(self) -> Number:
+        """Return those of all layers, whole over all storage axes."""
+        return self.layers_at_rest * self.layer_gathered / self.layer_at_rest
 
 
 class Use(NamedTuple):
@@ -94,7 +103,7 @@ def weights_held(
 def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     # Gradients of a microbatch wait until all are there, and are added then.
     waiting = use.stored * trained.at_rest * np.greater(use.microbatches, 1)
-    whole = weights.layers_at_rest * (weights.layer_gathered / weights.layer_at_rest - 1.0)
+    whole = weights.layers_gathered - weights.layers_at_rest
     return Held(
         _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
         FLOAT32 * trained.at_rest + waiting,
@@ -120,13 +129,16 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
+    # Once a step the head is whole, too, and the sum of its gradients; the embedding is not.
+    embedding = trained.at_rest - trained.layers_at_rest - trained.shared_at_rest
+    whole_sums = trained.layers_gathered + trained.shared + embedding
     # In steps those of all layers are there whole, in the dtype of activations.
     whole_chunk = use.in_steps * use.layers * trained.layer_gathered
     return Held(
         # Of what is gathered in steps XLA casts all shards before the loop, too.
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
-        + use.once * use.size * weights.gathered,
-        FLOAT32 * (each * trained.at_rest + use.once * trained.gathered),
+        + use.once * use.size * (weights.layers_gathered + weights.shared),
+        FLOAT32 * (each * trained.at_rest + use.once * whole_sums),
         each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
         each * use.size * weights.projection + FLOAT32 * trained.projection,
     )

@@ -98,17 +98,19 @@ def test_activations_of_split_sequences():
     assert half < activations(2) < 1.1 * half
 
 
-def test_weights_gathered_once_are_whole_over_fsdp():
+def test_weights_gathered_once_are_whole_over_fsdp_and_the_head_over_stages():
+    config = config_of(**{"pipeline.schedule": "lockstep_1f1b"})
     apart, once = (
-        estimate(
-            config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}),
-            None,
-        )
+        estimate(replace(config, **{"pipeline.fsdp_gather": gather}), None)
         for gather in ("per_iteration", "once")
     )
+    table = config.model.vocab_size * config.model.embed_dim
+    devices = config.mesh.size("stage") * config.mesh.size("fsdp")
     # Norms, of two layers a stage and of the head, are on every device anyway.
-    norms = 4.0 * (2 * 2 + 1) * Config().model.embed_dim
-    assert once.gradients - norms == 2 * (apart.gradients - norms)
+    norms = 4.0 * (2 * 2 + 1) * config.model.embed_dim
+    layers = apart.gradients - norms - 2 * 4.0 * table / devices
+    whole = 2 * layers + 4.0 * (table + table / devices)  # the head, and the embedding's part
+    assert once.gradients - norms == pytest.approx(whole)
     assert once.in_use > apart.in_use
     assert once.parameters == apart.parameters
     assert once.optimizer == apart.optimizer

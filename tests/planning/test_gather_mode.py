@@ -96,10 +96,26 @@ def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch)
 
 def test_mpmd_prepares_weights_once_within_the_memory_that_its_stages_may_take():
     limit = {"pipeline.memory_limit_gib": 1e-4}
-    mode, (note,) = decided(**MPMD | limit)
+    chosen = {"pipeline.layers_per_stage": [1, 3], "model.num_layers": 4}
+    mode, (note,) = decided(**MPMD | limit | chosen)
     assert mode == "per_iteration"
     assert note.endswith("of a device's 0.0001 GiB, and a step over 50%")
-    assert decided(**limit)[0] == "once"  # lockstep has no such limit
+    assert decided(**MPMD | limit)[0] == "once"  # which has no effect without a choice of stages
+
+
+def test_offloading_keeps_only_one_program_from_weights_that_are_prepared_once():
+    offloading = {"pipeline.remat_policy": "minimal_offloaded"}
+    assert decided(**MPMD | offloading)[0] == "once"
+    assert decided(**CIRCULAR | offloading)[0] == "per_iteration"
+
+
+def test_lockstep_counts_the_head_that_once_holds_whole():
+    values = {"mesh.ici.fsdp": 1, "mesh.ici.data": 4, "model.dtype": "bfloat16"}
+    values |= {"model.vocab_size": 32768}
+    config = config_of(**values)
+    sums = 4 * config.model.vocab_size * config.model.embed_dim
+    # float32 sums of gradients, whole and not over two stages
+    assert more("once", **values) * tpu_of([V5P]).memory == pytest.approx(sums / 2, rel=0.1)
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
@@ -166,7 +182,7 @@ def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole(val
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"mesh.ici.data": 4}, "embedding and head, whole all step long, take 0.00 GiB more, at "),
+        ({"mesh.ici.data": 4}, "weights of the head, whole all step long, take 0.00 GiB more, at "),
         (
             MPMD | {"model.dtype": "bfloat16"},
             "weights in bfloat16, cast once a step, take 0.00 GiB more, at ",

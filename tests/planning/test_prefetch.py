@@ -79,7 +79,7 @@ def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
     (note,) = noted()
     assert note.endswith("the memory of TPU v99 is not known")
     assert noted(**told) == noted("cpu", "cpu") == []
-    assert noted(**{"mesh.ici.fsdp": 1}) == [note]  # embedding and head lie over the stages
+    assert noted(**{"mesh.ici.fsdp": 1}) == [note]  # the head lies over the stages
     circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
     whole = {"mesh.ici.fsdp": 1, "mesh.ici.data": 2, "pipeline.num_microbatches": 4}
     assert noted(**circular, **whole) == [note]

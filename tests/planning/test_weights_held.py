@@ -14,6 +14,8 @@ WEIGHTS = ParameterCounts(
     layer_at_rest=10.0,
     layer_gathered=40.0,
     projection=100.0,
+    shared_at_rest=6.0,
+    shared=120.0,
 )
 USE = Use(
     microbatches=8,
@@ -73,11 +75,13 @@ def test_weights_gathered_once_a_repeat_are_there_two_or_three_times(
     assert found.head == 2 * 100
 
 
-@pytest.mark.parametrize("engine", ["circular", "scheduled"])
-def test_weights_gathered_once_are_whole_with_their_gradients(engine):
-    found = held(engine, once=1.0)
-    assert found.copies - 2 * 680 == (2 * 100 if engine == "circular" else 0)
-    assert found.gradients == 4 * 680
+def test_weights_gathered_once_are_whole_with_their_gradients():
+    circular, lockstep = held("circular", once=1.0), held("scheduled", once=1.0)
+    assert circular.copies == 2 * 680 + 2 * 100
+    assert circular.gradients == 4 * 680
+    # Layers, head and first dense layers; the embedding stays split.
+    assert lockstep.copies == 2 * (640 + 120)
+    assert lockstep.gradients == 4 * (640 + 120 + (170 - 160 - 6))
 
 
 def test_gradients_of_a_chunk_that_is_gathered_in_steps_are_there_whole():

@@ -280,9 +280,9 @@ class ModelConfig:
         return self.num_layers - self.first_dense_layers
 
     @property
-    def casts_parameters(self) -> bool:
-        """Return whether parameters are cast to be used."""
-        return self.param_dtype != self.dtype
+    def narrows_parameters(self) -> bool:
+        """Return whether parameters are used in a narrower dtype than they are stored in."""
+        return self.param_dtype == "float32" and self.dtype != "float32"
 
     @property
     def dense(self) -> "ModelConfig":

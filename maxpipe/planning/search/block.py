@@ -68,7 +68,7 @@ def block_of(
         return tuple(map(str, space.values(key, engine)))
 
     gathers = words(GATHERS)
-    casts = space.config.model.casts_parameters
+    casts = space.config.model.narrows_parameters
     if GATHERS not in space.choices and not changes_step(ENGINES[engine], grid.size, casts=casts):
         gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
@@ -95,12 +95,16 @@ def along(values: np.ndarray | list[float], dimension: str) -> np.ndarray:
     return np.asarray(values, float).reshape(shape)
 
 
-def block_of_configuration(config: Config) -> Block | None:
-    """Return a resolved configuration as a block of one; None if its schedule is a file."""
+def has_closed_form(config: Config) -> bool:
+    """Return whether a resolved configuration can be a block: its schedule is no file."""
+    pipeline = config.pipeline
+    return not ENGINES[pipeline.engine].has_stages or pipeline.schedule in SCHEDULES
+
+
+def block_of_configuration(config: Config) -> Block:
+    """Return a resolved configuration, one that `has_closed_form`, as a block of one."""
     pipeline = config.pipeline
     has_stages = ENGINES[pipeline.engine].has_stages
-    if has_stages and pipeline.schedule not in SCHEDULES:
-        return None
     ici, dcn = (
         tuple(getattr(level, axis) for axis in MESH_AXES)
         for level in (config.mesh.ici, config.mesh.dcn)

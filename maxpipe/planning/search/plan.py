@@ -10,7 +10,7 @@ from maxpipe.config.load import resolve
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.search.block import block_of_configuration
+from maxpipe.planning.search.block import block_of_configuration, has_closed_form
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
@@ -229,9 +229,9 @@ def own_row(request: Request) -> Row | str:
 
 def priced_configuration(config: Config, request: Request) -> Candidate | str:
     """Return a resolved configuration as a candidate; or why it cannot be priced."""
-    block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
-    if block is None:
+    if not has_closed_form(config):
         return f"{OWN}: a schedule from a file has no closed form"
+    block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
     outcome, facts = Outcome(), Facts(config)
     legality = Legality(config, request.machine.hosts)
     priced = price(block, legality, facts, request.machine, outcome.fallen)

@@ -26,7 +26,7 @@ from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.planning.auto_stages import run_table
 from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.search.block import block_of_configuration
+from maxpipe.planning.search.block import block_of_configuration, has_closed_form
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes, working_of
@@ -117,13 +117,12 @@ class Probing:
 
     def __init__(self, config: Config, facts: Facts, machine: Machine):
         resolved = resolve(config, machine.devices, machine.slices)
-        self._config = with_gather_mode(resolved, machine.tpu)
-        self._machine = machine
-        block = block_of_configuration(self._config)
-        if block is None:
+        if not has_closed_form(resolved):
             message = "a schedule from a file has no closed form"
             raise ConfigError(Problem("pipeline.schedule", message))
-        self._sizes = BlockSizes(block, facts, machine.tpu)
+        self._config = with_gather_mode(resolved, machine.tpu)
+        self._machine = machine
+        self._sizes = BlockSizes(block_of_configuration(self._config), facts, machine.tpu)
         self.probe = self._probe(config)
         _check_kinds(self._config.model.layer_kinds, self.probe.layers)
         resolve(self.probe.config, machine.devices, machine.slices)

@@ -70,7 +70,7 @@ class BlockSizes:
     def gathers_once(self) -> np.ndarray:
         """Return 1 where weights are cast and gathered once a step, else 0."""
         is_split = self.parameters.layer_gathered > self.parameters.layer_at_rest
-        return self.gathers("once") * (is_split or self.config.model.casts_parameters)
+        return self.gathers("once") * (is_split or self.config.model.narrows_parameters)
 
     def gathers_of_unit(self) -> np.ndarray:
         """Return how many gathers of a layer there are for each forward where units gather."""

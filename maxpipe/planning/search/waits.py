@@ -146,13 +146,16 @@ def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     """Return the seconds in which embedding and head are gathered and their gradients summed up.
 
-    Both take all links along fsdp and stage.
+    Both take all links along fsdp and stage, or along fsdp where each lies on one stage.
     """
-    parameters = sizes.parameters
-    moved = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    parameters, over_stages = sizes.parameters, costs.of("stage")
+    at_rest = parameters.outer_at_rest
+    if not sizes.engine.one_program:
+        over_stages, at_rest = 0.0, parameters.embed_of_stage + parameters.head_of_stage
+    moved = parameters.embed_gathered + parameters.head_gathered - at_rest
     scatter = costs.scatter(float(not sizes.is_written_out))
-    gathered = sizes.itemsize * _joint(costs.gather, costs.of("stage"))
-    return moved * (gathered + _summed_bytes(sizes) * _joint(scatter, costs.of("stage")))
+    gathered = sizes.itemsize * _joint(costs.gather, over_stages)
+    return moved * (gathered + _summed_bytes(sizes) * _joint(scatter, over_stages))
 
 
 def _sums_context_once(sizes: BlockSizes) -> Number:

@@ -157,7 +157,7 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
     [
         # It sums up gradients as often.
         ("circular", "circular", "bfloat16", ("fsdp", "data", "context")),
-        ("scheduled", "lockstep_1f1b", "float32", ("stage",)),  # which share embedding and head
+        ("scheduled", "lockstep_1f1b", "float32", ("stage",)),  # which share the head
         ("mpmd", "1f1b", "float32", ("fsdp",)),
         ("mpmd", "1f1b", "bfloat16", ("stage",)),  # whose units cast weights
     ],

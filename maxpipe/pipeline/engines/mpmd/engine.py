@@ -75,11 +75,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         stage_of_chunk = self.table.stage_of_chunk.tolist()
         self.loss_stage = stage_of_chunk[-1]
         self._homes = _homes(self.meshes, self.loss_stage)
-        # Mesh axes along which the devices of a stage have rows of their own.
         dtype = inputs.program.config.dtype
         is_once = inputs.config.fsdp_gather == "once"
-        casts = any(spec.is_cast(dtype) for spec in jax.tree.leaves(inputs.program.specs))
-        manual = manual_axes(inputs.rules, once=is_once and casts)
+        narrows = any(spec.is_narrowed(dtype) for spec in jax.tree.leaves(inputs.program.specs))
+        # Mesh axes along which the devices of a stage have rows of their own.
+        manual = manual_axes(inputs.rules, once=is_once and narrows)
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
         self.model = MarkedModel(inputs, stage_of_chunk, manual)
         self.observer: Observer | None = None
@@ -122,9 +122,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 )
                 for path, p in by_path({"params": self._all_params}).items()
             }
-            # Copies of weights that need neither a gather nor a cast would only take memory.
+            # Copies as wide of weights that no axis splits would only take memory.
             is_split = any(gather.gathered_axes for gather in gathers.values())
-            self._rows = RowParallel(manual, gathers, is_once and (is_split or casts))
+            self._rows = RowParallel(manual, gathers, is_once and (is_split or narrows))
         # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._training_program(

@@ -75,15 +75,16 @@ class RowParallel:
 
 
 def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
-    """Return the mesh axes over which units are manual; none if each stage has all rows together.
+    """Return the mesh axes over which units are manual.
 
-    An axis over which rules lay something else than rows, tokens and the dimensions of a parameter
-    stays with the partitioner.
+    There are none if a stage has all rows together, unless its weights are prepared once. An axis
+    over which rules lay something else than rows, tokens and the dimensions of a parameter stays
+    with the partitioner.
 
     Args:
       rules: logical axis rules of a stage.
-      once: whether parameters are prepared once a step, which only manual units do; of one device
-        along each of the axes, if need be.
+      once: whether parameters are prepared once a step, for which units are manual also where each
+        of these axes has one device.
     """
     laid = axes_of(rules.spec(("activation_batch", "activation_length")))
     layers = axes_of(rules.spec(("layers_per_stage",)))
