@@ -59,8 +59,8 @@ class StageMemory:
     def state_bytes(self, stage: int, layers: int) -> float:
         """Return the bytes of parameters, optimizer state and sums of gradients.
 
-        Weights that are gathered once a step are there twice, and the sums of their gradients are
-        whole; otherwise all are sharded as at rest.
+        Weights that are cast and gathered once a step are there twice, and the sums of their
+        gradients are whole; otherwise all are sharded as at rest.
         """
         model = self._config.model
         at_rest = sum(self._held(stage, layers)) * itemsize(model.param_dtype)

@@ -29,7 +29,7 @@ class DeviceParts:
       totals: for each output of the program.
 
     Attributes:
-      gathers: of the inputs that are gathered once a step.
+      gathers: of the inputs that are cast and gathered once a step.
       totals: as given.
     """
 
