@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
+from maxpipe.config.terminal import ignore_note
 from maxpipe.config.values import as_written
 from maxpipe.devices.chips import Tpu
-from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import choose_stages, predict
+from maxpipe.planning.auto_stages import choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import on_tpus
 from maxpipe.planning.gather_mode import KEY as GATHER
@@ -161,9 +161,8 @@ def stage_knobs(
     def memory_of(config: Config) -> float:
         if ENGINES[config.pipeline.engine].one_program:
             raise ValueError("its memory is estimated otherwise")
-        config = choose_stages(on_tpus(config) if tpu else config, None, lambda line: None)
-        config = with_gather_mode(config, tpu)
-        return float(predict(config, build_layout(config).chunk_sizes).memory.max())
+        config = choose_stages(on_tpus(config) if tpu else config, None, ignore_note)
+        return fullest_stage_bytes(with_gather_mode(config, tpu))
 
     return _effective(written, resolved, devices, memory_of)
 

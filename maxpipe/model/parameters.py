@@ -52,11 +52,6 @@ class ParamSpec:
         """Return the dtype in which it is used where activations have `dtype`."""
         return self.dtype if self.keeps_dtype else dtype
 
-    def is_narrowed(self, dtype: DTypeLike) -> bool:
-        """Return whether it is used in a narrower dtype where activations have `dtype`."""
-        is_floating = jnp.issubdtype(self.dtype, jnp.floating)
-        return is_floating and jnp.dtype(self.compute_dtype(dtype)).itemsize < self.dtype.itemsize
-
     def init(self, key: jax.Array) -> jax.Array:
         """Draw initial values in float32 and cast them to `dtype`."""
         values = jnp.full(self.shape, self.fill, jnp.float32)

@@ -104,6 +104,11 @@ def predict(config: Config, sizes: Sequence[int]) -> PredictedStages:
     )
 
 
+def fullest_stage_bytes(config: Config) -> float:
+    """Return the bytes on a device of the fullest stage, whose stages are chosen."""
+    return float(predict(config, build_layout(config).chunk_sizes).memory.max())
+
+
 def bubble_fraction(config: Config) -> float:
     """Return the idle share of the stages' time, from 0 to 1.
 

@@ -16,6 +16,7 @@ from maxpipe.config.catalog import ENGINES, OPTIMIZERS, REMAT_POLICIES, RematPol
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
+from maxpipe.config.terminal import ignore_note
 from maxpipe.model.kernels.choose import choose_gating, choose_rotation
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
@@ -101,8 +102,8 @@ def on_tpus(config: Config) -> Config:
     return update(
         config,
         {
-            "model.rotation": choose_rotation(config, "tpu", lambda line: None),
-            "model.gating": choose_gating(config, "tpu", lambda line: None),
+            "model.rotation": choose_rotation(config, "tpu", ignore_note),
+            "model.gating": choose_gating(config, "tpu", ignore_note),
         },
     )
 

@@ -16,8 +16,7 @@ from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
-from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import LIMIT_KEY, choose_stages, predict
+from maxpipe.planning.auto_stages import LIMIT_KEY, choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules, on_tpus
 from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
@@ -97,7 +96,7 @@ def _needed(config: Config, tpu: Tpu) -> float:
         return estimate(config, tpu).total
     # A run has chosen its stages before; who only asks what a file would do has not.
     config = choose_stages(update(on_tpus(config), {LIMIT_KEY: 0}), None, ignore_note)
-    return float(predict(config, build_layout(config).chunk_sizes).memory.max())
+    return fullest_stage_bytes(config)
 
 
 def _held(config: Config, mode: str) -> str:

@@ -41,7 +41,7 @@ class AxisRules:
         self.line = line
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._note = note
-        self._show = show or (lambda text: None)
+        self._show = show or ignore_note
         self._reported: set[str] = set()
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:

@@ -75,9 +75,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         stage_of_chunk = self.table.stage_of_chunk.tolist()
         self.loss_stage = stage_of_chunk[-1]
         self._homes = _homes(self.meshes, self.loss_stage)
-        dtype = inputs.program.config.dtype
         is_once = inputs.config.fsdp_gather == "once"
-        narrows = any(spec.is_narrowed(dtype) for spec in jax.tree.leaves(inputs.program.specs))
+        narrows = inputs.program.config.narrows_parameters
         # Mesh axes along which the devices of a stage have rows of their own.
         manual = manual_axes(inputs.rules, once=is_once and narrows)
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
@@ -108,6 +107,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._specs = dict(zip(self._paths, specs, strict=True))
         self._rows: RowParallel | None = None
         if manual:
+            dtype = inputs.program.config.dtype
             specs_of: dict[KeyPath, ParamSpec] = dict(
                 jax.tree_util.tree_leaves_with_path({"params": self._all_specs})
             )
