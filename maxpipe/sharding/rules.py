@@ -41,7 +41,7 @@ class AxisRules:
         self.line = line
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._note = note
-        self._show = show or ignore_note
+        self._show = show
         self._reported: set[str] = set()
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
@@ -100,12 +100,15 @@ class AxisRules:
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
         """Tell XLA's partitioner to lay `x` out by `spec`; its logical axes are for `show`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        dims = ", ".join(f"{name or '-'}={size}" for name, size in zip(axes, x.shape, strict=True))
-        within = f", inside a program manual over {', '.join(map(str, manual))}" if manual else ""
-        text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}{within}"
-        if text not in self._reported:
-            self._reported.add(text)
-            self._show(text)
+        if self._show is not None:
+            sizes = zip(axes, x.shape, strict=True)
+            dims = ", ".join(f"{name or '-'}={size}" for name, size in sizes)
+            text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}"
+            if manual:
+                text += f", inside a program manual over {', '.join(map(str, manual))}"
+            if text not in self._reported:
+                self._reported.add(text)
+                self._show(text)
         return jax.lax.with_sharding_constraint(
             x, spec if manual else NamedSharding(self.mesh, spec)
         )
