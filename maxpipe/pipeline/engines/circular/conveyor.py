@@ -158,8 +158,8 @@ class Conveyor:
         # overlaps with this iteration's computation.
         leaving = y if state.pending is None else state.pending
         # 2. The last stage's output returns to the conveyor, all others go to the next stage.
-        io = self.advance(state.io, leaving, t)
-        shift = self.constrain(jnp.roll(leaving, 1, axis=0))
+        shift = self.send(leaving)
+        io = self.advance(state.io, leaving, shift, t)
         # 3. Idle stages have no loss.
         is_active = self.units(t)[0]
         total = jax.tree.map(jnp.add, state.aux, sum_where(is_active, aux))
@@ -169,18 +169,23 @@ class Conveyor:
         """Return the conveyor after the last iteration; `end` says which microbatch is where."""
         if state.pending is None:
             return state.io
-        return self.advance(state.io, state.pending, self.num_iterations)
+        return self.advance(state.io, state.pending, self.send(state.pending), self.num_iterations)
 
     def read(self, io: jax.Array, t: Iteration) -> jax.Array:
         """Return the slot of iteration t, [S, B, T, D]; stage 0's entry is its input."""
         return jax.lax.dynamic_index_in_dim(io, t % self.num_slots, axis=1, keepdims=False)
 
-    def advance(self, io: jax.Array, y: jax.Array, t: Iteration) -> jax.Array:
+    def send(self, y: jax.Array) -> jax.Array:
+        """Return what each stage receives from the previous one, and stage 0 from the last."""
+        return self.constrain(jnp.roll(y, 1, axis=0))
+
+    def advance(self, io: jax.Array, y: jax.Array, shift: jax.Array, t: Iteration) -> jax.Array:
         """Turn the slot of iteration t and store the last stage's output.
 
         Args:
           io: the conveyor, [S, K, B, T, D].
           y: what leaves the stages, [S, B, T, D]; y[S-1] is stored in its microbatch's cell.
+          shift: what `send` returns for it.
           t: the iteration.
         """
         # 1. Turn the slot: every cell moves one stage down.
@@ -192,7 +197,8 @@ class Conveyor:
         next_read = t + self._output_wait
         target = (self._output_wait - 1) // self.num_slots
         # 3. Bring y[S-1] to that stage and store it there, while the last stage has outputs.
-        arrived = jnp.roll(y, target + 1 - self.num_stages, axis=0)  # [S, B, T, D]
+        distance = target + 1 - self.num_stages
+        arrived = shift if target == 0 else jnp.roll(y, distance, axis=0)  # [S, B, T, D]
         last_output = self._first_output + self.num_units - 1
         is_target = (  # [S]
             (jnp.arange(self.num_stages) == target) & (t >= self._first_output) & (t <= last_output)

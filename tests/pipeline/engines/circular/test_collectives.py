@@ -125,3 +125,14 @@ def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, se
         for gather in ("per_iteration", "per_repeat")
     )
     assert per_repeat - per_iteration <= sets * SET_BYTES
+
+
+def test_outputs_that_return_to_stage_0_are_not_sent_twice():
+    """With M = S, stage 0 stores in the conveyor what it has received from the last stage."""
+
+    def transfers(repeats, microbatches):
+        counts = executed(compiled("per_iteration", repeats, microbatches).as_text())
+        sent = sum(n for c, n in counts.items() if c.kind == "collective-permute")
+        return sent / (repeats * microbatches + 3)  # per iteration
+
+    assert 0 < transfers(4, 4) <= 2 / 3 * transfers(2, 8)

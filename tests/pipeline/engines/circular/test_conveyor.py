@@ -37,10 +37,10 @@ def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
             if 0 <= n < M * V:
                 assert x[s].item() == 100 * (n % M) + n // M * S + s, (t, s)
         leaving, pending = (x + 1, x + 1) if delay == 1 else (pending, x + 1)
-        io = conveyor.advance(io, leaving, t)
-        shift = jnp.roll(leaving, 1, axis=0)
+        shift = conveyor.send(leaving)
+        io = conveyor.advance(io, leaving, shift, t)
     if delay == 2:
-        io = conveyor.advance(io, pending, conveyor.num_iterations)
+        io = conveyor.advance(io, pending, conveyor.send(pending), conveyor.num_iterations)
     np.testing.assert_array_equal(io[..., 0, 0, 0], 100 * conveyor.end + S * V)
     assert sorted(conveyor.end.flat) == list(range(M))
 
