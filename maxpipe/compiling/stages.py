@@ -252,7 +252,8 @@ def analyse_stages(
             for line in program.lines():
                 note(line)
     except OutOfMemory as error:
-        report = replace(report, too_large=error, capacity=error.available)
+        capacity = report.capacity or error.available
+        report = replace(report, too_large=error, capacity=capacity)
     report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
     if not report.too_large:
         is_tpu = devices[0].platform == "tpu"
