@@ -153,7 +153,9 @@ def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
         Loop("backward loop 1", "c", 4, 5.0),
         Loop("backward loop 2", "d", 19, 4.0),
     ]
-    units = unit_seconds(Timeline(loops=loops), table, [])
+    slots = Place("forward loop 2", "", 2.0)  # each stage has two of the eight microbatches
+    head = Spent("m", Price(Part.MATRIX_PRODUCTS, 0.5), origin("head"), slots, 0.5)
+    units = unit_seconds(Timeline(loops=loops, spent=[head]), table, [])
     assert (units.forward, units.backward) == pytest.approx((1.5, 4.0))
-    assert units.words() == "forward=3 backward=8 head=0"
+    assert units.words() == "forward=3 backward=8 head=0.5"
     assert unit_seconds(Timeline(loops=loops[:2]), table, []) is None
