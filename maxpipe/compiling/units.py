@@ -135,9 +135,7 @@ def compile_units(
                 note(line)
             units.append(_timed(program, model, mesh, trainer))
     except OutOfMemory as error:
-        too_large = TooLarge(
-            error.program, error.needed, device_memory(devices) or error.available
-        )
+        too_large = TooLarge(error.program, error.needed, device_memory(devices) or error.available)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 

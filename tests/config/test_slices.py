@@ -59,7 +59,9 @@ def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devic
     ],
 )
 def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
-    with pytest.raises(ValueError, match=r"slice|neither|names|name;|did you mean|without") as caught:
+    with pytest.raises(
+        ValueError, match=r"slice|neither|names|name;|did you mean|without"
+    ) as caught:
         canonical_topology(name)
     assert [word for word in words if word not in str(caught.value)] == []
 
