@@ -382,6 +382,7 @@ class TestTpu:
         assert report["num_devices"] == 8
         assert report["predicted_step_seconds"] > 0
         assert report["predicted"]["unknown"] == []
+        assert re.search(r" GB/s, HBM \d+ GB/s, DCN [\d.]+ GB/s\n", text)
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
 

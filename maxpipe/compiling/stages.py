@@ -333,8 +333,10 @@ def _with_prediction(
     predicted = predict_stages(table, timelines, basis, communication)
     speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
     costs = unit_costs(table, timelines, communication)
+    offloads = any(program.offloaded for program in report.programs)
+    left_out = [*predicted.leaves_out, *(["transfers to the host"] if offloads else [])]
     return replace(
         report,
-        predicted=replace(predicted, speed=speed),
+        predicted=replace(predicted, speed=speed, leaves_out=left_out),
         schedule_words=stage_words(table, costs),
     )
