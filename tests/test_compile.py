@@ -157,6 +157,7 @@ def check_prediction(report, text):
         assert predicted["units"] is None
     else:
         assert predicted["units"]["backward"] > predicted["units"]["forward"] > 0
+        assert predicted["units"]["head"] > 0
         assert 0 < predicted["bubble"] < seconds
     if report["engine"] == "scheduled":
         # Two microbatches: a head in each tick with forwards and backwards, not so the embedding.
@@ -166,7 +167,6 @@ def check_prediction(report, text):
             reached[conditional["scope"]] += conditional["reached"]
         assert taken["head"] == taken["embedding"] == taken["embedding gradient"] == 2
         assert reached["embedding"] > 2
-        assert predicted["units"]["head"] > 0
 
 
 def check_profile(report, page, trace):
@@ -382,6 +382,7 @@ class TestTpu:
         assert report["num_devices"] == 8
         assert report["predicted_step_seconds"] > 0
         assert report["predicted"]["unknown"] == []
+        assert re.search(r" GB/s, HBM \d+ GB/s, DCN [\d.]+ GB/s\n", text)
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
 

@@ -64,7 +64,8 @@ def analyse(
     try:
         step = compile_step(config, mesh, trainer, note)
     except OutOfMemory as error:
-        report = replace(report, needed=error.needed, capacity=error.available)
+        capacity = report.capacity or error.available
+        report = replace(report, needed=error.needed, capacity=capacity)
         executable = None
     else:
         report, executable = _with_step(report, config, mesh, step), step.executable

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from maxpipe.compiling import DOES_NOT_FIT, FITS
 from maxpipe.compiling.step import growing_silences
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
 from maxpipe.planning.search.rows import Proof
 from maxpipe.planning.search.seconds import Seconds
-
-FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:

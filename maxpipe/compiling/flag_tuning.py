@@ -7,7 +7,8 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.compiling.compile_process import DOES_NOT_FIT, FITS, compile_command
+from maxpipe.compiling import DOES_NOT_FIT, FITS
+from maxpipe.compiling.compile_process import compile_command
 from maxpipe.compiling.flag_trials import VARIABLE, Trial, Tuning
 from maxpipe.compiling.output_files import replace_file
 from maxpipe.config.errors import ConfigError, Problem

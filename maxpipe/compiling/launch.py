@@ -11,6 +11,7 @@ from typing import cast
 import jax
 from jax.sharding import Mesh
 
+from maxpipe.compiling import DOES_NOT_FIT, FITS
 from maxpipe.compiling.analysis import analyse
 from maxpipe.compiling.output_files import packed_trace
 from maxpipe.compiling.prediction.page import page_html
@@ -33,8 +34,6 @@ from maxpipe.devices.xla_flags import advice
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.planning.auto_stages import choose_stages
-
-FITS, DOES_NOT_FIT = 0, 3
 
 BuildTrainer = Callable[..., object]  # (config, mesh, note=...) -> trainer
 StoreStep = Callable[[str, jax.stages.Compiled, Config, Mesh], int]

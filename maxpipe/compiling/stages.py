@@ -252,7 +252,8 @@ def analyse_stages(
             for line in program.lines():
                 note(line)
     except OutOfMemory as error:
-        report = replace(report, too_large=error, capacity=error.available)
+        capacity = report.capacity or error.available
+        report = replace(report, too_large=error, capacity=capacity)
     report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
     if not report.too_large:
         is_tpu = devices[0].platform == "tpu"
@@ -332,8 +333,10 @@ def _with_prediction(
     predicted = predict_stages(table, timelines, basis, communication)
     speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
     costs = unit_costs(table, timelines, communication)
+    offloads = any(program.offloaded for program in report.programs)
+    left_out = [*predicted.leaves_out, *(["transfers to the host"] if offloads else [])]
     return replace(
         report,
-        predicted=replace(predicted, speed=speed),
+        predicted=replace(predicted, speed=speed, leaves_out=left_out),
         schedule_words=stage_words(table, costs),
     )

@@ -16,7 +16,7 @@ from maxpipe.compiling.report import size
 from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config.sections import ModelConfig
 from maxpipe.config.terminal import Note
-from maxpipe.devices.chips import Chip, chip_for, short_name
+from maxpipe.devices.chips import Chip, chip_for, device_memory, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 
@@ -135,7 +135,7 @@ def compile_units(
                 note(line)
             units.append(_timed(program, model, mesh, trainer))
     except OutOfMemory as error:
-        too_large = TooLarge(error.program, error.needed, error.available)
+        too_large = TooLarge(error.program, error.needed, device_memory(devices) or error.available)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 

@@ -64,6 +64,12 @@ def canonical_topology(name: str) -> str:
         if meant := meant_topology(name):
             reason = _not_compiled_for(*meant.lower().split(":"))
             raise ValueError(f"{name!r} {reason or f'is no topology; did you mean {meant}?'}")
+        if bare := _BY_NAME.get(name.lower()):
+            kind = "a chip" if name == bare.name else bare.name
+            grid = standard_grid(bare, bare.host_chips)
+            raise ValueError(
+                f"{name!r} is {kind} without a grid; give one, such as {bare.name}:{grid}"
+            )
         example = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
         raise ValueError(f"{name!r} is neither cpu nor a chip and its grid, such as {example}")
     if generation is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maxpipe.devices.chips import Device, chip_for
+from maxpipe.devices.chips import Device, chip_for, short_name
 
 
 def assignment(variable: str, text: str) -> str:
@@ -140,5 +140,6 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     chip = chip_for(device.device_kind)
     is_timed = chip is not None and chip.products_per_cycle is not None
     compared = "; maxpipe.compile --tune-flags compares them" if is_timed else ""
-    said = f"XLA flags for overlap on {device.device_kind}, at the price of memory{compared}:"
+    kind = short_name(device.device_kind)
+    said = f"XLA flags for overlap on {kind}, at the price of memory{compared}:"
     return [said, assignment(recommended.variable, text)]

@@ -7,8 +7,9 @@
 
 Each argument is a configuration with its overrides; relative paths start where the command runs.
 Each is compiled by a process of its own, so that flags in LIBTPU_INIT_ARGS act, and one that fails
-leaves the others. The first row is what the
-last column compares with. Exit code 1 means that some configuration could not be predicted.
+leaves the others. The first row is what the last column compares with. Rows that leave out what
+others hold are named below the table. Exit code 1 means that some configuration could not be
+predicted.
 """
 
 import argparse
@@ -23,11 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from maxpipe.compiling import DOES_NOT_FIT, FITS
+from maxpipe.compiling.prediction.constants import Constants
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB, GIB = 2**20, 2**30
 PARTS = ("matrix products", "attention kernels", "loop fusions", "copies", "collectives")
 HEADER = ("configuration", "step s", *PARTS, "bubble", "MFU %", "temp MiB", "fits", "of first")
-DOES_NOT_FIT = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,16 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     reference: float | None = None
     bases: set[str] = set()
+    differences: dict[str, list[int]] = {}
     failures: list[str] = []
     for configuration in options.configurations:
         report, error = compiled(options.python, configuration)
         seconds = report["predicted_step_seconds"] if report else None
         if report and seconds is not None:
             reference = reference or seconds
-            bases.add(basis(report["predicted"]))
+            bases.add(basis(report))
+            number = 1 + sum(map(len, differences.values()))
+            differences.setdefault(left_out(report["predicted"]), []).append(number)
             print(f"| {' | '.join(row(configuration, report, reference))} |", flush=True)
             continue
         failures.append(f"{configuration}: {reason(report) if report else error}")
+    for text, numbers in differences.items():
+        if text and len(differences) > 1:
+            rows = " and ".join(f"row {number}" for number in numbers)
+            print(f"\nunlike others, {rows}: {text}")
     for text in sorted(bases):
         print(f"\npredicted by {text}")
     for text in failures:
@@ -76,7 +86,7 @@ def compiled(python: str, configuration: str) -> tuple[dict[str, Any] | None, st
             capture_output=True,
             text=True,
         )
-        if done.returncode not in (0, DOES_NOT_FIT) or not file.exists():
+        if done.returncode not in (FITS, DOES_NOT_FIT) or not file.exists():
             return None, (done.stderr.strip() or done.stdout.strip())[-500:]
         return json.loads(file.read_text(encoding="utf-8")), ""
 
@@ -87,7 +97,7 @@ def reason(report: dict[str, Any]) -> str:
     if report["fits"] is False:
         needed, capacity = (report["memory"][f"{key}_bytes"] for key in ("needed", "capacity"))
         reasons.insert(0, f"does not fit: {needed / GIB:.1f} of {capacity / GIB:.1f} GiB")
-    return "; ".join(reasons) or "no prediction"
+    return "; ".join(reasons) or "needs a TPU's topology, such as compile.topology=v5p:2x2x2"
 
 
 def row(configuration: str, report: dict[str, Any], reference: float) -> list[str]:
@@ -109,14 +119,20 @@ def row(configuration: str, report: dict[str, Any], reference: float) -> list[st
     ]
 
 
-def basis(predicted: dict[str, Any]) -> str:
+def left_out(predicted: dict[str, Any]) -> str:
+    """Return in words what the columns of a row do not hold, "" if that is nothing."""
+    words = [f"without {part}" for part in predicted["leaves_out"]]
+    if not predicted["bubble_in_parts"]:
+        words.append("the bubble is besides the parts")
+    return ", ".join(words)
+
+
+def basis(report: dict[str, Any]) -> str:
     """Return in words what a prediction rests on."""
-    constants = predicted["constants"]
-    return (
-        f"libtpu {predicted['libtpu']}: {constants['chip']} at {constants['clock'] / 1e9:.2f} GHz, "
-        f"attention at {100 * constants['attention_efficiency']:.0f} % of peak, links "
-        f"{constants['link_bandwidth'] / 1e9:.3g} GB/s"
-    )
+    predicted = report["predicted"]
+    constants = Constants(**predicted["constants"])
+    text = constants.text(crosses_slices=report["num_slices"] > 1)
+    return f"libtpu {predicted['libtpu']}: {constants.chip} at {text}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""How often the conditionals of a compiled step do their work."""
+"""What a step is compared with, and how often its conditionals do their work."""
 
 import pytest
 from helpers.engines import make_mesh, tiny
 
-from maxpipe.compiling.analysis import branch_runs
+from maxpipe.builder import build_trainer
+from maxpipe.compiling import analysis
+from maxpipe.compiling.analysis import analyse, branch_runs
+from maxpipe.compiling.step import OutOfMemory
 
 MICROBATCHES = 4
 TICKS = 9
@@ -31,3 +34,22 @@ def test_branch_runs_of_ticks_counts_microbatches_where_idle_slots_are_computed(
         | values
     )
     assert branch_runs(config, make_mesh(config))(TICKS) == runs
+
+
+@pytest.mark.parametrize(("in_table", "capacity"), [(1e9, 1e9), (None, 2e9)])
+def test_a_step_that_the_compiler_gives_up_is_compared_with_the_memory_in_the_table(
+    monkeypatch, in_table, capacity
+):
+    def give_up(*_):
+        raise OutOfMemory(needed=3e9, available=2e9)
+
+    config = tiny(**{"pipeline.engine": "sequential", "mesh.simulated_devices": 1})
+    mesh = make_mesh(config)
+    trainer = build_trainer(config, mesh)
+    monkeypatch.setattr(analysis, "device_memory", lambda devices: in_table)
+    compiled, _ = analyse(config, config, mesh, trainer, note=print)
+    assert compiled.capacity == in_table
+    monkeypatch.setattr(analysis, "compile_step", give_up)
+    given_up, _ = analyse(config, config, mesh, trainer, note=print)
+    assert given_up.capacity == capacity
+    assert not given_up.fits

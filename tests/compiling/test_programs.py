@@ -276,7 +276,7 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     words = [*SMALL, "model.quantisation=fp8"]
     assert command.main(["configs/base.yml", *words, "--programs", str(tmp_path)]) == 3
     printed = capsys.readouterr().out
-    assert "does NOT fit: F0 needs 24.9 GiB of 15.8 GiB; later programs were not" in printed
+    assert "does NOT fit: F0 needs 24.9 GiB of 14.9 GiB; later programs were not" in printed
     assert "what would help, by estimate:" in printed
     assert "saves " in printed
     assert "has no units for fp8: model.quantisation=fp8 is slower than bfloat16" in printed

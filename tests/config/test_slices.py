@@ -54,10 +54,14 @@ def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devic
         ("h100-8", ["names GPUs", "--topology H100:8"]),
         ("h100x8", ["names GPUs", "--topology H100:8"]),
         ("v5p128", ["did you mean v5p-128?"]),
+        ("Ironwood", ["is tpu7x without a grid; give one, such as tpu7x:2x2x1"]),
+        ("v5e", ["is a chip without a grid; give one, such as v5e:2x4"]),
     ],
 )
 def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
-    with pytest.raises(ValueError, match=r"slice|neither|names|name;|did you mean") as caught:
+    with pytest.raises(
+        ValueError, match=r"slice|neither|names|name;|did you mean|without"
+    ) as caught:
         canonical_topology(name)
     assert [word for word in words if word not in str(caught.value)] == []
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.compile_command import tpu_aot
 
-from maxpipe.devices.chips import CHIPS
+from maxpipe.devices.chips import CHIPS, short_name
 from maxpipe.devices.xla_flags import (
     RECOMMENDED,
     added_to,
@@ -57,7 +57,7 @@ def test_documentation_has_every_recommended_flag_with_its_chips():
 def test_advice_for_unset_flags_ends_with_a_line_for_a_shell(name):
     recommended = RECOMMENDED[name]
     said, line = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
-    assert KINDS[name] in said
+    assert f" on {short_name(KINDS[name])}, " in said
     assert ("--tune-flags" in said) == (name not in ("gpu", "tpu7x"))  # which has no known clock
     text = added_to("--xla_other=1", recommended.flags)
     assert shlex.split(line) == [f"{recommended.variable}={text}"]

@@ -16,8 +16,11 @@ PREDICTED = {
     "constants": {
         "chip": "v5p",
         "clock": 1.75e9,
+        "peak_flops": 459e12,
         "attention_efficiency": 0.5,
+        "hbm_bandwidth": 2.765e12,
         "link_bandwidth": 9e10,
+        "dcn_bandwidth": 6.25e9,
     },
     "parts": {
         "matrix products": 0.5,
@@ -27,6 +30,8 @@ PREDICTED = {
         "collectives": 0.125,
     },
     "bubble": 0.1,
+    "bubble_in_parts": True,
+    "leaves_out": [],
     "mfu": 0.4,
     "unknown": [],
 }
@@ -41,7 +46,13 @@ if words[0] == "large.yml":
       open(words[words.index("--json") + 1], "w"))
     sys.exit(3)
 report = {{"predicted_step_seconds": 1.0 if words[1] == "a=1" else 0.75, "fits": True,
-  "predicted": {predicted!r}, "memory": {{"temp_bytes": 3 * 2**20}}}}
+  "predicted": {predicted!r}, "memory": {{"temp_bytes": 3 * 2**20}}, "num_slices": 1}}
+if words[1] == "slices":
+    report["num_slices"] = 2
+if words[1] == "mpmd":
+    report["predicted"] |= {{"bubble_in_parts": False, "leaves_out": ["optimizer"]}}
+if words[1] == "cpu":
+    report |= {{"predicted_step_seconds": None, "predicted": None, "fits": None}}
 if words[1] == "a=3":
     report["predicted_step_seconds"] = None
     report["predicted"]["unknown"] = ["kernels whose work is unknown: own"]
@@ -75,7 +86,8 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(fake):
     assert second.startswith("| x.yml 'a=2' b=1 | 0.75 | ")
     assert second.endswith("| 0.750 |")
     assert basis == (
-        "predicted by libtpu 0.0.46: v5p at 1.75 GHz, attention at 50 % of peak, links 90 GB/s"
+        "predicted by libtpu 0.0.46: v5p at 1.75 GHz, attention at 50 % of peak, links 90 GB/s, "
+        "HBM 2765 GB/s"
     )
     assert done.stderr.splitlines() == [
         "no prediction: bad.yml: config error: bad.yml",
@@ -83,6 +95,24 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(fake):
         "no prediction: large.yml: does not fit: 20.0 of 14.9 GiB",
         "no prediction: x.yml 'a=2: No closing quotation",
     ]
+
+
+def test_predict_names_rows_that_leave_out_what_others_hold(fake):
+    remark = "unlike others, row 2 and row 3: without optimizer, the bubble is besides the parts"
+    done = predict("x.yml a=1", "x.yml mpmd", "x.yml mpmd", "--python", fake)
+    assert remark in done.stdout.splitlines()
+    assert "unlike" not in predict("x.yml mpmd", "x.yml mpmd", "--python", fake).stdout
+
+
+def test_predict_of_several_slices_names_the_bandwidth_between_them(fake):
+    assert predict("x.yml slices", "--python", fake).stdout.endswith(", DCN 6.25 GB/s\n")
+
+
+def test_predict_without_a_tpu_says_that_it_needs_one(fake):
+    done = predict("x.yml cpu", "--python", fake)
+    assert done.stderr == (
+        "no prediction: x.yml cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2\n"
+    )
 
 
 def test_predict_compiles_where_the_user_stands_with_this_repository(tmp_path):

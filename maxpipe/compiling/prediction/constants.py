@@ -36,12 +36,15 @@ class Constants:
     link_bandwidth: float
     dcn_bandwidth: float | None
 
-    def text(self) -> str:
-        """Return the constants in words."""
+    def text(self, crosses_slices: bool) -> str:
+        """Return the constants in words, that of the network only between several slices."""
+        dcn = ""
+        if crosses_slices and self.dcn_bandwidth:
+            dcn = f", DCN {self.dcn_bandwidth / 1e9:.3g} GB/s"
         return (
             f"{self.clock / 1e9:.2f} GHz, attention at {100 * self.attention_efficiency:.0f} % of "
             f"peak, links {self.link_bandwidth / 1e9:.3g} GB/s, HBM "
-            f"{self.hbm_bandwidth / 1e9:.0f} GB/s"
+            f"{self.hbm_bandwidth / 1e9:.0f} GB/s{dcn}"
         )
 
 

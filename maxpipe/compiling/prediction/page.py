@@ -82,10 +82,10 @@ def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
         ("By source line", table(timeline, lambda spent: spent.origin.source, 30)),
         ("By operation", table(timeline, operation_name, 30)),
     )
-    loops = sorted(timeline.loops, key=lambda loop: -loop.iterations * loop.seconds)[:MAX_LOOPS]
+    longest = sorted(timeline.loops, key=lambda loop: -loop.iterations * loop.seconds)[:MAX_LOOPS]
     whole = list(spans(timeline, timeline.entry, opens_loops=False))
     figures = _figure(f"The whole step: {_time(timeline.seconds)}", whole, timeline.seconds)
-    for loop in loops:
+    for loop in sorted(longest, key=timeline.loops.index):  # as they run
         name = f"One of {loop.iterations:.0f} iterations of {loop.phase}: {_time(loop.seconds)}"
         figures += _figure(name, list(spans(timeline, loop.body)), loop.seconds)
     key = "".join(

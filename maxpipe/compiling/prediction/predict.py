@@ -22,7 +22,7 @@ from maxpipe.compiling.prediction.units import unit_seconds
 from maxpipe.compiling.prediction.walk import TimesTaken, every_time, walk
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import Chip, devices_per_chip
+from maxpipe.devices.chips import Chip, devices_per_chip, slice_of
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.simulate import simulate
@@ -79,8 +79,9 @@ def predict(
 
 def basis_of(mesh: Mesh, chip: Chip) -> Basis:
     """Return what a prediction for the devices of a mesh rests on."""
-    per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
-    return Basis(compiler_version(), constants_of(chip, per_chip))
+    devices = mesh.devices.reshape(-1).tolist()
+    constants = constants_of(chip, devices_per_chip(devices))
+    return Basis(compiler_version(), constants, len(set(map(slice_of, devices))) > 1)
 
 
 def time_program(
@@ -180,9 +181,12 @@ def phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]:
     # A scope of a user's own model may look like the name of a phase.
     others = [name for name in seconds if name not in (*named, *iterations, OUTSIDE)]
     order = [*named, *iterations, *others, OUTSIDE]
+    of_loops = {(loop.phase, loop.iterations): loop.seconds for loop in timeline.loops}
     times = []
     for name in sorted(seconds, key=order.index):
         phase = named.get(name)
         count = phase.ticks if phase else iterations.get(name, 0.0)
-        times.append(PhaseTime(name, phase.kinds if phase else "", count, seconds[name]))
+        # A tick that XLA has taken out of its loop counts with the others.
+        each = of_loops.get((name, count), seconds[name] / count if count else 0.0)
+        times.append(PhaseTime(name, phase.kinds if phase else "", count, seconds[name], each))
     return times

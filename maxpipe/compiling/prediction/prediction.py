@@ -25,13 +25,15 @@ class PhaseTime(NamedTuple):
       name: "phase_1", "forward loop 1" or "outside the loops".
       slots: kinds of units that each tick computes, such as "FB"; "" on other engines.
       iterations: ticks, or iterations of the loop; 0 outside of loops.
-      seconds: of all iterations.
+      seconds: of all iterations, and of what the phase computes before and after them.
+      each: seconds of one iteration; 0 outside of loops.
     """
 
     name: str
     slots: str
     iterations: float
     seconds: float
+    each: float
 
 
 class Basis(NamedTuple):
@@ -40,14 +42,16 @@ class Basis(NamedTuple):
     Attributes:
       libtpu: version of the compiler whose estimates these are.
       constants: of the device; None if the chip's are unknown.
+      crosses_slices: whether the devices are in several slices.
     """
 
     libtpu: str
     constants: Constants | None
+    crosses_slices: bool = False
 
     def text(self) -> str:
         """Return the basis in words."""
-        constants = f"; {self.constants.text()}" if self.constants else ""
+        constants = f"; {self.constants.text(self.crosses_slices)}" if self.constants else ""
         return f"libtpu {self.libtpu}'s cycle estimates{constants}"
 
 
@@ -69,6 +73,7 @@ class Prediction:
       collectives: exposed seconds, the slowest first; their sum is a part.
       bubble: seconds of idle slots.
       has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
+      leaves_out: what a step also runs and neither seconds nor parts hold, such as "optimizer".
       conditionals: how often they are taken.
       phases: in order.
       units: of a chunk; None where there are no units, or where they cannot be told apart.
@@ -83,6 +88,7 @@ class Prediction:
     collectives: Sequence[CollectiveTime] = ()
     bubble: float | None = None
     has_bubble_in_parts: bool = True
+    leaves_out: Sequence[str] = ()
     conditionals: Sequence[Conditional] = ()
     phases: Sequence[PhaseTime] = ()
     units: UnitSeconds | None = None
@@ -100,6 +106,8 @@ class Prediction:
             "parts": {part.value: seconds for part, seconds in self.parts.items()},
             "collectives": [c._asdict() for c in self.collectives],
             "bubble": self.bubble,
+            "bubble_in_parts": self.has_bubble_in_parts,
+            "leaves_out": list(self.leaves_out),
             "conditionals": [c._asdict() for c in self.conditionals],
             "phases": [phase._asdict() for phase in self.phases],
             "units": asdict(self.units) if self.units else None,
@@ -131,11 +139,7 @@ class Prediction:
             name = f"bubble, {'within' if self.has_bubble_in_parts else 'besides'} the above"
             lines.append(f"  {name:<28} {self.bubble:>9.3g} s")
         for phase in self.phases:
-            each = (
-                f"{phase.iterations:.0f} x {phase.seconds / phase.iterations:.3g} s"
-                if phase.iterations
-                else ""
-            )
+            each = f"{phase.iterations:.0f} x {phase.each:.3g} s" if phase.iterations else ""
             name = f"{phase.name} {phase.slots}".strip()
             lines.append(f"  {name:<28} {phase.seconds:>9.3g} s  {each}".rstrip())
         lines += self._conditional_lines()

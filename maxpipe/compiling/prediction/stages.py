@@ -69,6 +69,7 @@ def predict_stages(
         ),
         bubble=makespan - float(work[busiest]),
         has_bubble_in_parts=False,
+        leaves_out=["optimizer"],
         unknown=unknown,
         guessed=guessed,
     )

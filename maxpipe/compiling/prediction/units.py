@@ -74,16 +74,26 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
         times = _iteration_seconds(timeline.loops)
     if times is None:
         return None
-    heads = [c.seconds for c in timeline.conditionals if c.scope == "head" and c.taken]
     return UnitSeconds(
         times["F"],
         times.get("B"),
         times.get("I"),
         times.get("W"),
-        # All stages share the work of a microbatch.
-        head=table.num_stages * max(heads, default=0.0),
+        head=table.num_stages * _head_seconds(timeline, table, phases),
         repeats=table.num_chunks // table.num_stages,
     )
+
+
+def _head_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> float:
+    """Return the seconds of a stage's share in the head of one microbatch, which all stages share.
+
+    The scheduled engine has a conditional for it; the circular one runs it after the pipeline.
+    """
+    if phases:
+        heads = [c.seconds for c in timeline.conditionals if c.scope == "head" and c.taken]
+        return max(heads, default=0.0)
+    step = sum(spent.total for spent in timeline.spent if spent.origin.scope == "head")
+    return step / table.num_microbatches
 
 
 def _iteration_seconds(loops: Sequence[Loop]) -> dict[str, float] | None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -89,6 +90,15 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
     assert "One of 3 iterations of phase_1" in html
     assert html.count("<svg") == 2
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
+
+
+def test_page_draws_iterations_in_the_order_in_which_they_run():
+    timeline = walked()
+    (loop,) = timeline.loops
+    longer = loop._replace(phase="phase_2", seconds=2 * loop.seconds)
+    both = replace(timeline, loops=[loop, longer])
+    html = page_html(Prediction(timeline.seconds, BASIS, parts_of(timeline)), both, "two")
+    assert html.index("iterations of phase_1") < html.index("iterations of phase_2")
 
 
 def test_page_of_a_program_without_loops_draws_the_whole_step():

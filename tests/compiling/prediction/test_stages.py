@@ -47,6 +47,8 @@ def test_stages_are_composed_in_the_order_of_the_schedule():
     assert predicted.collectives == [("all-gather", "fsdp", pytest.approx(3.0))]
     assert predicted.bubble == pytest.approx(predicted.seconds - 18)
     assert "bubble, besides the above" in "\n".join(predicted.lines())
+    data = predicted.as_json()
+    assert (data["bubble_in_parts"], data["leaves_out"]) == (False, ["optimizer"])
 
 
 def test_stages_gather_and_reduce_once_a_step():

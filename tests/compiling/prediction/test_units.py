@@ -145,6 +145,17 @@ def test_phase_times_name_a_scope_that_only_looks_like_a_phase():
     assert [(time.name, time.seconds) for time in times] == [("phase_2", 3.0), (OUTSIDE, 2.0)]
 
 
+def test_phase_times_take_one_iteration_from_the_loop_if_that_has_all_of_them():
+    parts = [spent("forward loop 1", 4, 2.0), spent("forward loop 1", 1, 1.0)]
+    loop = Loop("forward loop 1", "a", 4, 2.0)
+    (time,) = phase_times(Timeline(spent=parts, loops=[loop]), [])
+    assert (time.iterations, time.seconds, time.each) == (4, 9.0, 2.0)
+    phases = phases_of(lockstep_plan(table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})))
+    shorter = Loop("phase_0", "a", phases[0].ticks - 1, 2.0)
+    (time,) = phase_times(Timeline(spent=[spent("phase_0", 7, 3.0)], loops=[shorter]), phases)
+    assert (time.iterations, time.each) == (7, 3.0)
+
+
 def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
     table = table_of("circular", **{"pipeline.num_repeats": 2})
     loops = [
@@ -153,7 +164,9 @@ def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
         Loop("backward loop 1", "c", 4, 5.0),
         Loop("backward loop 2", "d", 19, 4.0),
     ]
-    units = unit_seconds(Timeline(loops=loops), table, [])
+    slots = Place("forward loop 2", "", 2.0)  # each stage has two of the eight microbatches
+    head = Spent("m", Price(Part.MATRIX_PRODUCTS, 0.5), origin("head"), slots, 0.5)
+    units = unit_seconds(Timeline(loops=loops, spent=[head]), table, [])
     assert (units.forward, units.backward) == pytest.approx((1.5, 4.0))
-    assert units.words() == "forward=3 backward=8 head=0"
+    assert units.words() == "forward=3 backward=8 head=0.5"
     assert unit_seconds(Timeline(loops=loops[:2]), table, []) is None
