@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -227,11 +228,25 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert f"not written {best}: nothing fits" in printed
     assert re.search(r"gradients alone are [\d,]+ GiB, which at least \d+ v5p hold: ", printed)
     assert not best.exists()
-    assert "<h1>Plan for llama3-405b on v5p:2x2x1</h1>" in page.read_text()
+    text = page.read_text()
+    assert "<h1>Plan for llama3-405b on v5p:2x2x1</h1>" in text
+    assert "nothing fits: by closed forms the least is " in text
+    assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in text
+    assert text.count("<h2>") == 1  # no pictures where there is nothing to draw
+    assert "found to be no help, each alone: fewer tokens, offloading\n" in printed
     assert "trying      --topology v5p:4x4x8\n" in printed
     assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in printed
     larger = ["llama3-405b", "--topology", "v5p:4x4x8", "--no-compile"]
     assert plan.main([*larger, "--fix", "pipeline.schedule=lockstep_1f1b"]) == 0
+
+
+def test_a_smaller_margin_is_a_remedy_with_which_the_plan_fits(capsys):
+    words = ["llama3-8b", "--topology", "H100:2", "--no-compile"]
+    assert plan.main(words) == 3
+    _, _, would_fit = capsys.readouterr().out.partition("what would fit:\n")
+    margin = re.match(r"  less memory left free: --memory-margin (\d+%); closed forms", would_fit)
+    assert "fewer tokens: " in would_fit
+    assert plan.main([*words, "--memory-margin", margin[1]]) == 0
 
 
 # One microbatch, so that residuals grow with the batch.
@@ -518,6 +533,18 @@ def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys,
         plan.main(words)
     assert end.value.code == CONFIG_ERROR
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["base", "--topology", "v5q:2x2"], ["bse", *FROM[1:]]])
+def test_mistakes_are_answered_without_jax(words):
+    program = (
+        "import sys\nfrom maxpipe import plan\ntry:\n    plan.main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    print(end.code, 'jax' in sys.modules)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == f"{CONFIG_ERROR} False\n"
 
 
 @pytest.mark.parametrize(

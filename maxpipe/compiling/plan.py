@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
-from maxpipe.devices.chips import GIB
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.emptiness import emptiness, given_text
 from maxpipe.planning.search.facts import Facts
@@ -23,6 +21,7 @@ from maxpipe.planning.search.smallest import smallest_plans
 from maxpipe.planning.search.written import file_text
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_page import page_html
+from maxpipe.render.plan_remedies import nothing_fits_lines
 from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
 
 FITS, NOTHING_FITS = 0, 3
@@ -52,7 +51,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = replace(plan, remedies=remedies(plan, facts, _print))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
-        print(*_nothing_fits(plan), sep="\n")
+        print(*nothing_fits_lines(plan), sep="\n")
     if flags.json:
         write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
     if flags.html:
@@ -107,51 +106,6 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
     return plan
-
-
-def _nothing_fits(plan: Plan) -> list[str]:
-    """Return why nothing fits, and what would."""
-    capacity, misfits = plan.request.machine.capacity, plan.misfits
-    if compiled := sum(row.proof is not None for row in misfits):
-        others = "and there are no others"
-        if plan.uncompiled:
-            others = f"{plan.uncompiled} others were not compiled: --compile {2 * compiled}"
-        lines, by = [f"none of the {compiled} compiled fits; {others}"], " by closed forms"
-    elif probed := [row.probed.memory for row in misfits if row.probed]:
-        line = f"none of the {len(probed)} probed fits, and there are no others: "
-        if capacity is not None and min(probed) <= capacity:
-            line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
-        lines, by = [f"{line}compile them whole, without --probe"], " by closed forms"
-    elif (least := plan.outcome.least) is None:
-        return ["nothing is legal on so many devices, for the reasons above"]
-    else:
-        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
-        usable = f", and {limit / GIB:.3g} may be used" if limit else ""
-        what = f"{least.mesh_text()}, {least.schedule_text()}"
-        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
-    lines += _state_lines(plan)
-    would_fit, vain, unfinished = plan.remedies
-    if would_fit:
-        lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
-    elif vain:
-        lines.append(f"found to be no help, each alone: {', '.join(vain)}")
-    if unfinished:
-        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
-    return lines
-
-
-def _state_lines(plan: Plan) -> list[str]:
-    """Return how many devices hold what cannot be made smaller, if there are fewer."""
-    machine, limit = plan.request.machine, plan.request.limit
-    state = plan.facts.least_state_bytes()
-    if limit is None or state <= machine.devices * limit:
-        return []
-    what = "parameters, optimizer state and gradients alone"
-    chip = machine.chip.name
-    line = (
-        f"{what} are {state / GIB:,.0f} GiB, which at least {math.ceil(state / limit)} {chip} hold"
-    )
-    return [f"{line}: --topology {chip} --smallest" if machine.is_compilable else line]
 
 
 def _print(text: str) -> None:

@@ -12,6 +12,7 @@ from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines
+from maxpipe.render.plan_remedies import nothing_fits_lines
 from maxpipe.render.plan_scatter import scatter_svg
 from maxpipe.render.plan_table import LEFT, batch_text, slice_lines, summary_lines, table_cells
 
@@ -25,7 +26,7 @@ svg text{font-size:12px;fill:var(--ink)}
 svg .quiet{fill:var(--muted)}
 svg .axis{stroke:var(--line)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
-.plot{max-width:760px}
+.plot{max-width:855px}
 .wide{overflow-x:auto;font-size:12px}
 .wide .text{text-align:left}
 pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
@@ -51,9 +52,6 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
     rows = [*(plan.shown or plan.misfits), *own]
     machine = plan.request.machine
     title = f"Plan for {Path(locate_config(plan.request.path)).stem} on {machine.topology}"
-    legend = "".join(
-        f'<span style="background:var({colour})"></span>{name}' for name, colour in PARTS
-    )
     command = shlex.join(["python", "-m", "maxpipe.plan", *words])
     lines = [*summary_lines(plan), *basis_lines(plan)]
     if isinstance(plan.own, str) and plan.own:
@@ -63,14 +61,36 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
     summary = "\n".join(lines)
     body = f"""<h1>{escape(title)}</h1>
 <p>{escape(command)}; {escape(versions())}</p>
-<h2>The best of each mesh and schedule: time of a step, and memory of a device</h2>
-<p class="legend">{legend}<span style="background:var(--mem)"></span>memory</p>
-{bars_svg(plan, rows)}
-<h2>Memory against time; the line joins those that nothing beats in both</h2>
-{scatter_svg(plan)}
-{_table(plan)}
+{_misfit(plan)}{_bars(plan, rows)}{_scatter(plan)}{_table(plan)}
 <pre>{escape(summary)}</pre>"""
     return document(title, body, STYLE, SCRIPT)
+
+
+def _misfit(plan: Plan) -> str:
+    """Return why nothing fits, and what would; "" where something fits."""
+    lines = "\n".join(nothing_fits_lines(plan))
+    return (
+        f"<h2>Why nothing fits, and what would</h2>\n<pre>{escape(lines)}</pre>\n" if lines else ""
+    )
+
+
+def _bars(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return the stacked bars under a heading and a legend; "" without rows."""
+    if not rows:
+        return ""
+    legend = "".join(
+        f'<span style="background:var({colour})"></span>{name}'
+        for name, colour in (*PARTS, ("memory", "--mem"))
+    )
+    title = "The best of each mesh and schedule: time of a step, and memory of a device"
+    return f'<h2>{title}</h2>\n<p class="legend">{legend}</p>\n{bars_svg(plan, rows)}\n'
+
+
+def _scatter(plan: Plan) -> str:
+    """Return the picture of memory against time under a heading; "" without points."""
+    title = "Memory against time; the line joins those that nothing beats in both"
+    picture = scatter_svg(plan)
+    return f"<h2>{title}</h2>\n{picture}\n" if picture else ""
 
 
 def _table(plan: Plan) -> str:

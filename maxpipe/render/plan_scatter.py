@@ -8,6 +8,9 @@ from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.candidate import Candidate
 from maxpipe.planning.search.plan import Plan
 
+_SLOWEST = 2.5  # times the chosen one, or the fastest, at the end of the axis
+_RIGHT = 110  # of the plot: room for a label that overlaps no points
+
 
 class Point(NamedTuple):
     """A candidate in the picture of memory against time."""
@@ -35,8 +38,10 @@ def scatter_svg(plan: Plan) -> str:
     unit = None if plan.request.machine.is_timed else min(c.per_sequence for c in candidates)
     points = [_point(candidate, unit) for candidate in candidates]
     edge = front(points)
-    # What is far slower than the slowest of the front would squeeze the others together.
+    # What is far slower, of the front as well, would squeeze the others together.
     latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
+    chosen = plan.winner.candidate.per_sequence if plan.winner else edge[0].seconds
+    latest = min(latest, _SLOWEST * chosen)
     points = [p for p in points if p.seconds <= latest]
     capacity = plan.request.machine.capacity
     most = max(max(p.memory for p in edge), capacity or 0.0) * 1.25
@@ -66,11 +71,11 @@ def scatter_svg(plan: Plan) -> str:
         y = height - limit / most * height + 10
         marks.append(
             f'<line x1="{margin}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--bad)" '
-            f'stroke-dasharray="4 3"/><text class="quiet" x="{margin + 4}" y="{y - 4:.1f}">usable '
+            f'stroke-dasharray="4 3"/><text class="quiet" x="{width + 8}" y="{y + 4:.1f}">usable '
             f"{limit / GIB:.3g} GiB</text>"
         )
     axes = _axes((width, height, margin), most / GIB, latest / first)
-    box = f"0 0 {width + 20} {height + 50}"
+    box = f"0 0 {width + _RIGHT} {height + 50}"
     return f'<svg class="plot" viewBox="{box}">{axes}{"".join(marks)}</svg>'
 
 

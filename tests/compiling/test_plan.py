@@ -85,7 +85,7 @@ def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, tmp
     assert command.main([*WORDS, *TOPOLOGY, *words]) == 3
     assert not compilers
     printed = capsys.readouterr().out
-    assert "probed fits, and there are no others: compile them whole" in printed
+    assert "fits; no other mesh and schedule fits by closed forms: compile whole steps" in printed
     assert "B1 of its probe needs 279 GiB" in printed
     # By closed forms all would fit.
     assert json.loads(file.read_text())["remedies"] == []
@@ -99,7 +99,7 @@ def test_probes_that_miss_the_margin_alone_have_a_margin_with_which_they_fit(
     monkeypatch.setattr(probing, "ROWS", 10**6)
     words = ["--probe", "1000", "--memory-margin", "40%", "compile.cache_dir=off"]
     assert command.main([*WORDS, *TOPOLOGY, *words, "--fix", "pipeline.engine=scheduled"]) == 3
-    assert "there are no others: --memory-margin 20%, or compile" in capsys.readouterr().out
+    assert "fits by closed forms: --memory-margin 20%, or compile" in capsys.readouterr().out
 
 
 SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]

@@ -201,6 +201,13 @@ def test_rows_fit_without_the_compilers_estimate_of_time(plan, monkeypatch):
     assert basis_lines(ranked)[0].startswith("no compiler's estimate of time for this chip")
 
 
+def test_what_is_too_large_for_an_estimate_of_time_says_nothing_of_the_chip(plan, monkeypatch):
+    compiled(monkeypatch, [proved(None, fits=False)])
+    refused = prove(plan, 1, lambda line: None)
+    assert refused.winner is None
+    assert basis_lines(refused)[0].startswith("memory of what was compiled is the compiler's")
+
+
 def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, monkeypatch):
     assert plan.own.config.compile.topology == "v5p:2x2x1"
     compiled(monkeypatch, [proved(2.0), proved(1.0)])
@@ -219,7 +226,10 @@ def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch,
     assert launch(plan.request, flags, []) == 3
     printed = capsys.readouterr().out
     left = len(plan.rows) - 2
-    assert f"none of the 2 compiled fits; {left} others were not compiled: --compile 4" in printed
+    assert (
+        f"none of the 2 that were compiled fits; {left} others were not compiled: --compile 4\n"
+        in printed
+    )
     assert "what would fit" not in printed
 
 
@@ -234,7 +244,7 @@ def test_rows_that_do_not_fit_once_compiled_have_remedies_that_leave_more_free(
     flags = argparse.Namespace(compile=1, probe=0, compare=False, json=None, html=None, write=None)
     assert launch(request, flags, []) == 3
     printed = capsys.readouterr().out
-    assert "none of the 2 compiled fits; " in printed
+    assert "none of the 2 that were compiled fits; " in printed
     _, _, would_fit = printed.partition("what would fit by closed forms:\n")
     more = re.match(r"  others that need less: --memory-margin (\d+)%", would_fit)
     assert 100 * margin < int(more[1]) < 100

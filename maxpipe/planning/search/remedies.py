@@ -44,7 +44,7 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
         kind: [attempt for attempt in attempts if holds_state(attempt.request, facts)]
         for kind, attempts in kinds.items()
     }
-    lines: list[str] = []
+    lines = _smaller_margin(plan)
     vain = [kind for kind, attempts in useful.items() if not attempts]
     unfinished: list[str] = []
     useful = {kind: attempts for kind, attempts in useful.items() if attempts}
@@ -98,6 +98,19 @@ class _Trial:
                 self.is_over = True
                 return False
         return False
+
+
+def _smaller_margin(plan: Plan) -> list[str]:
+    """Return a line with the margin that the least needs, if it is above the limit alone."""
+    request, least = plan.request, plan.outcome.least
+    capacity, limit = request.machine.capacity, request.limit
+    if least is None or capacity is None or limit is None:
+        return []
+    if not limit < least.memory <= capacity or problem_of(least.config(request.config), request):
+        return []
+    percent = math.floor(100 * (1 - least.memory / capacity))
+    proof = ", and --compile 1 proves it" if request.machine.is_compilable else ""
+    return [f"less memory left free: {MARGIN} {percent}%; closed forms are coarse{proof}"]
 
 
 def refusing_margin(plan: Plan) -> float | None:

@@ -32,6 +32,25 @@ def test_remedies_say_what_is_tried(request_and_facts):
     assert found[1].startswith("more chips: --topology v5e:")
 
 
+@pytest.mark.parametrize(
+    ("share", "lines"),
+    [
+        (1.074, ["less memory left free: --memory-margin 6%; closed forms are coarse, and "]),
+        (1.25, []),  # it fits
+        (0.99, []),
+    ],
+)
+def test_a_smaller_margin_comes_first_if_the_least_is_below_the_devices_memory(
+    request_and_facts, monkeypatch, share, lines
+):
+    request, facts = request_and_facts
+    margin = dataclasses.replace(request, margin=0.1)
+    plan = make_plan(on_capacity(margin, share, facts), facts)
+    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]])
+    found = remedies(plan, facts, lambda line: None).lines
+    assert found == [f"{line}--compile 1 proves it" for line in lines]
+
+
 def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enough(
     request_and_facts, monkeypatch
 ):

@@ -1,0 +1,76 @@
+"""Say in lines why nothing fits, and what would."""
+
+import math
+
+from maxpipe.config.slices import num_chips, slices_of
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.plan import Plan
+from maxpipe.planning.search.request import TOPOLOGY
+
+_CLOSED = " by closed forms"
+_NO_OTHER = f"no other mesh and schedule fits{_CLOSED}"
+
+
+def nothing_fits_lines(plan: Plan) -> list[str]:
+    """Return why nothing fits, and what would; of a plan in which something fits, no lines."""
+    if plan.winner is not None:
+        return []
+    capacity, misfits = plan.request.machine.capacity, plan.misfits
+    if compiled := sum(row.proof is not None for row in misfits):
+        lines, by = [f"{_none_of(compiled, 'compiled')}; {_others(plan, compiled)}"], _CLOSED
+    elif probed := [row.probed.memory for row in misfits if row.probed]:
+        line = f"{_none_of(len(probed), 'probed')}; {_NO_OTHER}: "
+        if capacity is not None and min(probed) <= capacity:
+            line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
+        lines, by = [f"{line}compile whole steps, without --probe"], _CLOSED
+    elif (least := plan.outcome.least) is None:
+        return ["nothing is legal on so many devices, for the reasons above"]
+    else:
+        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
+        usable = f", and {limit / GIB:.3g} may be used" if limit else ""
+        what = f"{least.mesh_text()}, {least.schedule_text()}"
+        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+    lines += _state_lines(plan)
+    would_fit, vain, unfinished = plan.remedies
+    if would_fit:
+        lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
+    if vain:
+        lines.append(f"found to be no help, each alone: {', '.join(vain)}")
+    if unfinished:
+        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
+    return lines
+
+
+def _none_of(count: int, done: str) -> str:
+    if count == 1:
+        return f"the one that was {done} does not fit"
+    return f"none of the {count} that were {done} fits"
+
+
+def _others(plan: Plan, compiled: int) -> str:
+    """Return what was not compiled of what fits by closed forms."""
+    if left := plan.uncompiled:
+        others = "1 other was" if left == 1 else f"{left} others were"
+        return f"{others} not compiled: --compile {2 * compiled}"
+    if len(plan.outcome.fitting) <= compiled:
+        return _NO_OTHER
+    these = "it" if compiled == 1 else "these"
+    return f"{_NO_OTHER}; other options of {these} were not compiled"
+
+
+def _state_lines(plan: Plan) -> list[str]:
+    """Return how many chips hold what cannot be made smaller, if there are fewer."""
+    machine, limit = plan.request.machine, plan.request.limit
+    state = plan.facts.least_state_bytes()
+    if limit is None or state <= machine.devices * limit:
+        return []
+    what = "parameters, optimizer state and gradients alone"
+    chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
+    line = f"{what} are {state / GIB:,.0f} GiB, which at least {chips} {chip} hold"
+    if not machine.is_compilable:
+        return [line]
+    *_, largest = slices_of(chip)
+    if chips <= machine.slices * num_chips(largest):
+        return [f"{line}: {TOPOLOGY} {chip} --smallest"]
+    slices = math.ceil(chips / num_chips(largest))
+    return [f"{line}: {TOPOLOGY} {largest} compile.num_slices={slices}"]

@@ -1,0 +1,69 @@
+"""The picture of memory against time: how far its axis goes, and where its label is."""
+
+import dataclasses
+import re
+
+import pytest
+
+from maxpipe.config import Config, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.plan import make_plan
+from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.render.plan_scatter import scatter_svg
+
+
+@pytest.fixture(scope="module")
+def plan():
+    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of("v5p:2x2x1", 1, config)
+    choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
+    return make_plan(Request("base", config, config, machine, (16,), choices, 0.1), Facts(config))
+
+
+def with_points(plan, *points):
+    """Return the plan with candidates that take so many times the chosen one's seconds and bytes.
+
+    Args:
+      plan: whose chosen one is the first candidate.
+      points: times, and shares of the chosen one's bytes.
+    """
+    chosen = plan.winner.candidate
+    others = [
+        dataclasses.replace(
+            chosen,
+            seconds=Seconds(*(times * part for part in chosen.seconds)),
+            memory=share * chosen.memory,
+        )
+        for times, share in points
+    ]
+    outcome = dataclasses.replace(plan.outcome, fitting=[chosen, *others], misfits=[])
+    return dataclasses.replace(plan, outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("points", "longest", "drawn"),
+    [([(2.0, 0.9), (9.0, 0.5)], "2.50", 2), ([(1.5, 0.9)], "1.95", 2), ([(1.1, 0.9)], "1.50", 2)],
+)
+def test_a_slow_tail_of_the_front_does_not_squeeze_the_picture(plan, points, longest, drawn):
+    svg = scatter_svg(with_points(plan, *points))
+    assert re.findall(r'text-anchor="middle">([\d.]+)<', svg)[-1] == longest
+    (line,) = re.findall(r'polyline points="([^"]*)"', svg)
+    assert len(line.split()) == svg.count("<circle") == drawn
+
+
+def test_the_axis_goes_beyond_a_chosen_one_that_is_far_slower_than_what_does_not_fit(plan):
+    fast, slow = with_points(plan, (0.2, 3.0)).outcome.fitting[::-1]
+    outcome = dataclasses.replace(plan.outcome, fitting=[slow], misfits=[fast])
+    svg = scatter_svg(dataclasses.replace(plan, outcome=outcome))
+    assert svg.count("<circle") == 2
+
+
+def test_the_label_of_the_limit_is_clear_of_all_points(plan):
+    svg = scatter_svg(plan)
+    (label,) = re.findall(r'x="([\d.]+)" y="[\d.]+">usable ', svg)
+    assert max(float(x) + 4 for x in re.findall(r'cx="([\d.]+)"', svg)) < float(label)
