@@ -34,9 +34,11 @@ def _bases(plan: Plan) -> list[str]:
         return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
     proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if proofs and not any(proof.seconds for proof in proofs):
-        # What is too large has no estimate on any chip.
-        why = "no compiler's estimate of time for this chip; " * any(p.fits for p in proofs)
-        return [f"{why}memory of what was compiled is the compiler's, seconds are closed forms"]
+        line = "memory of what was compiled is the compiler's, seconds are closed forms"
+        # What is too large has no estimate of time on any chip.
+        if any(proof.fits for proof in proofs):
+            line = f"no compiler's estimate of time for this chip; {line}"
+        return [line]
     by = _probed_lines(plan)
     if proofs:
         return [
