@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = report["predicted_step_seconds"] if report else None
         if report and seconds is not None:
             reference = reference or seconds
-            bases.add(basis(report))
+            bases.add(basis(report["predicted"], crosses_slices=report["num_slices"] > 1))
             number = 1 + sum(map(len, differences.values()))
             differences.setdefault(left_out(report["predicted"]), []).append(number)
             print(f"| {' | '.join(row(configuration, report, reference))} |", flush=True)
@@ -127,11 +127,10 @@ def left_out(predicted: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def basis(report: dict[str, Any]) -> str:
+def basis(predicted: dict[str, Any], *, crosses_slices: bool) -> str:
     """Return in words what a prediction rests on."""
-    predicted = report["predicted"]
     constants = Constants(**predicted["constants"])
-    text = constants.text(crosses_slices=report["num_slices"] > 1)
+    text = constants.text(crosses_slices)
     return f"libtpu {predicted['libtpu']}: {constants.chip} at {text}"
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import jax
 import pytest
 from helpers.hand_timed import HLO, mesh
 
+from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.prediction.predict import basis_of, time_program
 from maxpipe.config import load, resolve
 from maxpipe.devices.chips import chip_of
@@ -48,9 +50,8 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
         seconds = 0.4 if trainer == "maxtext" else 0.3
         seconds -= 0.1 if "remat_policy=minimal" in " ".join(command) else 0.0
         parts = dict.fromkeys(script.PARTS, 0.1)
-        constants = {"chip": "v5p", "clock": 1.75e9, "attention_efficiency": 0.5}
+        constants = asdict(Constants("v5p", 1.75e9, 459e12, 0.5, 2.765e12, 9e10, None))
         predicted = {"parts": parts, "libtpu": "0.0.46", "constants": constants}
-        constants["link_bandwidth"] = 9e10
         memory = {"temp_bytes": 5 * 2**20}
         return {"predicted_step_seconds": seconds, "predicted": predicted, "memory": memory}
 
