@@ -3,14 +3,9 @@
 import dataclasses
 
 import pytest
+from helpers.small_plan import small_plan
 
-from maxpipe.config import Config, replace
-from maxpipe.config.load import derive_known
-from maxpipe.config.options import update
-from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.plan import Remedies, make_plan
-from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.plan import Remedies
 from maxpipe.planning.search.rows import Proof
 from maxpipe.render.plan_remedies import nothing_fits_lines
 
@@ -19,11 +14,7 @@ REFUSAL = Proof(1e12, None, False, "", 1.0)
 
 @pytest.fixture(scope="module")
 def plan():
-    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
-    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
-    machine = machine_of("v5e:2x2", 1, config)
-    choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
-    return make_plan(Request("base", config, config, machine, (16,), choices, 0.1), Facts(config))
+    return small_plan("v5e:2x2")
 
 
 def refused(plan, count, **changes):

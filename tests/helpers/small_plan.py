@@ -1,0 +1,18 @@
+"""A small plan, of one schedule and policy, for tests of what is shown of plans."""
+
+from maxpipe.config import Config, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.plan import Plan, make_plan
+from maxpipe.planning.search.request import Request
+
+
+def small_plan(topology: str) -> Plan:
+    """Plan a model of four layers for a topology, by closed forms."""
+    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of(topology, 1, config)
+    choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
+    return make_plan(Request("base", config, config, machine, (16,), choices, 0.1), Facts(config))
