@@ -14,5 +14,8 @@ def small_plan(topology: str) -> Plan:
     config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     machine = machine_of(topology, 1, config)
-    choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
+    choices: dict[str, list[object]] = {
+        "pipeline.schedule": ["lockstep_1f1b"],
+        "pipeline.remat_policy": ["full"],
+    }
     return make_plan(Request("base", config, config, machine, (16,), choices, 0.1), Facts(config))
