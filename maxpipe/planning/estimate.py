@@ -22,6 +22,7 @@ from maxpipe.planning.footprint import (
     device_parameters,
     first_layers_width,
     held_width,
+    is_unrolled,
     itemsize,
     keeps_gathered,
     layer_of,
@@ -56,7 +57,7 @@ class Memory:
 
     Attributes:
       parameters, optimizer: at rest.
-      gradients: sums, whole where they are scattered once a step.
+      gradients: sums, whole where they are scattered once a step, at the fullest moment.
       activations: everything that grows with tokens.
       in_use: copies of weights that are computed with, and what becomes of their gradients before
         these are added to the sums.
@@ -109,14 +110,14 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     at_rest, use = total_parameters(config), _use(config, tpu)
     trained = weights_of(config, only_trained=True)
     held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
-    copies, gradients, unit, head = map(float, held)
+    copies, gradients, late, unit, head = map(float, held)
     moments = _moments(config)
     # The head has done its work before the backward of a layer begins.
     layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(
         parameters=use.stored * at_rest,
         optimizer=optimizer_bytes(config) * float(trained.at_rest),
-        gradients=gradients,
+        gradients=gradients - min(late, moments.kept),
         activations=moments.kept + (moments.unit if layers_are_more else moments.head),
         in_use=copies + (unit if layers_are_more else head),
     )
@@ -135,6 +136,7 @@ def _use(config: Config, tpu: Tpu | None) -> Use:
         size=itemsize(config.model.dtype),
         stored=itemsize(config.model.param_dtype),
         keeps_gathered=float(keeps_gathered(pipeline)),
+        unrolled=float(is_unrolled(pipeline)),
     )
 
 
@@ -220,6 +222,9 @@ def _moments(config: Config) -> _Moments:
     others = layers - 1 if engine.has_stages else 0
     # What a backward holds and has not computed itself it reads in its store.
     working = working_width(config) + others * (held_width(config) - residual_width(config))
+    if is_unrolled(pipeline):
+        # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
+        working -= min(layer_of(config).result_width, residual_width(config))
     if model.first_dense_layers:
         share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
         working = max(working, float(share) * working_width(with_dense_layers(config)))

@@ -52,6 +52,7 @@ class Use(NamedTuple):
       size, stored: bytes of a value that is computed with, and at rest.
       keeps_gathered: 1 where the backward of layers without stages reads the weights that their
         forward has gathered, else 0.
+      unrolled: 1 where each layer without stages is compiled by itself, else 0.
     """
 
     microbatches: Number
@@ -64,6 +65,7 @@ class Use(NamedTuple):
     size: float
     stored: float
     keeps_gathered: Number
+    unrolled: Number
 
 
 class Held(NamedTuple):
@@ -71,13 +73,15 @@ class Held(NamedTuple):
 
     Attributes:
       copies: of weights, all step long.
-      gradients: sums, all step long.
+      gradients: sums, all step long, and those that wait to be added.
+      late: those among `gradients` that are made one after another as what a layer keeps goes.
       unit: what a unit makes of weights, and their gradients, while it computes.
       head: the same of the head.
     """
 
     copies: Number
     gradients: Number
+    late: Number
     unit: Number
     head: Number
 
@@ -102,11 +106,15 @@ def weights_held(
 
 def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
     # Gradients of a microbatch wait until all are there, and are added then.
-    waiting = use.stored * trained.at_rest * np.greater(use.microbatches, 1)
+    several = np.greater(use.microbatches, 1)
+    waiting = use.stored * trained.at_rest * several
     whole = weights.layers_gathered - weights.layers_at_rest
+    # A loop over layers has room for all gradients from its start.
+    late = use.unrolled * np.where(several, use.stored, FLOAT32) * trained.layers_at_rest
     return Held(
         _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
         FLOAT32 * trained.at_rest + waiting,
+        late,
         # A layer and its gradient.
         use.size * (weights.layer_gathered + trained.layer_gathered),
         use.size * (weights.projection + trained.projection),
@@ -139,6 +147,7 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * (weights.layers_gathered + weights.shared),
         FLOAT32 * (each * trained.at_rest + use.once * whole_sums),
+        0.0,
         each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
         each * use.size * weights.projection + FLOAT32 * trained.projection,
     )
@@ -160,6 +169,7 @@ def _circular(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
         # Of the logits of all microbatches, which are made at once.
         + use.size * trained.projection,
         FLOAT32 * ((1.0 - use.once) * done + whole),
+        0.0,
         # A chunk's weights, and a layer's gradient before it is added.
         use.size * (each * chunk + trained.layer_gathered),
         use.size * weights.projection,

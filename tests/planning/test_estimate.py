@@ -193,7 +193,7 @@ def test_none_saves_little_but_results_of_products(has_norm, tpu_memory, more):
     [
         ("none", {"fsdp": 8}, (8.0, 6.15)),
         ("none", {"fsdp": 4, "tensor": 2}, (7.3, 6.5)),
-        ("minimal", {"fsdp": 8}, None),
+        ("minimal", {"fsdp": 8}, (5.97, 6.15)),
     ],
 )
 def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh, compiled):
@@ -215,10 +215,10 @@ def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh
         return (memory.total - memory.parameters - memory.optimizer) / 2**30
 
     unrolled, looped = working(False), working(True)
-    if compiled is None:
-        assert unrolled == looped
-    else:
-        assert (unrolled, looped) == pytest.approx(compiled, rel=0.2)
+    assert (unrolled, looped) == pytest.approx(compiled, rel=0.2)
+    # A loop has room for all gradients from its start, and copies what a layer kept.
+    if policy == "minimal":
+        assert unrolled < looped
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])

@@ -147,18 +147,43 @@ def test_the_ends_are_whole_while_units_compute_with_them():
                 "model.tie_embeddings": False,
                 "model.vocab_size": vocabulary,
                 "model.dtype": "bfloat16",
+                # Logits are less than what a backward works with.
+                "model.logit_tiles": 16,
                 "pipeline.schedule": "1f1b",
                 "mesh.ici.stage": 2,
                 "mesh.ici.fsdp": 4,
             }
         )
         memory = StageMemory(config, build_table(config))
-        logits = logits_bytes(config, microbatch_tokens(config)) * stage
-        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1) - logits
+        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1)
 
     table = 512 * 64
     assert bytes_of(0, 1024) - bytes_of(0, 512) == pytest.approx(2 * table)
     assert bytes_of(1, 1024) - bytes_of(1, 512) == pytest.approx((2 + 4) * table)
+
+
+def test_the_last_stage_works_with_logits_or_with_a_unit():
+    """A forward's logits are gone before a backward begins."""
+
+    def bytes_of(stage, tiles):
+        config, _ = trainer_of(
+            **{
+                "model.num_layers": 2,
+                "model.tie_embeddings": False,
+                "model.vocab_size": 16384,
+                "model.logit_tiles": tiles,
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 2,
+                "mesh.ici.fsdp": 4,
+            }
+        )
+        logits = logits_bytes(config, microbatch_tokens(config))
+        return StageMemory(config, build_table(config)).bytes(stage, [1]), logits
+
+    assert bytes_of(0, 1)[0] == bytes_of(0, 16)[0]
+    (many, many_logits), (most, most_logits) = bytes_of(1, 2), bytes_of(1, 1)
+    assert most - many == most_logits - many_logits
+    assert bytes_of(1, 16)[0] == bytes_of(1, 8)[0]
 
 
 def test_a_chunk_is_whole_where_it_is_gathered():

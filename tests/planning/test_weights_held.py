@@ -28,6 +28,7 @@ USE = Use(
     size=2.0,
     stored=4.0,
     keeps_gathered=0.0,
+    unrolled=0.0,
 )
 
 
@@ -57,6 +58,13 @@ def test_weights_that_are_whole_are_cast_before_the_loop_of_a_lockstep_engine():
 def test_gradients_of_a_microbatch_wait_where_there_are_several():
     assert held("sequential").gradients == 4 * 170 + 4 * 170
     assert held("sequential", microbatches=1).gradients == 4 * 170
+
+
+def test_gradients_of_unrolled_layers_come_one_after_another():
+    assert held("sequential").late == 0
+    # Of several microbatches those that wait, of one the sums.
+    assert held("sequential", unrolled=1.0, stored=2.0).late == 2 * 160
+    assert held("sequential", unrolled=1.0, stored=2.0, microbatches=1).late == 4 * 160
 
 
 @pytest.mark.parametrize(

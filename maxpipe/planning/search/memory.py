@@ -69,6 +69,7 @@ def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
     kept = sizes.tokens * sizes.itemsize * kept_columns(sizes)
+    kept = kept - np.minimum(held.late, kept)
     return state + kept + np.maximum(working.unit, working.head)
 
 
@@ -92,6 +93,7 @@ def _use(sizes: BlockSizes) -> Use:
         size=sizes.itemsize,
         stored=itemsize(sizes.config.model.param_dtype),
         keeps_gathered=sizes.keeps_gathered,
+        unrolled=float(sizes.is_unrolled),
     )
 
 
@@ -118,6 +120,12 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
     if sizes.engine.one_program and sizes.engine.has_stages:
         # What a backward holds and has not computed itself it reads in its store.
         working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
+    elif not sizes.engine.one_program and not sizes.config.pipeline.remat_layers:
+        # The results are among what is kept or computed again of the chunk.
+        working = working - sizes.layer.results
+    elif not sizes.engine.one_program or sizes.is_unrolled:
+        # A loop copies what a layer kept out of its stack; other programs read it where it is.
+        working = working - np.minimum(sizes.layer.results, sizes.residuals)
     if sizes.facts.of_first_layers is None:
         return working
     first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)

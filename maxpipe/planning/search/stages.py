@@ -19,7 +19,8 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
     Args:
       sizes: of the block.
       unit: bytes that the largest unit of a middle chunk works with.
-      logits: bytes of logits and their gradient, which the last chunk's stage works with.
+      logits: bytes of logits and their gradient, which the last chunk's stage works with before its
+        backward begins.
     """
     turns_back = sizes.of_pattern("turns_back")
     stages: dict[int, tuple[Number, Number]] = {
@@ -30,9 +31,8 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
     totals = [
         _state(sizes, first, last)
         + _in_flight(sizes, place, first)
-        + unit
+        + np.maximum(unit, last * logits)
         + _weights_of_ends(sizes, first, last)
-        + last * logits
         for place, (first, last) in stages.items()
     ]
     return np.maximum.reduce(np.broadcast_arrays(*totals))
