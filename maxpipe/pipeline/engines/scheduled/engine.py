@@ -148,6 +148,9 @@ class ScheduledEngine(SpmdEngine):
                 inputs.program.specs["layers"],
             )
         self._gathers_in_steps = inputs.gathers_in_steps
+        # Layers that no axis splits are cast once: XLA would do so for every use, and hold all.
+        is_split = self._gathers_in_steps or self._splits_layers()
+        self._layers_once = self._gather_once or not is_split
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V + E, S, L]: each layer's index in model order, N for padding."""
@@ -227,6 +230,10 @@ class ScheduledEngine(SpmdEngine):
         in_use = axes_in_use(rules, spec)
         return Gather(at_rest, spec.dtype, dtype, in_use=in_use, line=rules.line)
 
+    def _splits_layers(self) -> bool:
+        """Return whether a parameter of the layers has to be gathered."""
+        return any(gather.gathered_axes for gather in jax.tree.leaves(self._gathers["layers"]))
+
     @property
     def _head_parts(self) -> tuple[str, ...]:
         return ("embed", "head") if self._program.config.tie_embeddings else ("head",)
@@ -239,7 +246,8 @@ class ScheduledEngine(SpmdEngine):
         return {name: params[name] for name in names}
 
     # What a chunk and the head compute; differentiated by the stage program. With
-    # `fsdp_gather=once` their weights are gathered already, otherwise they gather them themselves.
+    # `fsdp_gather=once` their weights are gathered already, otherwise they gather them themselves;
+    # a chunk's that no axis splits are ready in both modes.
 
     @property
     def _loops(self) -> bool:
@@ -259,7 +267,7 @@ class ScheduledEngine(SpmdEngine):
 
     def _prepare_layer(self, layer: Params) -> Params:
         # Weights are gathered before the loop, before the chunk, or in the layer itself.
-        is_whole = self._gather_once or self._gathers_in_steps
+        is_whole = self._layers_once or self._gathers_in_steps
         return layer if is_whole else gather_tree(self._gathers["layers"], layer)
 
     def _head_loss(
@@ -340,9 +348,10 @@ class ScheduledEngine(SpmdEngine):
             outside = params["outside"] if self._layout.outside_first else {}
             before_weights = {"first": params["first"], "outside": outside}
         after = None if self._layout.outside_first else self._outside
-        if self._gather_once:
+        if self._layers_once:
             repeats = self._layout.num_repeats
             layers = self._whole("layers", jax.tree.map(lambda p: p[:repeats], layers))
+        if self._gather_once:
             outer = {name: self._whole(name, part) for name, part in outer.items()}
             before_weights = {
                 n: self._whole(n, part) if part else part for n, part in before_weights.items()
@@ -440,13 +449,14 @@ class ScheduledEngine(SpmdEngine):
         # Parts that all stages compute with; layers outside the pipeline are before or after it.
         shared: dict[str, Params] = {"first": {}, "outside": {}}
         shared |= before | outer
-        if self._gather_once:
+        if self._layers_once:
             outside_rows = self._layout.shape[0] - self._layout.num_repeats
             layers = jax.tree.map(
                 # [V, L, ...] -> [V + E, L, ...]
                 lambda g: jnp.pad(g, [(0, outside_rows)] + [(0, 0)] * (g.ndim - 1)),
                 self._scattered("layers", layers),
             )
+        if self._gather_once:
             shared = {n: self._scattered(n, part) if part else part for n, part in shared.items()}
         # Layers differ between stages.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)

@@ -158,6 +158,7 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
     "values",
     [
         {"model.tie_embeddings": True},
+        {"mesh.ici.fsdp": 1, "mesh.ici.data": 2},
         pytest.param(
             {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
             marks=pytest.mark.slow,
@@ -168,7 +169,7 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
             "mesh.ici.data": 2,
         },
     ],
-    ids=["tied", "once", "delay"],
+    ids=["tied", "whole", "once", "delay"],
 )
 def test_gradients_in_bfloat16_are_close(values):
     """Gradients to the sequential engine's in bfloat16, the loss to that of float32."""

@@ -120,6 +120,23 @@ def test_residual_store_has_the_slots_of_the_tables_peak(S, V, M, monkeypatch):
     assert program_stores.carry.gradients.shape[0] == program_stores.plan.sizes.gradients + 1
 
 
+@pytest.mark.parametrize(
+    ("axis", "gather", "cast"),
+    [
+        ("data", "per_iteration", True),
+        ("tensor", "per_iteration", True),
+        ("fsdp", "per_iteration", False),
+        ("fsdp", "once", True),
+    ],
+)
+def test_layers_that_units_do_not_gather_are_cast_before_the_loop(axis, gather, cast, monkeypatch):
+    """XLA would cast those that no axis splits for every use of every loop, and hold all."""
+    values = {"model.dtype": "bfloat16", f"mesh.ici.{axis}": 2, "pipeline.fsdp_gather": gather}
+    layers = stores(scheduled(**values), monkeypatch).layers
+    matrices = {layer.dtype for layer in layers if math.prod(layer.shape[2:]) > D}
+    assert matrices == {jnp.dtype("bfloat16" if cast else "float32")}
+
+
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "delayed", "overlapped"])
 def test_stores_of_more_microbatches_are_equal(schedule, monkeypatch):
     options = {
