@@ -69,8 +69,12 @@ class BlockSizes:
     @property
     def gathers_once(self) -> np.ndarray:
         """Return 1 where weights are cast and gathered once a step, else 0."""
-        is_split = self.parameters.layer_gathered > self.parameters.layer_at_rest
-        return self.gathers("once") * (is_split or self.config.model.narrows_parameters)
+        return self.gathers("once") * (self.is_split or self.config.model.narrows_parameters)
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether layers have to be gathered."""
+        return self.parameters.layer_gathered > self.parameters.layer_at_rest
 
     def gathers_of_unit(self) -> np.ndarray:
         """Return how many gathers of a layer there are for each forward where units gather."""

@@ -98,12 +98,14 @@ def _weights(
     gathered = each * is_gathered * size * parameters.layer_gathered / rate
     if sizes.is_written_out:
         stored = itemsize(sizes.config.model.param_dtype)
-        # Products cast what they read; collectives and the kernels of experts do not.
-        count = parameters.layer_at_rest if is_gathered else layer.expert_weights
-        moved = (stored + size) * count
-        if not sizes.engine.one_program and not is_gathered:
-            # In one program all layers are cast before the loop; here products read wide weights.
-            moved = moved + max(stored - size, 0) * (parameters.layer_at_rest - count)
+        moved: Number = 0.0  # of whole weights in one program, which are cast before the loop
+        if is_gathered:
+            moved = (stored + size) * parameters.layer_at_rest
+        elif not sizes.engine.one_program:
+            # Products cast the wide weights that they read; the kernels of experts do not.
+            experts = layer.expert_weights
+            moved = (stored + size) * experts
+            moved += max(stored - size, 0) * (parameters.layer_at_rest - experts)
         prepared = gathered + each * moved / machine.stream_rate(FLOAT32)
         return prepared, prepared
     if not sizes.engine.has_stages:

@@ -67,6 +67,15 @@ def test_lockstep_casts_weights_where_they_are_gathered(fsdp, is_cast):
     assert value(traffic_of(sizes).forward) == pytest.approx(expected)
 
 
+def test_lockstep_casts_whole_layers_once_a_step_in_either_mode():
+    def once(gather):
+        choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
+        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
+        return value(once_seconds(sizes, MACHINE))
+
+    assert once("per_iteration") == once("once")
+
+
 @pytest.mark.parametrize(("gather", "is_wide"), [("per_iteration", 1), ("once", 0)])
 def test_units_of_mpmd_read_wide_weights_unless_they_are_cast_once_a_step(gather, is_wide):
     choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
@@ -219,9 +228,8 @@ def test_experts_are_copied_unless_they_are_those_of_a_single_layer(fsdp, layers
     )
     assert sizes.layer.expert_weights == 4 * 3 * 64 * 64
     copied = 2 * sizes.itemsize * sizes.layer.expert_weights / MACHINE.stream_rate(sizes.itemsize)
-    # Products cast what they read themselves.
-    count = sizes.parameters.layer_at_rest if fsdp > 1 else sizes.layer.expert_weights
-    cast = (4 + sizes.itemsize) * count / WIDE
+    # Whole weights are cast before the loop.
+    cast = (4 + sizes.itemsize) * sizes.parameters.layer_at_rest * (fsdp > 1) / WIDE
     gathered = sizes.itemsize * sizes.parameters.layer_gathered * (fsdp > 1)
     before = cast + gathered / MACHINE.stream_rate(sizes.itemsize)
     traffic = traffic_of(sizes)
