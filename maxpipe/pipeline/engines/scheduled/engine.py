@@ -341,16 +341,15 @@ class ScheduledEngine(SpmdEngine):
     def _stage_program(
         self, batch: Batch, params: Params, scales: Scales, key: jax.Array | None
     ) -> StageProgram:
-        # [V + E, 1, L, ...] -> [V + E, L, ...], of which chunks read the first V
-        layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
+        # [V + E, 1, L, ...] -> [V, L, ...], what chunks read
+        layers = jax.tree.map(lambda p: p[: self._layout.num_repeats, 0], params["layers"])
+        if self._layers_once:
+            layers = self._whole("layers", layers)
         outer, before_weights = self._outer(params), {}
         if self._before:
             outside = params["outside"] if self._layout.outside_first else {}
             before_weights = {"first": params["first"], "outside": outside}
         after = None if self._layout.outside_first else self._outside
-        if self._layers_once:
-            repeats = self._layout.num_repeats
-            layers = self._whole("layers", jax.tree.map(lambda p: p[:repeats], layers))
         if self._gather_once:
             outer = {name: self._whole(name, part) for name, part in outer.items()}
             before_weights = {
@@ -450,16 +449,17 @@ class ScheduledEngine(SpmdEngine):
         shared: dict[str, Params] = {"first": {}, "outside": {}}
         shared |= before | outer
         if self._layers_once:
-            outside_rows = self._layout.shape[0] - self._layout.num_repeats
-            layers = jax.tree.map(
-                # [V, L, ...] -> [V + E, L, ...]
-                lambda g: jnp.pad(g, [(0, outside_rows)] + [(0, 0)] * (g.ndim - 1)),
-                self._scattered("layers", layers),
-            )
+            layers = self._scattered("layers", layers)
         if self._gather_once:
             shared = {n: self._scattered(n, part) if part else part for n, part in shared.items()}
         # Layers differ between stages.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
+        outside_rows = self._layout.shape[0] - self._layout.num_repeats
+        layers = jax.tree.map(
+            # [V, L, ...] -> [V + E, L, ...]
+            lambda g: jnp.pad(g, [(0, outside_rows)] + [(0, 0)] * (g.ndim - 1)),
+            layers,
+        )
         shared = {
             name: sum_replicas(self._gathers[name], part, MANUAL_AXES) if part else part
             for name, part in shared.items()
