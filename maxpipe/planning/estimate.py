@@ -57,8 +57,8 @@ class Memory:
 
     Attributes:
       parameters, optimizer: at rest.
-      gradients: sums, whole where they are scattered once a step, at the fullest moment.
-      activations: everything that grows with tokens.
+      gradients: sums, whole where they are scattered once a step.
+      activations: everything that grows with tokens, but for what gradients take the place of.
       in_use: copies of weights that are computed with, and what becomes of their gradients before
         these are added to the sums.
     """
@@ -112,13 +112,15 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
     copies, gradients, late, unit, head = map(float, held)
     moments = _moments(config)
+    # Late gradients take the place of residuals.
+    kept = moments.kept - min(late, moments.kept)
     # The head has done its work before the backward of a layer begins.
     layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(
         parameters=use.stored * at_rest,
         optimizer=optimizer_bytes(config) * float(trained.at_rest),
-        gradients=gradients - min(late, moments.kept),
-        activations=moments.kept + (moments.unit if layers_are_more else moments.head),
+        gradients=gradients,
+        activations=kept + (moments.unit if layers_are_more else moments.head),
         in_use=copies + (unit if layers_are_more else head),
     )
 

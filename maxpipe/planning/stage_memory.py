@@ -132,7 +132,8 @@ class StageMemory:
         # unless layer by layer.
         recomputed = max(results - kept, 0.0)
         if config.pipeline.remat_layers:
-            recomputed = config.model.embed_dim + copied
+            # Without `remat_iterations` the inputs of layers are residuals.
+            recomputed = config.pipeline.remat_iterations * config.model.embed_dim + copied
         return self._column_bytes * (widest + layers * (recomputed + copied))
 
     def _gathered_layers(self, layers: int) -> float:

@@ -74,7 +74,7 @@ class Held(NamedTuple):
     Attributes:
       copies: of weights, all step long.
       gradients: sums, all step long, and those that wait to be added.
-      late: those among `gradients` that are made one after another as what a layer keeps goes.
+      late: the part of `gradients` that layers make one by one while their residuals are freed.
       unit: what a unit makes of weights, and their gradients, while it computes.
       head: the same of the head.
     """

@@ -69,6 +69,7 @@ def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
     kept = sizes.tokens * sizes.itemsize * kept_columns(sizes)
+    # Late gradients take the place of residuals.
     kept = kept - np.minimum(held.late, kept)
     return state + kept + np.maximum(working.unit, working.head)
 
@@ -117,15 +118,17 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
         return layer.working + 2 * others * layer.key_values
 
     working: Number = width(sizes.layer)
-    if sizes.engine.one_program and sizes.engine.has_stages:
+    kept_results = np.minimum(sizes.layer.results, sizes.residuals)
+    if not sizes.engine.one_program:
+        # The results are among what is kept or computed again of the chunk.
+        by_layer = sizes.config.pipeline.remat_layers
+        working = working - (kept_results if by_layer else sizes.layer.results)
+    elif sizes.is_unrolled:
+        # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
+        working = working - kept_results
+    elif sizes.engine.has_stages:
         # What a backward holds and has not computed itself it reads in its store.
         working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
-    elif not sizes.engine.one_program and not sizes.config.pipeline.remat_layers:
-        # The results are among what is kept or computed again of the chunk.
-        working = working - sizes.layer.results
-    elif not sizes.engine.one_program or sizes.is_unrolled:
-        # A loop copies what a layer kept out of its stack; other programs read it where it is.
-        working = working - np.minimum(sizes.layer.results, sizes.residuals)
     if sizes.facts.of_first_layers is None:
         return working
     first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
@@ -143,8 +146,9 @@ def _stage_working(sizes: BlockSizes) -> Working:
     """Return what the units of a stage work with, with the weights that they gather."""
     layers = sizes.layers
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
-    if sizes.config.pipeline.remat_layers:
-        recomputed = sizes.config.model.embed_dim + sizes.offloaded
+    if (pipeline := sizes.config.pipeline).remat_layers:
+        # Without `remat_iterations` the inputs of layers are residuals.
+        recomputed = pipeline.remat_iterations * sizes.config.model.embed_dim + sizes.offloaded
     columns = _working(sizes) + layers * (recomputed + sizes.offloaded)
     each_time = (sizes.block.grid.size("fsdp") > 1) * (1.0 - sizes.gathers_once)
     values = sizes.tokens * columns + each_time * layers * sizes.parameters.layer_gathered

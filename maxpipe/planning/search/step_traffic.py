@@ -20,7 +20,7 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     update = (2 * state + FLOAT32) * parameters.at_rest / wide
     seconds = update + _switch_seconds(sizes, machine)
     # Weights are cast once, or XLA moves the cast of all of them in front of the loops.
-    is_cast_ahead: Number = 1.0
+    is_cast_ahead: Number = float(sizes.config.model.narrows_parameters)
     if sizes.is_written_out and (sizes.is_split or not sizes.engine.one_program):
         is_cast_ahead = sizes.gathers_once
     cast = itemsize(sizes.config.model.param_dtype) + sizes.itemsize

@@ -98,7 +98,8 @@ def _weights(
     gathered = each * is_gathered * size * parameters.layer_gathered / rate
     if sizes.is_written_out:
         stored = itemsize(sizes.config.model.param_dtype)
-        moved: Number = 0.0  # of whole weights in one program, which are cast before the loop
+        # One program casts whole weights before the loop.
+        moved: Number = 0.0
         if is_gathered:
             moved = (stored + size) * parameters.layer_at_rest
         elif not sizes.engine.one_program:

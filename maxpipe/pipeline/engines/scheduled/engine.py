@@ -147,10 +147,10 @@ class ScheduledEngine(SpmdEngine):
                 lambda spec: self._gather(spec, spec_for_use(inputs.rules, spec)),
                 inputs.program.specs["layers"],
             )
-        self._gathers_in_steps = inputs.gathers_in_steps
+        splits_layers = any(g.gathered_axes for g in jax.tree.leaves(self._gathers["layers"]))
+        self._gathers_in_steps = inputs.gathers_in_steps and splits_layers
         # Layers that no axis splits are cast once: XLA would do so for every use, and hold all.
-        is_split = self._gathers_in_steps or self._splits_layers()
-        self._layers_once = self._gather_once or not is_split
+        self._layers_once = self._gather_once or not splits_layers
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V + E, S, L]: each layer's index in model order, N for padding."""
@@ -230,10 +230,6 @@ class ScheduledEngine(SpmdEngine):
         in_use = axes_in_use(rules, spec)
         return Gather(at_rest, spec.dtype, dtype, in_use=in_use, line=rules.line)
 
-    def _splits_layers(self) -> bool:
-        """Return whether a parameter of the layers has to be gathered."""
-        return any(gather.gathered_axes for gather in jax.tree.leaves(self._gathers["layers"]))
-
     @property
     def _head_parts(self) -> tuple[str, ...]:
         return ("embed", "head") if self._program.config.tie_embeddings else ("head",)
@@ -247,7 +243,7 @@ class ScheduledEngine(SpmdEngine):
 
     # What a chunk and the head compute; differentiated by the stage program. With
     # `fsdp_gather=once` their weights are gathered already, otherwise they gather them themselves;
-    # a chunk's that no axis splits are ready in both modes.
+    # layers that no axis splits are cast already in both modes.
 
     @property
     def _loops(self) -> bool:
