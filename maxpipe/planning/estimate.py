@@ -58,7 +58,7 @@ class Memory:
     Attributes:
       parameters, optimizer: at rest.
       gradients: sums, whole where they are scattered once a step.
-      activations: everything that grows with tokens, but for what gradients take the place of.
+      activations: everything that grows with tokens, without what gradients take the place of.
       in_use: copies of weights that are computed with, and what becomes of their gradients before
         these are added to the sums.
     """
@@ -113,7 +113,7 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     copies, gradients, late, unit, head = map(float, held)
     moments = _moments(config)
     # Late gradients take the place of residuals.
-    kept = moments.kept - min(late, moments.kept)
+    kept = max(moments.kept - late, 0.0)
     # The head has done its work before the backward of a layer begins.
     layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(

@@ -221,6 +221,24 @@ def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh
         assert unrolled < looped
 
 
+def test_an_update_reads_all_gradients_though_unrolled_layers_make_them_late():
+    def moved(scans):
+        config = config_of(
+            **{
+                "pipeline.engine": "sequential",
+                "pipeline.num_repeats": 1,
+                "pipeline.num_microbatches": 1,
+                "pipeline.remat_policy": "minimal",
+                "pipeline.scan_layers": scans,
+                "mesh.ici.stage": 1,
+                "mesh.ici.fsdp": 8,
+            }
+        )
+        return traffic(config, estimate(config, None))
+
+    assert moved(False) == moved(True)
+
+
 @pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_traffic_of_weights_counts_products_that_nothing_spares(policy, passes, tied):

@@ -70,8 +70,7 @@ def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
     state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
     kept = sizes.tokens * sizes.itemsize * kept_columns(sizes)
     # Late gradients take the place of residuals.
-    kept = kept - np.minimum(held.late, kept)
-    return state + kept + np.maximum(working.unit, working.head)
+    return state + np.maximum(kept - held.late, 0.0) + np.maximum(working.unit, working.head)
 
 
 def kept_columns(sizes: BlockSizes) -> Number:

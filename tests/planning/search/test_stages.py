@@ -70,6 +70,8 @@ def by_table(candidate, config):
         ({}, 0.01),
         ({"model.dtype": "bfloat16"}, 0.01),
         ({"model.tie_embeddings": True}, 0.01),
+        ({"pipeline.remat_layers": True}, 0.01),
+        ({"pipeline.remat_layers": True, "pipeline.remat_iterations": False}, 0.01),
         (MIXTURE, 0.01),
         (FIRST, 0.06),
     ],

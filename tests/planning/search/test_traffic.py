@@ -68,12 +68,18 @@ def test_lockstep_casts_weights_where_they_are_gathered(fsdp, is_cast):
 
 
 def test_lockstep_casts_whole_layers_once_a_step_in_either_mode():
-    def once(gather):
+    def once(gather, stored):
         choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
-        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
-        return value(once_seconds(sizes, MACHINE))
+        fixed = {"model.dtype": "bfloat16", "model.param_dtype": stored}
+        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
+        return value(once_seconds(sizes, MACHINE)), sizes.parameters.at_rest
 
-    assert once("per_iteration") == once("once")
+    wide, count = once("per_iteration", "float32")
+    assert wide == once("once", "float32")[0]
+    # Weights of the activations' dtype are not cast; those of the step before are read and written.
+    narrow, _ = once("per_iteration", "bfloat16")
+    assert narrow == once("once", "bfloat16")[0]
+    assert wide - narrow == pytest.approx(((4 + 2) + 2 * (4 - 2)) * count / WIDE)
 
 
 @pytest.mark.parametrize(("gather", "is_wide"), [("per_iteration", 1), ("once", 0)])

@@ -158,7 +158,12 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
     "values",
     [
         {"model.tie_embeddings": True},
-        {"mesh.ici.fsdp": 1, "mesh.ici.data": 2},
+        {
+            "mesh.ici.fsdp": 1,
+            "mesh.ici.data": 2,
+            "pipeline.num_layers_per_stage": 1,
+            "pipeline.parallel_layers": 4,
+        },
         pytest.param(
             {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
             marks=pytest.mark.slow,
