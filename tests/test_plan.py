@@ -145,23 +145,28 @@ def test_own_configuration_that_is_not_legal_says_so_where_nothing_fits(capsys, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "row"),
-    [("1f1b", "  once  "), ("order.csv", "a schedule from a file has no closed form")],
+    ("topology", "schedule", "words"),
+    [
+        ("v6e:2x4", "1f1b", "  once  "),
+        ("v6e:2x4", "order.csv", "a schedule from a file has no closed form"),
+        # Two hosts.
+        ("v5p:2x2x2", "1f1b", "pipeline.engine=mpmd: transfers between its processes are not pr"),
+    ],
 )
-def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row(
-    capsys, tmp_path, monkeypatch, schedule, row
+def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row_or_says_why_not(
+    capsys, tmp_path, monkeypatch, topology, schedule, words
 ):
-    """A row where the schedule has a closed form; a file's table need not suit the rest."""
+    """A row where there is a closed form; a file's table need not suit the rest."""
     monkeypatch.chdir(tmp_path)
     Path("order.csv").write_text("0F0,0B0\n")
     Path("own.yml").write_text(
         f"base: {BASE}\nmodel: {{dtype: bfloat16}}\nmesh: {{ici: {{stage: 2, fsdp: 4}}}}\n"
         f"pipeline: {{engine: mpmd, schedule: {schedule}, layers_per_stage: auto}}\n"
     )
-    words = ["own.yml", "--topology", "v5p:2x2x2", "--no-compile", "--compare"]
-    assert plan.main([*words, "--fix", "pipeline.remat_policy=full"]) == 0
+    command = ["own.yml", "--topology", topology, "--no-compile", "--compare"]
+    assert plan.main([*command, "--fix", "pipeline.remat_policy=full"]) == 0
     (own,) = (line for line in capsys.readouterr().out.splitlines() if "your conf" in line)
-    assert row in own
+    assert words in own
 
 
 def test_own_configuration_is_a_row_where_nothing_fits(capsys, tmp_path):
@@ -508,6 +513,7 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ([*FROM, "compile.topology=v5p:2x2x1"], "compile.topology: follows from what the plan"),
         ([*FROM, "mesh.simulated_devices=8"], "mesh.simulated_devices: follows from what the plan"),
         (["base", "--topology", "cpu", "mesh.simulated_devices=8"], None),
+        (["base", "compile.topology=CPU", "mesh.simulated_devices=8"], None),
         ([*SMALL, "--write", ""], "--write: is empty"),
         ([*SMALL, "--json", "/dev/null", "--html", "/dev/null"], None),
         (["base", "--topology", "v5p:1x1x1"], "v5p:1x1x1: a host holds 2x2 chips"),

@@ -18,6 +18,12 @@ def basis_lines(plan: Plan) -> list[str]:
     own = [plan.own] if isinstance(plan.own, Row) else []
     shown = [*plan.shown, *plan.misfits, *own]
     lines = [*_bases(plan), *_uncompiled_lines(plan), *_simulated_lines(plan)]
+    machine = plan.request.machine
+    if machine.slices > 1 and machine.chip.dcn_bandwidth is None:
+        lines.append(
+            f"transfers between slices are priced as fast as one link within a slice, since the "
+            f"network of {machine.chip.name} is unknown: they take longer"
+        )
     if any(offloaded_names(row.config.pipeline) for row in shown):
         lines.append("transfers to the host's memory are not in these seconds")
     return lines

@@ -8,7 +8,7 @@ from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.planning.search.machine import CPU, MOST_GPUS
 from maxpipe.planning.search.request import TOPOLOGY, Request
-from maxpipe.planning.search.smallest import TRIED_SLICES, doubling
+from maxpipe.planning.search.smallest import doubling
 
 POLICY = "pipeline.remat_policy"
 MOST_DOUBLINGS = 3  # of the number of slices, where there is no larger one
@@ -52,16 +52,17 @@ def more_chips(request: Request) -> Iterator[tuple[str, Request]]:
     machine = request.machine
     kind, _, _ = machine.topology.partition(":")
     if machine.chip.torus is not None:
-        chips, usual = num_chips(machine.topology), slices_of(kind)
-        larger = [*doubling([t for t in usual if num_chips(t) > chips])][:TRIED_SLICES]
+        chips = num_chips(machine.topology)
+        usual = [t for t in slices_of(kind) if num_chips(t) > chips]
+        # The largest as well, where it is less than twice the one before.
+        larger = [*dict.fromkeys([*doubling(usual), *usual[-1:]])]
         for topology in larger:
             yield f"{TOPOLOGY} {topology}", request.on(topology)
         largest = larger[-1] if larger else machine.topology
-        if num_chips(largest) >= num_chips(usual[-1]):
-            for doublings in range(1, MOST_DOUBLINGS + 1):
-                slices = machine.slices * 2**doublings
-                words = f"{TOPOLOGY} {largest} compile.num_slices={slices}"
-                yield words, request.on(largest, slices)
+        for doublings in range(1, MOST_DOUBLINGS + 1):
+            slices = machine.slices * 2**doublings
+            words = f"{TOPOLOGY} {largest} compile.num_slices={slices}"
+            yield words, request.on(largest, slices)
     elif kind != CPU:
         count = 2 * machine.devices
         while count <= MOST_GPUS:

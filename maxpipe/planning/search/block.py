@@ -1,4 +1,4 @@
-"""Price all candidates of one mesh, engine, schedule and batch at once.
+"""Hold the candidates of one mesh, engine, schedule and batch as arrays.
 
 Arrays have the dimensions [M, V, policies, gathers, tiles], of size 1 where nothing differs.
 
@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.rules.stages import chunk_layers, num_stages
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.values import AUTO
 from maxpipe.planning.prefetch import changes_step
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.space import GATHERS, Grid, Space
@@ -104,14 +106,11 @@ def has_closed_form(config: Config) -> bool:
 def block_of_configuration(config: Config) -> Block:
     """Return a resolved configuration, one that `has_closed_form`, as a block of one."""
     pipeline = config.pipeline
-    has_stages = ENGINES[pipeline.engine].has_stages
     ici, dcn = (
         tuple(getattr(level, axis) for axis in MESH_AXES)
         for level in (config.mesh.ici, config.mesh.dcn)
     )
-    layers = config.model.stacked_layers
-    chunks = config.mesh.size("stage") * pipeline.num_repeats
-    inside = pipeline.parallel_layers if has_stages else layers
+    chunk, outside = _layers_of(config)
     return Block(
         Grid(ici, dcn),
         pipeline.engine,
@@ -123,6 +122,21 @@ def block_of_configuration(config: Config) -> Block:
         (pipeline.remat_policy,),
         (pipeline.fsdp_gather,),
         np.array([config.model.logit_tiles]),
-        np.array([-(-inside // chunks) if has_stages else layers]),
-        np.array([layers - inside]),
+        np.array([chunk]),
+        np.array([outside]),
     )
+
+
+def _layers_of(config: Config) -> tuple[int, int]:
+    """Return the layers of the largest chunk, and those outside the pipeline.
+
+    A block's chunks are equal: of uneven ones the largest decides, to which a lockstep engine pads
+    the others, and on which others wait where each stage has a program of its own.
+    """
+    pipeline, layers = config.pipeline, config.model.stacked_layers
+    if not ENGINES[pipeline.engine].has_stages:
+        return layers, 0
+    if pipeline.layers_per_stage == AUTO:  # not chosen yet: as even as can be
+        return -(-layers // (num_stages(config) * pipeline.num_repeats)), 0
+    sizes = chunk_layers(config)
+    return max(sizes), layers - sum(sizes)

@@ -164,7 +164,13 @@ class Machine(NamedTuple):
         return 1 / (links["stage"].permutes * LINK_EFFICIENCY * self.chip.link_bandwidth)
 
     def _dcn_cost(self) -> float:
-        return 1 / (self.chip.dcn_bandwidth or self.chip.link_bandwidth)
+        """Return the seconds that a device needs to send a byte to another slice.
+
+        The devices of a chip share its part of the host's network. Where that is unknown it is
+        taken for a link's, which the plan says.
+        """
+        of_chip = self.chip.dcn_bandwidth or self.chip.link_bandwidth
+        return self.devices / self.num_chips / of_chip
 
 
 def machine_of(topology: str, slices: int, config: Config) -> Machine:

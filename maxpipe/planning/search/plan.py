@@ -234,6 +234,8 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
     outcome, facts = Outcome(), Facts(config)
     legality = Legality(config, request.machine.hosts)
+    if reason := legality.of_engine(block.engine):
+        return f"{OWN}: {reason}"
     priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:
         return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"

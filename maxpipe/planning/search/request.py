@@ -106,7 +106,7 @@ def request_of(arguments: Arguments) -> Request:
     problems += [
         Problem(key, "follows from what the plan decides, or from --topology; leave it out")
         for key in FOLLOWING
-        if loaded.sources.get(key) == COMMAND_LINE and not _is_read(key, flags)
+        if loaded.sources.get(key) == COMMAND_LINE and not _is_read(key, flags, loaded.config)
     ]
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
@@ -150,10 +150,12 @@ def request_of(arguments: Arguments) -> Request:
     return request
 
 
-def _is_read(key: str, flags: argparse.Namespace) -> bool:
+def _is_read(key: str, flags: argparse.Namespace, config: Config) -> bool:
     """Return whether the devices are those that a key of the configuration names."""
-    own = {"compile.topology": None, "mesh.simulated_devices": CPU}
-    return key in own and flags.topology == own[key]
+    if key == "compile.topology":
+        return flags.topology is None
+    topology = flags.topology or config.compile.topology
+    return key == "mesh.simulated_devices" and topology.lower() == CPU
 
 
 def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:

@@ -9,8 +9,10 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.planning.auto_stages import fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import KEY as GATHER_MODE
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_in_steps
 from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
@@ -265,6 +267,38 @@ def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     auto, once, iteration = map(priced, ("auto", "once", "per_iteration"))
     assert auto.gather == once.gather == "once"
     assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "keys", "layers"),
+    [
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [4, 2, 1, 1]}, [4] * 4),
+        ("1f1b", {"pipeline.layers_per_stage": [5, 1, 1, 1]}, [5] * 4),
+        ("1f1b", {"pipeline.parallel_layers": 4}, [5] * 4),
+    ],
+)
+def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_largest(
+    schedule, keys, layers
+):
+    values = {"pipeline.schedule": schedule, "mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+
+    def resolved(keys):
+        return resolve(replace(Config(), **{**SIZES, **values, **keys}), 8)
+
+    config = resolved(keys)
+    machine = machine_of("v6e:2x4", 1, config)
+    request = SimpleNamespace(machine=machine)
+    priced = priced_configuration(config, request)
+    # Of one program all stages hold as many, of several the fullest decides.
+    is_one = config.pipeline.engine == "scheduled"
+    chosen = with_gather_mode(config, machine.tpu)
+    known = estimate(chosen, machine.tpu).total if is_one else fullest_stage_bytes(chosen)
+    assert priced.memory == pytest.approx(known, rel=0.01)
+    even = priced_configuration(
+        resolved({"model.num_layers": sum(layers), "pipeline.layers_per_stage": layers}), request
+    )
+    # Their optimizer updates fewer layers.
+    assert float(priced.seconds.step) == pytest.approx(float(even.seconds.step), rel=0.03)
 
 
 @pytest.mark.parametrize(

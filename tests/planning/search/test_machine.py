@@ -3,7 +3,9 @@
 import pytest
 
 from maxpipe.config import Config, replace
+from maxpipe.config.sections import MESH_AXES
 from maxpipe.planning.search.machine import MOST_SIMULATED, machine_of
+from maxpipe.planning.search.space import Grid
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,12 @@ def test_machine_of_gpus_and_simulated_devices_is_one_host():
     for topology, devices in (("h100:8", 8), ("cpu:4", 4), ("cpu", 6)):
         machine = machine_of(topology, 1, simulated)
         assert (machine.devices, machine.slices, machine.hosts) == (devices, 1, 1)
+
+
+@pytest.mark.parametrize(("topology", "each"), [("v5p:2x2x1", 1), ("tpu7x:2x2x1", 2)])
+def test_devices_of_a_chip_share_its_part_of_the_network_between_slices(topology, each):
+    machine = machine_of(topology, 2, Config())
+    alone = (1,) * len(MESH_AXES)
+    slices = tuple(2 if axis == "stage" else 1 for axis in MESH_AXES)
+    grid = Grid(alone, slices)
+    assert machine.permute_cost(grid, {}) == pytest.approx(each / machine.chip.dcn_bandwidth)

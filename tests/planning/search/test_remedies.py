@@ -98,6 +98,9 @@ def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_an
     ]
     assert machines[2][0] == "--topology v5e:16x16 compile.num_slices=2"
     assert machines[2][1].config.compile.num_slices == 2
+    of_cubes = [on.machine for _, on in more_chips(request.on("v5p:2x2x1"))]
+    assert [m.num_chips for m in of_cubes[:3]] == [8, 16, 32]
+    assert [m.num_chips for m in of_cubes[-4:]] == [6144 * n for n in (1, 2, 4, 8)]
     several = [on.machine for _, on in more_chips(request.on("v5e:16x16", 2))]
     assert [(m.topology, m.slices) for m in several] == [("v5e:16x16", 2 * n) for _, n in slices]
     gpus = [words for words, _ in more_chips(request.on("H100:2"))]
