@@ -173,13 +173,12 @@ def step_bounds(
 def traffic(config: Config, memory: Memory) -> float:
     """Return the least bytes that a device moves to and from its memory in a step."""
     size, count = itemsize(config.model.dtype), config.pipeline.num_microbatches
-    # The backward may compute what was not saved without the products.
-    passes = _PASSES + remat_policy(config.pipeline).saves_nothing
-    # Every device multiplies with all weights of its stage, once a microbatch.
-    multiplied = total_parameters(config, ("fsdp",))
-    if not config.model.tie_embeddings:
-        multiplied -= device_parameters(config, "embed", whole_over=("fsdp",))
-    weights = passes * size * multiplied * count
+    # The backward may compute what was not saved without the products, and what is frozen has no
+    # gradients for weights.
+    passes = _PASSES - 1 + remat_policy(config.pipeline).saves_nothing
+    read, trained = _multiplied(config), _multiplied(config, only_trained=True)
+    weights = size * (passes * read + trained) * count
+    passes += not config.model.lora.rank
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
@@ -188,6 +187,21 @@ def traffic(config: Config, memory: Memory) -> float:
         widths += first * 2 * layer_of(with_dense_layers(config)).result_width
     # Layers outside the pipeline are divided among the stages, too.
     return weights + update + passes * size * tokens * widths / config.mesh.size("stage")
+
+
+def _multiplied(config: Config, *, only_trained: bool = False) -> float:
+    """Return the parameters that a device multiplies with in a microbatch: all of its stage.
+
+    A table of embeddings is looked up, unless it is the head's as well.
+    """
+    total = total_parameters(config, ("fsdp",), only_trained=only_trained)
+    if config.model.tie_embeddings:
+        return total
+    # First dense layers, which its part holds, are multiplied with.
+    table = with_dense_layers(config)
+    return total - device_parameters(
+        table, "embed", whole_over=("fsdp",), only_trained=only_trained
+    )
 
 
 class _Moments(NamedTuple):

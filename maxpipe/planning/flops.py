@@ -20,11 +20,6 @@ from maxpipe.planning.layer_trace import model_program, trace_model
 _PASSES = 3
 
 
-def layer_parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of one layer of a resolved model."""
-    return parameters.count(model_program(model).specs["layers"])
-
-
 def parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters of a resolved model."""
     return model_program(model).parameter_count()
@@ -78,10 +73,15 @@ def _layer_flops(model: ModelConfig, sequence_length: int, weight_passes: int) -
     """
     layer = read_layer(trace_model(model, sequence_length), lambda spec: (1,) * len(spec.shape))
     flops = weight_passes * layer.weight_flops + _PASSES * layer.activation_flops
-    if model.lora.rank:
-        specs = model_program(model).specs["layers"]
-        flops += _PASSES * 2.0 * parameters.count(parameters.trainable(specs, specs))
-    return flops
+    return flops + _PASSES * adapter_flops(model)
+
+
+def adapter_flops(model: ModelConfig) -> float:
+    """Return the FLOPs per token of the forward of a layer's adapters; 0 without any."""
+    if not model.lora.rank:
+        return 0.0
+    specs = model_program(model).specs["layers"]
+    return 2.0 * parameters.count(parameters.trainable(specs, specs))
 
 
 def trained_parameter_count(model: ModelConfig) -> int:

@@ -24,6 +24,7 @@ from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import layers_in_chunks
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.planning.flops import adapter_flops
 from maxpipe.planning.footprint import layer_of, with_dense_layers
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.simulate import Costs
@@ -115,11 +116,12 @@ def layer_times(config: Config) -> LayerTimes:
     """Compute the times of a layer and of the head for a resolved configuration."""
     forward, input_gradient = _flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
+    # Its forward, and the gradients for its input and for its weight, which adapters freeze.
+    passes = 2 if config.model.lora.rank else 3
     return LayerTimes(
         input_gradient=input_gradient / forward,
-        weight_gradient=layer_of(config).weight_flops / forward,
-        # Its forward, and the gradients for its input and its weight.
-        head=3 * head / forward,
+        weight_gradient=_weight_gradient_flops(config) / forward,
+        head=passes * head / forward,
         extras=_extras(config),
         first=_of_first_chunk(config),
     )
@@ -141,18 +143,24 @@ def first_layers(config: Config) -> FirstLayers:
     if not policy.everything:  # each of them is computed again by itself
         again = layer.recomputed_flops((*policy.device, *policy.host))
     unit = _flops(config)[0] / first
+    adapters = adapter_flops(config.model.dense)
     return FirstLayers(
-        (layer.weight_flops + layer.activation_flops) / unit,
-        (layer.weight_flops + 2 * layer.activation_flops + again) / unit,
-        layer.weight_flops / unit,
+        (layer.weight_flops + layer.activation_flops + adapters) / unit,
+        (layer.weight_flops + 2 * layer.activation_flops + again + adapters) / unit,
+        _weight_gradient_flops(with_dense_layers(config)) / unit,
     )
 
 
 def _flops(config: Config) -> tuple[float, float]:
     """Return the FLOPs per token of a layer's forward and of its input gradient, on average."""
-    layer = layer_of(config)
+    layer, adapters = layer_of(config), adapter_flops(config.model)
     input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
-    return layer.weight_flops + layer.activation_flops, input_gradient
+    return layer.weight_flops + layer.activation_flops + adapters, input_gradient + adapters
+
+
+def _weight_gradient_flops(config: Config) -> float:
+    """Return the FLOPs per token of a layer's weight gradients, with adapters of theirs alone."""
+    return adapter_flops(config.model) or layer_of(config).weight_flops
 
 
 def _extras(config: Config) -> tuple[tuple[float, float], ...]:

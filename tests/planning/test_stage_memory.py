@@ -7,9 +7,9 @@ from helpers.shard_bytes import shard_bytes
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.model import parameters
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
-from maxpipe.planning.flops import layer_parameter_count
 from maxpipe.planning.footprint import (
     handed_over_width,
     logits_bytes,
@@ -17,6 +17,7 @@ from maxpipe.planning.footprint import (
     offloaded_width,
     residual_width,
 )
+from maxpipe.planning.layer_trace import model_program
 from maxpipe.planning.simulate import simulate
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
@@ -198,10 +199,11 @@ def test_a_chunk_is_whole_where_it_is_gathered():
             }
         )
         memory = StageMemory(config, build_table(config))
-        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer_parameter_count(config.model)
+        layer = parameters.count(model_program(config.model).specs["layers"])
+        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer
 
-    (gathered, parameters), (whole, _) = working(4), working(1)
-    assert gathered - whole == pytest.approx(2 * parameters * 4)
+    (gathered, layer), (whole, _) = working(4), working(1)
+    assert gathered - whole == pytest.approx(2 * layer * 4)
 
 
 @pytest.mark.parametrize(("policy", "keeps"), [("full", 0.01), ("minimal", 0.01), ("none", 0.2)])

@@ -7,7 +7,7 @@ from helpers.stage_configs import config_of
 
 from maxpipe.config.options import update
 from maxpipe.model.layers import SideInputs
-from maxpipe.model.parameters import map_specs
+from maxpipe.model.parameters import map_specs, trainable, with_trainable
 from maxpipe.model.program import ModelProgram
 from maxpipe.planning.stage_times import first_layers, layer_times
 
@@ -49,8 +49,22 @@ class Compiled:
 
         return flops(both, layer, self.x, self.side, self.x)
 
-    def head(self):
-        loss = jax.value_and_grad(lambda *args: self.program.head_loss(*args)[0], argnums=(0, 1))
+    def trained(self):
+        """Return the FLOPs of a backward with gradients for what is trained and for the input."""
+
+        def both(moving, layer, x, side, gradient):
+            def f(moving, x):
+                return self._block(with_trainable(layer, moving), x, side)
+
+            y, pull = jax.vjp(f, moving, x)
+            return y, pull(gradient)
+
+        moving = trainable(self.program.specs["layers"], self.layer)
+        return flops(both, moving, self.layer, self.x, self.side, self.x) - self.forward()
+
+    def head(self, *, is_frozen=False):
+        argnums = 1 if is_frozen else (0, 1)
+        loss = jax.value_and_grad(lambda *args: self.program.head_loss(*args)[0], argnums=argnums)
         return flops(loss, self.outer, self.x, self.ids, self.weights)
 
     def embedding(self):
@@ -115,6 +129,18 @@ def test_a_layer(config, compiled, unit):
 
 def test_the_head(config, compiled, unit):
     assert compiled.head() == pytest.approx(layer_times(config).head * sum(unit), rel=TOLERANCE)
+
+
+def test_base_of_adapters_has_no_gradients_of_weights(config, unit):
+    adapted = update(config, {"model.lora.rank": 64, "model.lora.targets": ["all-linear"]})
+    compiled, times = Compiled(adapted), layer_times(adapted)
+    forward, attention = compiled.forward(), unit[1]
+    both = times.input_gradient + times.weight_gradient
+    expected = both * (forward - attention) + 2 * attention
+    assert compiled.trained() == pytest.approx(expected, rel=TOLERANCE)
+    assert compiled.head(is_frozen=True) == pytest.approx(
+        times.head * (forward - attention), rel=TOLERANCE
+    )
 
 
 def test_first_dense_layers_are_those_compiled(config, unit):
