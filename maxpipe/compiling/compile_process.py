@@ -148,6 +148,11 @@ def _parts(report: dict[str, object], step: float) -> Seconds:
 
 
 def _last_problem(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    problems = [line for line in lines if line.startswith("config error")]
-    return next(iter([*problems, *reversed(lines)]), "no output").strip()[:200]
+    """Return the first mistake of a configuration, whole, for remedies are at its end.
+
+    Without one it is the start of the last line.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if problem := next((line for line in lines if line.startswith("config error")), None):
+        return problem
+    return lines[-1][:200] if lines else "no output"

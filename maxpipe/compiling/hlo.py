@@ -244,7 +244,7 @@ def known_trip_count(module: Module, computation: Computation, loop: Instruction
         bounds = [_constant(body, name) for name in compare.operands]
         if len(bounds) == 2 and bounds[0] is None and bounds[1] is not None:
             index = _tuple_index(body, compare.operands[0])
-            return max(0, bounds[1] - _initial(module, computation, loop, index))
+            return max(0, bounds[1] - _initial(computation, loop, index))
     return None
 
 
@@ -273,7 +273,7 @@ def _source(
     return source
 
 
-def _initial(module: Module, computation: Computation, loop: Instruction, index: int | None) -> int:
+def _initial(computation: Computation, loop: Instruction, index: int | None) -> int:
     """Return the counter's first value; 0 if it is unknown, where `lax.scan` starts."""
     start = computation.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index is None or index >= len(start.operands):

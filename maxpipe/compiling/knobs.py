@@ -7,7 +7,7 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.terminal import ignore_note
-from maxpipe.config.values import as_written
+from maxpipe.config.values import words_of
 from maxpipe.devices.chips import Tpu
 from maxpipe.planning.auto_stages import choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
@@ -109,7 +109,7 @@ def gains(
             continue
         faster = bound_mfu(changed, flops * _microbatch_time(changed) / step)
         if would_need <= COMPILED_ROOM * capacity and faster > LEAST_GAIN * mfu:
-            better.append(Gain(_words(changes), compiles, would_need, faster))
+            better.append(Gain(words_of(changes), compiles, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
 
 
@@ -140,6 +140,8 @@ def knobs(
     """
 
     def memory_of(config: Config) -> float:
+        if not ENGINES[config.pipeline.engine].one_program:
+            raise ValueError("its memory is estimated otherwise")
         return estimate(with_gather_mode(config, tpu), tpu).total
 
     return _effective(written, resolved, (num_devices, num_slices), memory_of)
@@ -182,13 +184,8 @@ def _effective(
         except ValueError:
             continue
         if saves > LEAST_SAVING * now:
-            effective.append(Knob(_words(changes), saves))
+            effective.append(Knob(words_of(changes), saves))
     return sorted(effective, key=lambda knob: -knob.saves)
-
-
-def _words(changes: Updates) -> str:
-    """Return what to append to a command."""
-    return " ".join(f"{key}={as_written(value)}" for key, value in changes.items())
 
 
 def _changes(c: Config) -> Iterator[Updates]:

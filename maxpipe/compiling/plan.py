@@ -14,9 +14,10 @@ from maxpipe.config.outputs import write_file
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.emptiness import emptiness, given_text
 from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.legality import ONE_HOST
 from maxpipe.planning.search.plan import Plan, make_plan
 from maxpipe.planning.search.remedies import remedies
-from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.request import TOPOLOGY, Request
 from maxpipe.planning.search.smallest import smallest_plans
 from maxpipe.planning.search.written import file_text
 from maxpipe.render.plan_notes import basis_lines
@@ -47,7 +48,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = _smallest(request, flags, facts)
     else:
         plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
-    if plan.winner is None and plan.outcome.least is not None:
+    if plan.winner is None:
         plan = replace(plan, remedies=remedies(plan, facts, _print))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
@@ -90,22 +91,32 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     """Return the plan with its best rows probed and compiled; print what was searched.
 
     Raises:
-      ConfigError: nothing was searched, nothing is legal with the values that the user gave, or
-        none of the best could be compiled.
+      ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
     """
     outcome, space = plan.outcome, plan.request.space()
     if not outcome.tried:
         raise ConfigError(emptiness(space))
     print(*summary_lines(plan), sep="\n", flush=True)
-    if outcome.least is None and space.choices:
-        (reason, _), *_ = outcome.fallen.most_common(1)
-        message = f"{given_text(space, space.choices)}: nothing is legal; most fell for: {reason}"
-        raise ConfigError(Problem("", f"{message}; give other values, or leave some out"))
+    if outcome.least is None:
+        raise ConfigError(_nothing_legal(plan))
     if flags.probe and is_provable(plan):
         plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
     return plan
+
+
+def _nothing_legal(plan: Plan) -> Problem:
+    """Return what most candidates fell for where none is legal, and what to change."""
+    space, devices = plan.request.space(), plan.request.machine.devices
+    reasons = [reason for reason, _ in plan.outcome.fallen.most_common()]
+    # What other values would not change is named only if there is nothing else.
+    reason = min(reasons, key=lambda reason: ONE_HOST in reason)
+    if space.choices:
+        given, remedy = given_text(space, space.choices), "give other values, or leave some out"
+    else:
+        given, remedy = f"{devices} devices", f"give {TOPOLOGY} another number of them"
+    return Problem("", f"{given}: nothing is legal; most fell for: {reason}; {remedy}")
 
 
 def _print(text: str) -> None:

@@ -32,8 +32,8 @@ def probe(plan: Plan, count: int, cache_dir: Path | None, note: Note) -> Plan:
 
     Returns:
       The plan with its rows ranked by their probes, and those without one by closed forms times
-      what the median of the probed ones takes by its closed form. What does not fit by its probe
-      is among the misfits; there may be no rows left.
+      the median of probed seconds divided by closed ones. What does not fit by its probe is among
+      the misfits; there may be no rows left.
     """
     head = plan.rows[:ROWS]
     probings = [_probing(plan, row) for row in head]

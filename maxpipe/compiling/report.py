@@ -16,7 +16,14 @@ from maxpipe.planning.estimate import Bounds, Memory
 
 @dataclass(frozen=True)
 class CompilerMemory:
-    """Bytes on one device, as the compiler counts them; results reuse the arguments' memory."""
+    """Bytes on one device, as the compiler counts them.
+
+    Attributes:
+      arguments: parameters, optimizer state and batch.
+      temp: what else lives at the fullest moment.
+      program: the code.
+      results: those that do not reuse the arguments' memory.
+    """
 
     arguments: int
     temp: int

@@ -6,6 +6,7 @@ So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -122,6 +123,11 @@ def nearest(value: str, choices: list[str]) -> str:
 def as_written(value: object) -> str:
     """Return a value as it is written after `key=`: truth values as YAML has them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def words_of(changes: Mapping[str, object]) -> str:
+    """Return changes as words of a command line."""
+    return " ".join(f"{key}={as_written(value)}" for key, value in changes.items())
 
 
 def show(raw: Raw) -> str:

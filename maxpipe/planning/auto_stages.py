@@ -15,7 +15,7 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.config.values import AUTO
+from maxpipe.config.values import AUTO, words_of
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
@@ -352,17 +352,12 @@ def _does_not_fit(
         f"by estimate, {excess:.3g} GiB too much"
     )
     remedies = [
-        _words(changes)
+        words_of(changes)
         for changes in _alternatives(config)
         if _fits(update(config, changes), limit)
     ]
     remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
     return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {'; '.join(remedies)}"))
-
-
-def _words(changes: Updates) -> str:
-    """Return changes as words of a command line."""
-    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
 
 
 def _fits(config: Config, limit: float) -> bool:

@@ -23,7 +23,7 @@ from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
-from maxpipe.planning.stores import FLOAT32
+from maxpipe.planning.stores import FLOAT32, tile_bytes
 from maxpipe.planning.weights_held import ParameterCounts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
@@ -50,9 +50,9 @@ def microbatch_tokens(config: Config) -> float:
 
 def logits_bytes(config: Config, tokens: float) -> float:
     """Return the bytes of a device's logits, float32, and their gradient, for so many tokens."""
-    tile = math.ceil(tokens / config.model.logit_tiles)
-    size = FLOAT32 + itemsize(config.model.dtype)
-    return size * tile * config.model.vocab_size / config.mesh.size("tensor")
+    columns = config.model.vocab_size / config.mesh.size("tensor")
+    size = itemsize(config.model.dtype)
+    return float(tile_bytes(tokens, config.model.logit_tiles, columns, size))
 
 
 def device_parameters(

@@ -17,7 +17,8 @@ from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 PerStage = float | Sequence[float]
 
-_KEYS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+# The field of `Costs` that has the time of each kind of unit.
+COST_FIELDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Costs:
         Raises:
           ValueError: there are not as many numbers as stages, or one is negative.
         """
-        key = _KEYS[kind]
+        key = COST_FIELDS[kind]
         cost = np.asarray(getattr(self, key), float)
         if cost.shape not in ((), (num_stages,)):
             raise ValueError(
@@ -68,7 +69,7 @@ class Costs:
         Raises:
           ValueError: there are neither as many numbers as stages nor as chunks, or one is negative.
         """
-        if np.shape(getattr(self, _KEYS[kind])) == (table.num_chunks,):
+        if np.shape(getattr(self, COST_FIELDS[kind])) == (table.num_chunks,):
             return self.of(kind, table.num_chunks)
         return self.of(kind, table.num_stages)[table.stage_of_chunk]
 

@@ -69,9 +69,20 @@ def lockstep_store(
       stages: S.
       rows: of a microbatch on one device.
     """
-    # Layers outside the pipeline: a stage has its rows of one microbatch, within a tick.
-    share = np.ceil(np.divide(rows, stages)) / rows
-    return Store(residuals + 1, arrivals + 2, stash + np.greater(stash, 0), share)
+    outside = lockstep_share(rows, stages)  # of one microbatch, within a tick
+    return Store(residuals + 1, arrivals + 2, stash + np.greater(stash, 0), outside)
+
+
+def lockstep_share(rows: Number, stages: Number) -> Number:
+    """Return which part of a microbatch a stage has in layers outside the pipeline.
+
+    Stages divide its sequences, each of which is on one stage, and pad them to as many on each.
+
+    Args:
+      rows: of a microbatch on one device, at least one.
+      stages: S.
+    """
+    return np.ceil(np.divide(rows, stages)) / rows
 
 
 def circular_store(
@@ -123,3 +134,15 @@ def stored_columns(
         + store.masks * widths.embed / itemsize
         + store.outside * (outside_layers * (widths.embed + widths.residuals) + first)
     )
+
+
+def tile_bytes(tokens: Number, tiles: Number, columns: float, itemsize: float) -> Number:
+    """Return the bytes of a tile of logits, float32, and of their gradient, on one device.
+
+    Args:
+      tokens: on the device.
+      tiles: of these tokens.
+      columns: of the vocabulary on the device.
+      itemsize: bytes of a value of `model.dtype`.
+    """
+    return (FLOAT32 + itemsize) * np.ceil(np.divide(tokens, tiles)) * columns

@@ -18,6 +18,7 @@ def basis_lines(plan: Plan) -> list[str]:
     own = [plan.own] if isinstance(plan.own, Row) else []
     shown = [*plan.shown, *plan.misfits, *own]
     lines = [*_bases(plan), *_uncompiled_lines(plan), *_simulated_lines(plan)]
+    lines += _batch_lines(plan)
     machine = plan.request.machine
     if machine.slices > 1 and machine.chip.dcn_bandwidth is None:
         lines.append(
@@ -88,6 +89,18 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
         f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {abs(excess):.0%} "
         f"{'more' if excess >= 0 else 'less'} than by {before}; {rows} not compiled may be faster: "
         f"--compile {compiled + min(faster, _MORE)} compares them"
+    ]
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    """Return a line if the run would see other tokens than the file's batch and steps say."""
+    written, chosen = plan.request.written, plan.winner
+    if chosen is None or chosen.candidate.batch == written.data.global_batch_size:
+        return []
+    batch, before = chosen.candidate.batch, written.data.global_batch_size
+    return [
+        f"{batch} sequences a step are {batch / before:.3g} times the file's {before}: with "
+        f"steps={written.steps} a run has as many times the tokens; set steps for another length"
     ]
 
 

@@ -4,6 +4,7 @@ import math
 
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.amounts import MARGIN
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.request import TOPOLOGY
 
@@ -21,11 +22,11 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     elif probed := [row.probed.memory for row in misfits if row.probed]:
         line = f"{_none_of(len(probed), 'probed')}; {_NO_OTHER}: "
         if capacity is not None and min(probed) <= capacity:
-            line += f"--memory-margin {math.floor(100 * (1 - min(probed) / capacity))}%, or "
+            line += f"{MARGIN} {math.floor(100 * (1 - min(probed) / capacity))}%, or "
         lines, by = [f"{line}compile whole steps, without --probe"], _CLOSED
-    elif (least := plan.outcome.least) is None:
-        return ["nothing is legal on so many devices, for the reasons above"]
     else:
+        least = plan.outcome.least
+        assert least is not None, "where nothing is legal there is no plan to show"
         needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
         usable = f", and {limit / GIB:.3g} may be used" if limit else ""
         what = f"{least.mesh_text()}, {least.schedule_text()}"
@@ -70,7 +71,7 @@ def _state_lines(plan: Plan) -> list[str]:
     if not machine.is_compilable:
         return [line]
     *_, largest = slices_of(chip)
-    if chips <= machine.slices * num_chips(largest):
-        return [f"{line}: {TOPOLOGY} {chip} --smallest"]
-    slices = math.ceil(chips / num_chips(largest))
-    return [f"{line}: {TOPOLOGY} {largest} compile.num_slices={slices}"]
+    if chips > machine.slices * num_chips(largest):
+        return [f"{line}: {math.ceil(chips / num_chips(largest))} slices of {largest} or more"]
+    is_vain = any(kind == "more chips" for kind in plan.remedies.vain)
+    return [line if is_vain else f"{line}: {TOPOLOGY} {chip} --smallest"]

@@ -65,6 +65,13 @@ def scatter_svg(plan: Plan) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="var({colour})" '
             f'data-text="{escape(point.text)}"/>'
         )
+    if plan.winner and (own := _point(plan.winner.candidate, unit)) in points:
+        x, y = place(own)
+        marks.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="var(--ink)" '
+            f'stroke-width="2" data-text="{escape(own.text)}"/>'
+            f'<text x="{x + 12:.1f}" y="{y - 8:.1f}">chosen</text>'
+        )
     line = " ".join("{:.1f},{:.1f}".format(*place(p)) for p in edge if p in points)
     marks.insert(0, f'<polyline points="{line}" fill="none" stroke="var(--comp)"/>')
     if limit := plan.request.limit:

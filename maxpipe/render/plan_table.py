@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan, SliceCost
 from maxpipe.planning.search.rows import Row, relative_time
@@ -10,7 +11,7 @@ from maxpipe.planning.search.written import BASES, versions
 from maxpipe.render.columns import columns
 
 HEADER = (
-    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "by", "= comp",
+    "mesh", "schedule", "M", "V", "remat", "gather", "tiles", "GiB", "seconds", "by", "= comp",
     "+ comm", "+ bubble", "MFU", "why not chosen",
 )  # fmt: skip
 LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
@@ -53,9 +54,10 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
         candidate.mesh_text() + batch_text(plan, row),
         candidate.schedule_text(),
         str(candidate.microbatches),
-        str(candidate.repeats) if candidate.has_stages else "",
+        _repeats(row),
         candidate.policy,
         candidate.gather if candidate.has_stages else "",
+        str(candidate.tiles),
         memory,
         f"{row.seconds / unit:.4g}",
         row.basis,
@@ -63,6 +65,16 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
         f"{100 * plan.mfu(row):.1f} %" if machine.is_timed else "",
         reason,
     ]
+
+
+def _repeats(row: Row) -> str:
+    """Return the repeats of a pipeline, with the layers that run outside it: "5 +6"."""
+    candidate, config = row.candidate, row.config
+    if not candidate.has_stages:
+        return ""
+    layers, inside = config.model.stacked_layers, config.pipeline.parallel_layers
+    is_outside = ENGINES[candidate.engine].one_program and 0 <= inside < layers
+    return f"{candidate.repeats}{f' +{layers - inside}' * is_outside}"
 
 
 def reason_text(plan: Plan, row: Row) -> str:
@@ -176,9 +188,9 @@ def _parts_json(seconds: Seconds | None) -> dict[str, float] | None:
 
 def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
     """Return a table of slices, with what each costs."""
-    cells = [("slice", "chips", "s a step", "chip-seconds for 10^9 tokens")]
+    cells = [["slice", "chips", "batch", "s a step", "chip-seconds for 10^9 tokens"]]
     for cost in costs:
         name = f"{cost.slices} x {cost.topology}" if cost.slices > 1 else cost.topology
         figures = (f"{cost.seconds:.4g}", f"{cost.chip_seconds:,.0f}")
-        cells.append((name, str(cost.chips), *figures))
+        cells.append([name, str(cost.chips), str(cost.batch), *figures])
     return columns(cells)

@@ -73,9 +73,9 @@ def test_remedies_in_vain_are_named_next_to_what_would_fit(plan):
 @pytest.mark.parametrize(
     ("chips", "advice"),
     [
-        (256, "v5e --smallest"),
-        (257, "v5e:16x16 compile.num_slices=2"),
-        (600, "v5e:16x16 compile.num_slices=3"),
+        (256, "--topology v5e --smallest"),
+        (257, "2 slices of v5e:16x16 or more"),
+        (600, "3 slices of v5e:16x16 or more"),
     ],
 )
 def test_as_many_chips_as_hold_the_state_are_one_slice_or_several(plan, chips, advice):
@@ -83,4 +83,11 @@ def test_as_many_chips_as_hold_the_state_are_one_slice_or_several(plan, chips, a
     machine = plan.request.machine._replace(capacity=capacity)
     request = dataclasses.replace(plan.request, machine=machine)
     line = nothing_fits_lines(dataclasses.replace(plan, request=request, rows=()))[-1]
-    assert line.endswith(f", which at least {chips} v5e hold: --topology {advice}")
+    assert line.endswith(f", which at least {chips} v5e hold: {advice}")
+    if "--smallest" in advice:  # which was searched, if more chips were in vain
+        vain = dataclasses.replace(
+            plan, request=request, rows=(), remedies=Remedies([], ["more chips"])
+        )
+        *_, line, last = nothing_fits_lines(vain)
+        assert line.endswith(f"at least {chips} v5e hold")
+        assert last == "found to be no help, each alone: more chips"

@@ -15,7 +15,7 @@ from maxpipe.compiling.prediction.prediction import Basis, CollectiveTime, Predi
 from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import KINDS, Table
-from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.planning.simulate import COST_FIELDS, Costs, simulate
 
 
 def predict_stages(
@@ -97,9 +97,8 @@ def unit_costs(table: Table, timelines: Mapping[UnitName, Timeline], communicati
 def stage_words(table: Table, costs: Costs) -> str:
     """Return the times of whole stages as `maxpipe.schedule` takes them."""
     words = []
-    fields = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
     for kind in table.kinds:
         of_chunks = costs.of_chunks(kind, table)
         stages = np.bincount(table.stage_of_chunk, of_chunks, table.num_stages)
-        words.append(f"{fields[kind]}={','.join(f'{time:.4g}' for time in stages)}")
+        words.append(f"{COST_FIELDS[kind]}={','.join(f'{time:.4g}' for time in stages)}")
     return " ".join([*words, f"comm={costs.communication:.4g}"])

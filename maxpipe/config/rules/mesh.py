@@ -96,7 +96,8 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     )
     choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count, rules))
     message = f"{written} makes {product}, {relation} {count} {counted}; these fit: {choices}"
-    if level == "ici" and (count == 1 or c.mesh.simulated_devices):
+    is_simulated = c.compile.topology in ("", "cpu") and (count == 1 or c.mesh.simulated_devices)
+    if level == "ici" and is_simulated:
         # The least number of devices that the mesh divides, at least as many as there are.
         needed = -(-count // product) * product if -1 in sizes.values() else product
         needed *= math.prod(size for size in dataclasses.astuple(c.mesh.dcn) if size != -1)

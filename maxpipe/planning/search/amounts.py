@@ -8,8 +8,8 @@ from maxpipe.config.sections import Config
 from maxpipe.config.values import Scalar, check_bounds, convert
 from maxpipe.planning.search.space import BATCH
 
-TOKENS, LARGEST = "--tokens-per-step", "--max-global-batch"
-MARGIN = "10%"  # of a device's memory that closed forms leave free by default
+TOKENS, LARGEST, MARGIN = "--tokens-per-step", "--max-global-batch", "--memory-margin"
+DEFAULT_MARGIN = "10%"  # of a device's memory that closed forms leave free by default
 MOST_TIMES = 1024  # the batch of a step; each doubling of it is searched
 
 
@@ -25,7 +25,7 @@ def share_of(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share < 1:
-        raise ValueError(f"--memory-margin: expected a share such as 10% or 0.1; got {text!r}")
+        raise ValueError(f"{MARGIN}: expected a share such as 10% or 0.1; got {text!r}")
     return share
 
 

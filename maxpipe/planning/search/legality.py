@@ -6,6 +6,7 @@ each. What depends on several numbers at once is decided here, for arrays of can
 Letters: S stages, V repeats, M microbatches.
 """
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from maxpipe.config.rules.rule import apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.planning.search.space import Grid
+
+_AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
+ONE_HOST = "its transfers between hosts are not priced, so that a plan tries it on one host only"
 
 
 class Layout(NamedTuple):
@@ -77,7 +81,7 @@ class Legality:
     def of_engine(self, engine: str) -> str:
         """Return why an engine cannot be compared on the devices; empty if it can."""
         if self._processes > 1 and not ENGINES[engine].one_program:
-            return f"pipeline.engine={engine}: transfers between its processes are not priced"
+            return f"pipeline.engine={engine}: {ONE_HOST}"
         return ""
 
     def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
@@ -125,5 +129,5 @@ class Legality:
 
 
 def _brief(message: str) -> str:
-    """Return the first clause of a message."""
-    return message.partition(";")[0].partition(": ")[0]
+    """Return the first clause of a message, the same for all sizes of a mesh axis."""
+    return _AXIS_SIZE.sub(r"\1 above 1", message.partition(";")[0].partition(": ")[0])

@@ -10,7 +10,6 @@ from maxpipe.planning.search.facts import LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.search.stages import stage_bytes
 from maxpipe.planning.stores import (
-    FLOAT32,
     Number,
     Store,
     Widths,
@@ -18,6 +17,7 @@ from maxpipe.planning.stores import (
     lockstep_store,
     sequential_store,
     stored_columns,
+    tile_bytes,
 )
 from maxpipe.planning.weights_held import Use, weights_held
 
@@ -136,9 +136,8 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:
     """Return the bytes of logits and their gradient, see `footprint.logits_bytes`."""
-    tile = np.ceil(tokens / along(sizes.block.tiles, "tiles"))
-    size = FLOAT32 + sizes.itemsize
-    return size * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
+    columns = sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
+    return tile_bytes(tokens, along(sizes.block.tiles, "tiles"), columns, sizes.itemsize)
 
 
 def _stage_working(sizes: BlockSizes) -> Working:

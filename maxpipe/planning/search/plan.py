@@ -34,6 +34,7 @@ class SliceCost(NamedTuple):
     Attributes:
       topology: of a slice.
       slices, chips: their number, and the chips of all.
+      batch: sequences of a step.
       seconds: of a step.
       chip_seconds: to train on a billion tokens.
     """
@@ -41,6 +42,7 @@ class SliceCost(NamedTuple):
     topology: str
     slices: int
     chips: int
+    batch: int
     seconds: float
     chip_seconds: float
 
@@ -105,10 +107,10 @@ class Plan:
         """Return what training costs as the chosen one does it; there must be one."""
         assert self.winner is not None
         machine, config = self.request.machine, self.request.config
-        tokens = self.winner.candidate.batch * config.data.sequence_length
-        seconds, chips = self.winner.seconds, machine.num_chips
-        topology, slices = machine.topology, machine.slices
-        return SliceCost(topology, slices, chips, seconds, BILLION * seconds * chips / tokens)
+        batch, seconds = self.winner.candidate.batch, self.winner.seconds
+        chips, tokens = machine.num_chips, batch * config.data.sequence_length
+        cost = BILLION * seconds * chips / tokens
+        return SliceCost(machine.topology, machine.slices, chips, batch, seconds, cost)
 
     def mfu(self, row: Row) -> float:
         """Return the model FLOPs utilisation of a row."""

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 from maxpipe.config.terminal import Note
+from maxpipe.planning.search.amounts import MARGIN
 from maxpipe.planning.search.attempts import Attempt, attempts_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, Remedies, problem_of
@@ -14,7 +15,6 @@ from maxpipe.planning.search.search import fitting_of_blocks
 from maxpipe.planning.search.smallest import holds_state
 
 SECONDS = 20.0  # of all searches for remedies together
-MARGIN = "--memory-margin"
 _MARGIN_STEP = 5  # per cent
 
 

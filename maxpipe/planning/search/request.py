@@ -15,7 +15,7 @@ from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
-from maxpipe.planning.search.amounts import MARGIN, TOKENS, batches_of, share_of
+from maxpipe.planning.search.amounts import DEFAULT_MARGIN, MARGIN, TOKENS, batches_of, share_of
 from maxpipe.planning.search.emptiness import emptiness, is_empty
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
 from maxpipe.planning.search.space import (
@@ -125,7 +125,7 @@ def request_of(arguments: Arguments) -> Request:
         message = "a plan counts all parameters as trained, and no adapters; plan with 0"
         problems.append(Problem("model.lora.rank", message))
     try:
-        margin = share_of(MARGIN if flags.memory_margin is None else flags.memory_margin)
+        margin = share_of(DEFAULT_MARGIN if flags.memory_margin is None else flags.memory_margin)
         batches = batches_of(config, flags, choices)
     except ValueError as error:
         problems.append(Problem("", str(error)))
@@ -140,7 +140,7 @@ def request_of(arguments: Arguments) -> Request:
         message = (
             "is a share of a device's memory, which simulated devices do not have; leave it out"
         )
-        raise ConfigError(Problem("--memory-margin", message))
+        raise ConfigError(Problem(MARGIN, message))
     request = Request(
         arguments.path, config, shared, machine, batches, choices, margin, smallest,
         tuple(flags.imports), tuple(key for key in fixed if key in choices),

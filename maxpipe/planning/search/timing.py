@@ -12,7 +12,7 @@ from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.step_traffic import once_seconds
 from maxpipe.planning.search.units import first_layers, units_of
 from maxpipe.planning.search.waits import unit_waits, waits_of
-from maxpipe.planning.stores import Number
+from maxpipe.planning.stores import Number, lockstep_share
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
@@ -38,15 +38,13 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
 def _share_of_outside(sizes: BlockSizes) -> Number:
     """Return which part of the work of layers outside the pipeline a device has.
 
-    One program divides it among the stages. Lockstep engines divide the sequences of a microbatch,
-    each of which is on one stage, and pad them to as many on every stage.
+    One program divides it among the stages, lockstep engines by whole sequences.
     """
     if not sizes.engine.one_program:
         return 1.0
     if not sizes.engine.lockstep:
         return 1.0 / sizes.stages
-    rows = np.floor(sizes.rows)  # at least one
-    return np.ceil(rows / sizes.stages) / rows
+    return lockstep_share(np.floor(sizes.rows), sizes.stages)
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

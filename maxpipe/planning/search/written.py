@@ -17,7 +17,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.hf.family import SHAPE_DEFAULTS
 from maxpipe.planning.search.plan import OWN, Plan
 from maxpipe.planning.search.rows import Row
-from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
+from maxpipe.planning.search.space import MESH_KEYS, SEARCHED
 
 BASES = {
     "compiled": "the compiled program",
@@ -79,7 +79,7 @@ def _keys(row: Row) -> set[str]:
     config = row.config
     keys = {key for key in OPTIONS if is_set(config, key)}
     if row.name != OWN:
-        keys |= {*SEARCHED} - {*MESH_KEYS, *DERIVED}
+        keys |= {*SEARCHED} - {*MESH_KEYS}
     if config.model.from_hf:  # whose config.json has the shape, but for padding of the vocabulary
         keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
         keys.add(VOCABULARY)
