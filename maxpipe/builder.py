@@ -15,7 +15,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.agreement import agree_on
 from maxpipe.devices.host_memory import has_host_memory
-from maxpipe.devices.mesh import has_whole_processes
+from maxpipe.devices.mesh import crossing_axes, has_whole_processes
 from maxpipe.devices.transfers import describe_transfers, processes_of
 from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_gating, choose_rotation
@@ -30,7 +30,7 @@ from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_in_steps, tpu_for_gathers
 from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
-from maxpipe.sharding.torus import line_length
+from maxpipe.sharding.torus import Route, line_length
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
@@ -60,7 +60,7 @@ def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note)
         mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
         note,
         show=print if config.sharding.debug and jax.process_index() == 0 else None,
-        line=line,
+        route=Route(line, crossing_axes(mesh)),
     )
     table = build_table(config) if engine.has_stages else None
     if table and table.note:

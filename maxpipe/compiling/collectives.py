@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes, executions
 from maxpipe.devices.chips import slice_of
+from maxpipe.devices.mesh import crossing_axes
 
 COLLECTIVE_KINDS = (
     "all-gather",
@@ -69,7 +70,7 @@ def find_collectives(
     for computation, instruction, runs in executions(module, branch_runs):
         if kind := between_slices(instruction):
             size = array_bytes(instruction.type)[0]
-            add(kind, dcn_axes(mesh), "dcn", runs, size, size)
+            add(kind, dcn_axes(mesh), "dcn", runs, size, dcn_sent_bytes(kind, size, mesh))
         elif kind := kind_of(computation, instruction):
             groups = groups_of(instruction, math.prod(shape.values()))
             size = operand_bytes(computation, instruction)
@@ -106,10 +107,16 @@ def between_slices(instruction: Instruction) -> str | None:
 
 
 def dcn_axes(mesh: Mesh) -> str:
-    """Return the mesh axes along which some neighbours lie in different slices."""
-    slices = _slices(mesh)
-    crossing = [n for i, n in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()]
-    return ",".join(crossing)
+    """Return the mesh axes along which some neighbours lie in different slices, as words."""
+    return ",".join(crossing_axes(mesh))
+
+
+def dcn_sent_bytes(kind: str, operand: float, mesh: Mesh) -> float:
+    """Return the bytes that each device sends to other slices for what it hands to its host.
+
+    The text does not name the slices that exchange it: they are taken to be all of them.
+    """
+    return sent_bytes(kind, operand, len(np.unique(_slices(mesh))))
 
 
 def slice_shape(mesh: Mesh) -> dict[str, int]:

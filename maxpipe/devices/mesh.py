@@ -18,6 +18,14 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
     return len({slice_of(device) for device in devices})
 
 
+def crossing_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes along which some neighbours lie in different slices."""
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
+    return tuple(
+        name for i, name in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()
+    )
+
+
 def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Build the mesh of a resolved configuration.
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 from maxpipe.sharding.rules import axes_of, only, without
-from maxpipe.sharding.torus import gather_dimension, scatter_dimension
+from maxpipe.sharding.torus import ONE_SLICE, Route, gather_dimension, scatter_dimension
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
 BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
@@ -63,7 +63,7 @@ class Gather:
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
       in_use: mesh axes that split the parameter in use, too; it is not gathered over them.
-      line: as of `AxisRules`.
+      route: of gathers and scatters.
 
     Attributes:
       spec: as given.
@@ -79,10 +79,10 @@ class Gather:
         manual: Collection[str] = MANUAL_AXES,
         *,
         in_use: Collection[str] = (),
-        line: int = 1,
+        route: Route = ONE_SLICE,
     ):
         self._dtype = dtype
-        self._line = line
+        self._route = route
         self.spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
         self.axes = axes_of(only(spec, manual))
@@ -111,7 +111,7 @@ class Gather:
 
         def gather(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
-                x = gather_dimension(x, axes, dim + len(leading), self._line)
+                x = gather_dimension(x, axes, dim + len(leading), self._route)
             return x
 
         return self._on_parts(gather, leading)(x)
@@ -146,7 +146,7 @@ class Gather:
 
         def reduce(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
-                x = scatter_dimension(x, axes, dim + len(leading), self._line)
+                x = scatter_dimension(x, axes, dim + len(leading), self._route)
             return x
 
         return self._on_parts(reduce, leading)(x)

@@ -93,7 +93,7 @@ class Weights:
         # Over manual axes there is nothing left to gather.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         target = without(spec_in_use(self._rules, spec), manual)
-        if self._rules.line > 1 and not manual:
+        if self._rules.route.line > 1 and not manual:
             at_rest = self._rules.spec(spec.axes, spec.shape)
             is_along = TORUS_AXIS in axes_of(at_rest) - axes_of(target)
             if is_along and _gathers_minor_axes(at_rest, target):
@@ -115,9 +115,9 @@ class Weights:
 
         The partitioner sums up the gradient, for which the last argument asks a layout.
         """
-        mesh, line = self._rules.mesh, self._rules.line
+        mesh, route = self._rules.mesh, self._rules.route
         gather = Gather(
-            at_rest, p.dtype, p.dtype, mesh.axis_names, in_use=axes_of(target), line=line
+            at_rest, p.dtype, p.dtype, mesh.axis_names, in_use=axes_of(target), route=route
         )
         on_parts = jax.shard_map(
             gather.gather, mesh=mesh, in_specs=at_rest, out_specs=target, check_vma=False

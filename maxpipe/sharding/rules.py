@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.terminal import Note, ignore_note
+from maxpipe.sharding.torus import ONE_SLICE, Route
 
 MeshAxes = tuple[str, ...]
 AXIS_RULES_KEY = "sharding.logical_axis_rules"
@@ -22,11 +23,10 @@ class AxisRules:
       note: called once for every dimension that is not split over a mesh axis that does not divide
         it.
       show: called once for every constraint that is applied, while a program is traced.
-      line: devices of mesh axis fsdp on one line of a torus, see `sharding.torus`; 1 where gathers
-        along the axis take one step.
+      route: of gathers and scatters that are written out.
 
     Attributes:
-      mesh, line: as given.
+      mesh, route: as given.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class AxisRules:
         mesh: Mesh | AbstractMesh,
         note: Note = ignore_note,
         show: Note | None = None,
-        line: int = 1,
+        route: Route = ONE_SLICE,
     ):
         self.mesh = mesh
-        self.line = line
+        self.route = route
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._note = note
         self._show = show

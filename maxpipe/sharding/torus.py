@@ -3,13 +3,15 @@
 Libtpu (0.0.42 to 0.0.50) makes one gather among all chips of a v4 or v5p slice whose three
 dimensions are closed a sum of arrays padded with zeros, which fills them first and sends every byte
 twice; a scatter becomes a sum of whole arrays. Gathers along one or two dimensions it makes as they
-are.
+are. Where some of several axes cross slices, these go first: between slices the network of a host
+is an order of magnitude slower than the links within one.
 
 Letters: n devices of the axis, k of them on a line.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,21 @@ from maxpipe.devices.chips import chip_for, coordinates, slice_of
 
 TORUS_AXIS = "fsdp"
 _DIMENSIONS = 3
+
+
+class Route(NamedTuple):
+    """What gathers and scatters have to know of the machine.
+
+    Attributes:
+      line: k of mesh axis fsdp; 1 where gathers along it take one step.
+      crossing: mesh axes along which neighbours lie in different slices.
+    """
+
+    line: int = 1
+    crossing: tuple[str, ...] = ()
+
+
+ONE_SLICE = Route()
 
 
 def line_length(mesh: Mesh) -> int:
@@ -64,42 +81,44 @@ def _line_length(places: np.ndarray, sizes: np.ndarray) -> int:
     return 1
 
 
-def gather_dimension(x: jax.Array, axes: Sequence[str], dim: int, line: int) -> jax.Array:
+def gather_dimension(x: jax.Array, axes: Sequence[str], dim: int, route: Route) -> jax.Array:
     """Return [..., m, ...] of each device as [..., n m, ...], n devices over all of the axes.
 
     Args:
       x: this device's part.
       axes: manual mesh axes that split the dimension, the outermost first.
       dim: dimension that is gathered.
-      line: k of mesh axis fsdp; 1 where gathers along it take one step.
+      route: of the mesh.
     """
-    if line == 1 or axes[-1] != TORUS_AXIS:
+    *outer, last = axes
+    if not {*outer} & {*route.crossing}:
         for axis in reversed(axes):
-            x = _gather(x, axis, dim, line)
+            x = _gather(x, axis, dim, route.line)
         return x
-    # Fsdp fills a slice, so the axes before it cross slices: they carry shards, not whole arrays.
+    # What crosses slices goes first: it carries shards there, not whole arrays.
     parts = jnp.expand_dims(x, dim)  # [..., 1, m, ...]
-    for axis in reversed(axes[:-1]):
-        parts = _gather(parts, axis, dim, line)
-    parts = _gather(parts, TORUS_AXIS, dim + 1, line)  # [..., slices, m * devices, ...]
+    for axis in reversed(outer):
+        parts = _gather(parts, axis, dim, route.line)
+    parts = _gather(parts, last, dim + 1, route.line)  # [..., outer, m * devices, ...]
     return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
-def scatter_dimension(x: jax.Array, axes: Sequence[str], dim: int, line: int) -> jax.Array:
+def scatter_dimension(x: jax.Array, axes: Sequence[str], dim: int, route: Route) -> jax.Array:
     """Return this device's part [..., m, ...] of the sum of all devices' [..., n m, ...].
 
     Arguments as for `gather_dimension`.
     """
-    if line == 1 or axes[-1] != TORUS_AXIS:
+    *outer, last = axes
+    if not {*outer} & {*route.crossing}:
         for axis in axes:
-            x = _scatter(x, axis, dim, line)
+            x = _scatter(x, axis, dim, route.line)
         return x
-    across = math.prod(lax.axis_size(axis) for axis in axes[:-1])
-    # [..., n m, ...] -> [..., slices, m * devices, ...]
+    across = math.prod(lax.axis_size(axis) for axis in outer)
+    # [..., n m, ...] -> [..., outer, m * devices, ...]
     parts = x.reshape(*x.shape[:dim], across, -1, *x.shape[dim + 1 :])
-    parts = _scatter(parts, TORUS_AXIS, dim + 1, line)
-    for axis in axes[:-1]:
-        parts = _scatter(parts, axis, dim, line)
+    parts = _scatter(parts, last, dim + 1, route.line)
+    for axis in outer:
+        parts = _scatter(parts, axis, dim, route.line)
     return jnp.squeeze(parts, dim)
 
 

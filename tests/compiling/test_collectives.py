@@ -139,6 +139,33 @@ class _Device:
 
 
 @pytest.mark.parametrize(
+    ("kind", "share"),
+    # With three other slices.
+    [
+        ("ONE_TO_ONE", 1.0),
+        ("ALL_GATHER", 3.0),
+        ("ALL_TO_ALL", 3 / 4),
+        ("REDUCE_SCATTER", 3 / 4),
+        ("ALL_REDUCE", 3 / 2),
+    ],
+)
+def test_what_is_sent_to_other_slices_depends_on_the_collective(kind, share):
+    text = f"""
+ENTRY %main (a: f32[2,128]) -> f32[2] {{
+  %a = f32[2,128] parameter(0)
+  %token = token[] after-all()
+  %send = (f32[2,128]{{1,0:T(8,128)}}, u32[], token[]) send(%a, %token), channel_id=2, \
+is_host_transfer=true, frontend_attributes={{_xla_megascale_transfer_type="{kind}"}}
+  ROOT %done = token[] send-done(%send), channel_id=2
+}}
+"""
+    devices = np.array([_Device(i) for i in range(4)], dtype=object).reshape(4, 1)
+    mesh = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"))
+    (found,) = find_collectives(parse(text), mesh)
+    assert (found.bytes, found.sent_bytes) == (1024, share * 1024)
+
+
+@pytest.mark.parametrize(
     ("slices", "across", "within"),
     [((0, 0, 1, 1), "stage", "fsdp"), ((0, 1, 0, 1), "fsdp", "stage")],
 )

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxpipe.config import MESH_AXES, Config, replace
 from maxpipe.devices.mesh import (
     build_mesh,
+    crossing_axes,
     has_whole_processes,
     num_slices,
     rows_of_this_process,
@@ -61,11 +62,14 @@ def test_build_mesh_varies_dcn_slowest():
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices).reshape(2, 2)
     assert dict(mesh.shape)["data"] == dict(mesh.shape)["fsdp"] == 2
     np.testing.assert_array_equal(slices, [[0, 0], [1, 1]])
+    assert crossing_axes(mesh) == ("data",)
     one_axis = replace(Config(), **{"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
     slices = [
         device.slice_index for device in build_mesh(one_axis, list(mesh.devices.flat)).devices.flat
     ]
     assert slices == [0, 0, 1, 1]
+    alone = replace(Config(), **{"mesh.ici.fsdp": 2})
+    assert crossing_axes(build_mesh(alone, [OneSlice(i) for i in (0, 1)])) == ()
 
 
 class OneSlice(FakeDevice):

@@ -9,7 +9,7 @@ import pytest
 from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.sharding.torus import gather_dimension, line_length, scatter_dimension
+from maxpipe.sharding.torus import Route, gather_dimension, line_length, scatter_dimension
 
 AXES = ("data", "stage", "fsdp")
 
@@ -69,16 +69,18 @@ def test_line_length_of_simulated_devices_is_one():
     assert line_length(make_mesh(tiny(**{"mesh.ici.fsdp": 8}))) == 1
 
 
+@pytest.mark.parametrize("crossing", [(), ("stage",)])
 @pytest.mark.parametrize("line", [1, 2])
 @pytest.mark.parametrize("axes", [("fsdp",), ("stage", "fsdp"), ("fsdp", "stage")])
-def test_gather_and_scatter_in_two_steps_move_the_same(axes, line):
+def test_gather_and_scatter_of_every_route_move_the_same(axes, line, crossing):
+    route = Route(line, crossing)
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     weight = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
     scales = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
 
     def both(shard, scale):
-        full = gather_dimension(shard, axes, 1, line)
-        return full, scatter_dimension(full * scale[0, 0], axes, 1, line)
+        full = gather_dimension(shard, axes, 1, route)
+        return full, scatter_dimension(full * scale[0, 0], axes, 1, route)
 
     f = jax.jit(
         jax.shard_map(
@@ -97,21 +99,22 @@ def test_gather_and_scatter_in_two_steps_move_the_same(axes, line):
     assert str(jax.make_jaxpr(f)(weight, scales)).count("all_gather[") == steps
 
 
-@pytest.mark.parametrize(("line", "crossing"), [(1, 4), (2, 1)])
-def test_axes_that_cross_slices_carry_shards_of_a_whole_torus(line, crossing):
-    """In one step fsdp comes first, and the axis before it carries what that has gathered."""
+@pytest.mark.parametrize("line", [1, 2])
+@pytest.mark.parametrize(("crossing", "size"), [((), 4), (("stage",), 1)])
+def test_axes_that_cross_slices_carry_shards(line, crossing, size):
+    """Elsewhere fsdp comes first, and the axis before it carries what that has gathered."""
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
-    spec = P(("stage", "fsdp"))
+    axes, route = ("stage", "fsdp"), Route(line, crossing)
 
-    def gather(shard):
-        return gather_dimension(shard, ("stage", "fsdp"), 0, line)
+    def both(shard):
+        return scatter_dimension(gather_dimension(shard, axes, 0, route), axes, 0, route)
 
-    f = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    f = jax.shard_map(both, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
     program = jax.make_jaxpr(f)(np.zeros(8, np.float32))
     (body,) = [eqn.params["jaxpr"] for eqn in program.eqns]
-    sizes = [
-        math.prod(eqn.invars[0].aval.shape)
+    sizes = {
+        eqn.primitive.name: math.prod(eqn.invars[0].aval.shape)
         for eqn in body.eqns
-        if eqn.primitive.name == "all_gather" and "stage" in str(eqn.params["axis_name"])
-    ]
-    assert sizes == [crossing]
+        if "stage" in str(eqn.params.get("axis_name"))
+    }
+    assert sizes == {"all_gather": size, "reduce_scatter": 2 * size}

@@ -19,6 +19,7 @@ from maxpipe.compiling.collectives import (
     axes_of,
     between_slices,
     dcn_axes,
+    dcn_sent_bytes,
     groups_of,
     kind_of,
     operand_bytes,
@@ -128,9 +129,9 @@ class Prices:
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
         """Return the price of a collective, of its start, or of a fusion that is nothing else."""
         if kind := between_slices(instruction):
-            size = array_bytes(instruction.type)[0]
+            sent = dcn_sent_bytes(kind, array_bytes(instruction.type)[0], self._mesh)
             bandwidth = self._constants.dcn_bandwidth
-            seconds = size / bandwidth if bandwidth else None
+            seconds = sent / bandwidth if bandwidth else None
             axes = dcn_axes(self._mesh)
             return Price(Part.COLLECTIVES, seconds, kind, axes, links=axes)
         for inside, candidate in self._candidates(computation, instruction):

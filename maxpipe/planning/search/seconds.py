@@ -50,6 +50,7 @@ class Waits(NamedTuple):
       permute: of activations to the next stage.
       reduction: sum of the other gradients over copies of the parameters, once a step.
       outer: gathers and sums of embedding and head, once.
+      dealt: of a microbatch's activations between the ends of the model and stages in other slices.
     """
 
     gather: Number
@@ -60,6 +61,7 @@ class Waits(NamedTuple):
     permute: Number
     reduction: Number
     outer: Number
+    dealt: Number = 0.0
 
 
 class Seconds(NamedTuple):

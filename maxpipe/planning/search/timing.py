@@ -66,7 +66,8 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
     if sizes.engine.has_stages and not sizes.engine.is_differentiated:
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
-    return per_unit + gathered + transfers + waits.reduction + times * waits.outer
+    once = waits.reduction + times * waits.outer
+    return per_unit + gathered + transfers + once + sizes.microbatches * waits.dealt
 
 
 def _late_transfers(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

@@ -29,6 +29,7 @@ class _Costs:
         }
         self.gather = machine.gather_cost(grid, links, "fsdp") if grid.size("fsdp") > 1 else 0.0
         self.permute = machine.permute_cost(grid, links) if grid.size("stage") > 1 else 0.0
+        self.crosses_stages = grid.dcn[MESH_AXES.index("stage")] > 1
         self._sums_whole = machine.sums_whole(grid, "fsdp")
         is_whole_torus = machine.is_whole_torus(grid, links, "fsdp")
         self._scatter = self.gather if is_whole_torus else self._each["fsdp"]
@@ -68,6 +69,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         permute=activations * costs.permute,
         reduction=_reduction_wait(sizes, costs),
         outer=_outer_wait(sizes, costs),
+        dealt=_dealt_wait(sizes, costs, activations),
     )
 
 
@@ -146,16 +148,35 @@ def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     """Return the seconds in which embedding and head are gathered and their gradients summed up.
 
-    Both take all links along fsdp and stage, or along fsdp where each lies on one stage.
+    Both take all links along fsdp and stage, or along fsdp where each lies on one stage. Stages in
+    other slices exchange shards, see `sharding.torus`.
     """
     parameters, over_stages = sizes.parameters, costs.of("stage")
     at_rest = parameters.outer_at_rest
     if not sizes.engine.one_program:
         over_stages, at_rest = 0.0, parameters.embed_of_stage + parameters.head_of_stage
     moved = parameters.embed_gathered + parameters.head_gathered - at_rest
-    scatter = costs.scatter(float(not sizes.is_written_out))
+    scatter, summed = costs.scatter(float(not sizes.is_written_out)), _summed_bytes(sizes)
+    if over_stages and costs.crosses_stages:
+        # Lockstep engines look up columns of the embedding where they lie.
+        share = parameters.head_gathered / (moved + at_rest) if sizes.engine.lockstep else 1.0
+        across = (sizes.stages - 1) * at_rest * share
+        within = sizes.itemsize * costs.gather + summed * scatter
+        return across * (sizes.itemsize + summed) * over_stages + (moved - across) * within
     gathered = sizes.itemsize * _joint(costs.gather, over_stages)
-    return moved * (gathered + _summed_bytes(sizes) * _joint(scatter, over_stages))
+    return moved * (gathered + summed * _joint(scatter, over_stages))
+
+
+def _dealt_wait(sizes: BlockSizes, costs: _Costs, activations: Number) -> Number:
+    """Return the seconds in which stages in other slices get their part of a microbatch's ends.
+
+    Lockstep engines spread embedding and head over the stages: activations are joined after the
+    lookup, dealt before the head, and their gradients the other way around. Within a slice that
+    takes about a per cent of a step, and is left out.
+    """
+    if not (sizes.engine.lockstep and costs.crosses_stages):
+        return 0.0
+    return 4 * activations * (sizes.stages - 1) / sizes.stages * costs.of("stage")
 
 
 def _sums_context_once(sizes: BlockSizes) -> Number:

@@ -7,6 +7,7 @@ from helpers.plan_blocks import sizes_of
 from maxpipe.config import Config
 from maxpipe.devices.chips import LINK_EFFICIENCY
 from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Grid
 from maxpipe.planning.search.units import units_of
 from maxpipe.planning.search.waits import unit_waits, waits_of
@@ -179,3 +180,24 @@ def test_gradients_in_steps_leave_in_the_dtype_of_activations(ring, size):
         return float(np.ravel(waits_of(sizes, machine_of("v5p:2x2x2", 1, Config())).scatter)[0])
 
     assert scatter("true") / scatter("false") == pytest.approx(size / 4.0)
+
+
+def test_stages_in_other_slices_exchange_shards_of_the_head_and_parts_of_activations():
+    machine = machine_of("v5e:2x2", 2, Config())
+    network = machine.chip.dcn_bandwidth
+    mesh, wide = {"stage": 2, "data": 1, "fsdp": 4}, {"model.vocab_size": 4096}
+    within = sizes_of("scheduled", "lockstep_1f1b", mesh=mesh, fixed=wide)
+    across = Grid((1, 1, 4, 1, 1, 1), (1, 2, 1, 1, 1, 1))
+    sizes = BlockSizes(within.block._replace(grid=across), within.facts, None)
+    waits = waits_of(sizes, machine)
+    # Joined after the lookup, dealt before the head, and the gradients of both: half of each.
+    activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
+    assert np.ravel(waits.dealt) == pytest.approx(np.ravel(4 * activations / 2 / network))
+    assert np.all(waits_of(within, machine_of("v5e:2x4", 1, Config())).dealt == 0)
+    # A shard in the dtype of activations, and back a part of its gradient in float32.
+    shard = sizes.config.model.vocab_size * sizes.config.model.embed_dim / 8
+    parameters = sizes.parameters
+    moved = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    links = machine.collective_cost(across, machine.links(across), "fsdp")
+    expected = (sizes.itemsize + 4) * (shard / network + (moved - shard) * links)
+    assert np.ravel(waits.outer) == pytest.approx(expected, rel=0.01)

@@ -263,8 +263,8 @@ class CircularEngine(SpmdEngine):
         # Weights stay split over the stages: each gathers its own layers.
         at_rest = self._rules.spec(spec.axes, spec.shape)
         dtype = spec.compute_dtype(self._program.config.dtype)
-        in_use, line = axes_in_use(self._rules, spec), self._rules.line
-        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype, in_use=in_use, line=line)
+        in_use, route = axes_in_use(self._rules, spec), self._rules.route
+        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype, in_use=in_use, route=route)
 
     def _batch_specs(self, side: SideInputs) -> BatchSpecs:
         def batch_part(

@@ -118,7 +118,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                     specs_of[path].compute_dtype(dtype),
                     manual,
                     in_use=axes_in_use(inputs.rules, specs_of[path]),
-                    line=inputs.rules.line,
+                    route=inputs.rules.route,
                 )
                 for path, p in by_path({"params": self._all_params}).items()
             }

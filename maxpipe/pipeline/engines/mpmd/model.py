@@ -210,8 +210,8 @@ class MarkedModel:
     def _gather(self, manual: Collection[str], spec: ParamSpec) -> Gather:
         pspec = self._rules.spec(spec.axes, spec.shape)
         dtype = spec.compute_dtype(self._program.config.dtype)
-        in_use, line = axes_in_use(self._rules, spec), self._rules.line
-        return Gather(pspec, spec.dtype, dtype, manual, in_use=in_use, line=line)
+        in_use, route = axes_in_use(self._rules, spec), self._rules.route
+        return Gather(pspec, spec.dtype, dtype, manual, in_use=in_use, route=route)
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

@@ -228,7 +228,7 @@ class ScheduledEngine(SpmdEngine):
         rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
         at_rest = at_rest or rules.spec(spec.axes, spec.shape)
         in_use = axes_in_use(rules, spec)
-        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, line=rules.line)
+        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, route=rules.route)
 
     @property
     def _head_parts(self) -> tuple[str, ...]:
