@@ -160,7 +160,8 @@ def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     if over_stages and costs.crosses_stages:
         # Lockstep engines look up columns of the embedding where they lie.
         share = parameters.head_gathered / (moved + at_rest) if sizes.engine.lockstep else 1.0
-        across = (sizes.stages - 1) * at_rest * share
+        # Rules may leave these whole over stages.
+        across = (parameters.embed_of_stage + parameters.head_of_stage - at_rest) * share
         within = sizes.itemsize * costs.gather + summed * scatter
         return across * (sizes.itemsize + summed) * over_stages + (moved - across) * within
     gathered = sizes.itemsize * _joint(costs.gather, over_stages)
