@@ -150,7 +150,7 @@ def test_own_configuration_that_is_not_legal_says_so_where_nothing_fits(capsys, 
         ("v6e:2x4", "1f1b", "  once  "),
         ("v6e:2x4", "order.csv", "a schedule from a file has no closed form"),
         # Two hosts.
-        ("v5p:2x2x2", "1f1b", "pipeline.engine=mpmd: transfers between its processes are not pr"),
+        ("v5p:2x2x2", "1f1b", "pipeline.engine=mpmd: its transfers between hosts are not priced"),
     ],
 )
 def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row_or_says_why_not(
@@ -289,10 +289,11 @@ def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys, tmp_p
         (row[0], int(row[1])) for row in slices
     ]
     assert [cost["chip_seconds"] for cost in costs] == pytest.approx(
-        [float(row[3]) for row in slices], rel=1e-3
+        [float(row[4]) for row in slices], rel=1e-3
     )
+    assert [cost["batch"] for cost in costs] == [int(row[2]) for row in slices]
     assert "\n".join(lines[start : start + 1 + len(slices)]) in files["--html"].read_text()
-    for _, count, step, cost in slices:
+    for _, count, _, step, cost in slices:
         assert float(cost) == pytest.approx(float(step) * int(count) * 1e9 / 2**18, rel=1e-3)
 
 
@@ -562,6 +563,43 @@ def test_values_with_which_nothing_is_legal_are_an_error_that_names_them(words, 
     assert end.value.code == CONFIG_ERROR
     message = capsys.readouterr().err
     assert f"{' '.join(words)}: nothing is legal; most fell for: " in message
+    assert "no multiple of pipeline.num_microbatches" in message
+
+
+def test_nothing_legal_on_several_hosts_is_not_blamed_on_what_no_value_changes(capsys):
+    """Most candidates are those of the mpmd engine, which no number of microbatches makes legal."""
+    words = ["llama3-8b", "--topology", "v5p:2x2x2", "--no-compile"]
+    with pytest.raises(SystemExit) as end:
+        plan.main([*words, "--fix", "pipeline.num_microbatches=7", "--fix", "mesh.ici.tensor=1"])
+    assert end.value.code == CONFIG_ERROR
+    assert "most fell for: data.global_batch_size: no multiple of" in capsys.readouterr().err
+
+
+def test_devices_on_which_nothing_is_legal_are_an_error(capsys):
+    """Neither rows nor layers divide over seven devices."""
+    with pytest.raises(SystemExit) as end:
+        plan.main(["base", "--topology", "cpu:7", "--no-compile"])
+    assert end.value.code == CONFIG_ERROR
+    message = capsys.readouterr().err
+    assert "7 devices: nothing is legal; most fell for: " in message
+    assert "give --topology another number of them" in message
+
+
+def test_layers_outside_the_pipeline_tiles_and_another_batch_are_said(capsys):
+    words = ["base", "--topology", "cpu:4", "--no-compile", "model.num_layers=9"]
+    fixed = ["mesh.ici.stage=4", "pipeline.schedule=lockstep_1f1b", "model.logit_tiles=4"]
+    fixed += ["pipeline.num_repeats=2"]
+    flags = [word for key in fixed for word in ("--fix", key)]
+    batch = load("base").config.data.global_batch_size
+    length = load("base").config.data.sequence_length
+    assert plan.main([*words, *flags, "--tokens-per-step", str(2 * batch * length)]) == 0
+    printed = capsys.readouterr().out
+    header, row = (
+        re.split(" {2,}", line) for line in printed.splitlines() if re.match("mesh|stage=4", line)
+    )
+    cells = dict(zip(header, row, strict=False))
+    assert (cells["V"], cells["tiles"]) == ("2 +1", "4")
+    assert f"{2 * batch} sequences a step are 2 times the file's {batch}: " in printed
 
 
 def test_values_that_are_given_twice_are_tried_once(tmp_path):

@@ -115,6 +115,17 @@ def test_meshes_that_split_no_sequence_evenly_are_refused():
     assert refused == {2, 4}
 
 
+def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
+    moe = {"experts": 4, "per_token": 2, "mlp_dim": 64, "capacity_factor": 1.25}
+    config = replace(Config(), **(SIZES | {f"model.moe.{key}": n for key, n in moe.items()}))
+    legality = Legality(config, 1)
+    grids = [grid for grid in Space(config, 4, 1, {}).grids() if grid.size("context") > 1]
+    assert {grid.size("context") for grid in grids} == {2, 4}
+    reasons = {legality.of_mesh(grid) for grid in grids}
+    assert len(reasons) == 1
+    assert "which mesh.ici.context above 1 splits" in reasons.pop()
+
+
 @pytest.mark.parametrize(
     ("is_tpu", "layers", "choices", "tried"),
     [
