@@ -53,7 +53,7 @@ class Remedies(NamedTuple):
     Attributes:
       lines: what would fit.
       vain: kinds of remedies of which all were tried and nothing fits.
-      unfinished: kinds whose time was over before that.
+      unfinished: kinds whose time was over before that, with what was tried last.
     """
 
     lines: Sequence[str] = ()

@@ -9,7 +9,6 @@ from maxpipe.planning.search.amounts import MARGIN
 from maxpipe.planning.search.attempts import Attempt, attempts_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, Remedies, problem_of
-from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.search import fitting_of_blocks
 from maxpipe.planning.search.smallest import holds_state
@@ -52,11 +51,13 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     for number, (kind, attempts) in enumerate(useful.items()):
         left = max(end - time.perf_counter(), 0.0)
         trial = _Trial(facts, note, left / (len(useful) - number))
-        fitting = next((a for a in attempts if trial.fits(a.request, a.words)), None)
-        if fitting is not None:
-            lines.append(f"{kind}: {fitting.words}{fitting.remark}")
+        last = next((a for a in attempts if trial.ends_with(a)), None)
+        if last is None:
+            vain.append(kind)
+        elif trial.is_over:
+            unfinished.append(f"{kind} from {last.words} on")
         else:
-            (unfinished if trial.is_over else vain).append(kind)
+            lines.append(f"{kind}: {last.words}{last.remark}")
     return Remedies(lines, vain, unfinished)
 
 
@@ -77,16 +78,10 @@ class _Trial:
         self._deadline = time.perf_counter() + seconds
         self.is_over = False
 
-    def fits(self, request: Request, words: str) -> bool:
-        """Return whether something fits that passes the configuration's checks.
-
-        Args:
-          request: what is searched.
-          words: that ask for it.
-        """
-        if self.is_over:
-            return False
-        self._note(f"trying      {words}")
+    def ends_with(self, attempt: Attempt) -> bool:
+        """Return whether something fits that passes the configuration's checks, or time is over."""
+        request = attempt.request
+        self._note(f"trying      {attempt.words}")
         batches = [*request.batches]
         for candidates in fitting_of_blocks(
             request.space(), request.machine, self._facts, batches, request.limit
@@ -96,7 +91,7 @@ class _Trial:
             if time.perf_counter() > self._deadline:
                 self._note(f"            left off after {self._seconds:.0f} s")
                 self.is_over = True
-                return False
+                return True
         return False
 
 

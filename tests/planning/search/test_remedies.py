@@ -62,10 +62,12 @@ def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enou
     monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]] * 100)
     monkeypatch.setattr(module, "SECONDS", 90.0)
     lines = []
-    kinds = ["fewer tokens", "more chips", "offloading"]
-    assert remedies(plan, facts, lines.append) == Remedies([], [], kinds)
-    first = [f"trying      {kind[0].words}" for kind in attempts_of(plan.request).values()]
-    assert [line for line in lines if "left off" not in line] == first
+    first = {kind: attempts[0].words for kind, attempts in attempts_of(plan.request).items()}
+    assert [*first] == ["fewer tokens", "more chips", "offloading"]
+    left_off = [f"{kind} from {words} on" for kind, words in first.items()]
+    assert remedies(plan, facts, lines.append) == Remedies([], [], left_off)
+    tried = [f"trying      {words}" for words in first.values()]
+    assert [line for line in lines if "left off" not in line] == tried
     shares = [int(line.split()[-2]) for line in lines if "left off" in line]
     assert shares == pytest.approx([30] * 3, abs=5)
 
