@@ -12,6 +12,7 @@ from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes,
 from maxpipe.devices.chips import slice_of
 from maxpipe.devices.mesh import crossing_axes
 
+_SLICE = 100000  # a device in a target of libtpu: so many times its slice, and its place there
 COLLECTIVE_KINDS = (
     "all-gather",
     "all-reduce",
@@ -70,7 +71,7 @@ def find_collectives(
     for computation, instruction, runs in executions(module, branch_runs):
         if kind := between_slices(instruction):
             size = array_bytes(instruction.type)[0]
-            add(kind, dcn_axes(mesh), "dcn", runs, size, dcn_sent_bytes(kind, size, mesh))
+            add(kind, dcn_axes(mesh), "dcn", runs, size, dcn_sent_bytes(instruction, mesh))
         elif kind := kind_of(computation, instruction):
             groups = groups_of(instruction, math.prod(shape.values()))
             size = operand_bytes(computation, instruction)
@@ -111,12 +112,24 @@ def dcn_axes(mesh: Mesh) -> str:
     return ",".join(crossing_axes(mesh))
 
 
-def dcn_sent_bytes(kind: str, operand: float, mesh: Mesh) -> float:
-    """Return the bytes that each device sends to other slices for what it hands to its host.
+def dcn_sent_bytes(send: Instruction, mesh: Mesh) -> float:
+    """Return the bytes that each device sends to other slices in a `send` between slices."""
+    kind, operand = between_slices(send), array_bytes(send.type)[0]
+    assert kind is not None, send
+    return sent_bytes(kind, operand, _slices_of_group(send, mesh))
 
-    The text does not name the slices that exchange it: they are taken to be all of them.
+
+def _slices_of_group(send: Instruction, mesh: Mesh) -> int:
+    """Return how many slices exchange data; all of them where the text does not say.
+
+    It names groups of devices, 100000 times the slice plus the place in it, or all slices and
+    places: `{{100000,200000},{100001,200001}}` or `"{1,2}x{0:3}"`.
     """
-    return sent_bytes(kind, operand, len(np.unique(_slices(mesh))))
+    target = re.search(r'_xla_megascale_target="?\{+([\d,]+)\}', send.attributes)
+    if target is None:
+        return len(np.unique(_slices(mesh)))
+    numbers = _numbers(target[1])
+    return len({number // _SLICE for number in numbers} if max(numbers) >= _SLICE else numbers)
 
 
 def slice_shape(mesh: Mesh) -> dict[str, int]:

@@ -138,24 +138,25 @@ class _Device:
         self.slice_index = slice_index
 
 
+@pytest.mark.parametrize("kind", ["ALL_GATHER", "ALL_TO_ALL", "REDUCE_SCATTER", "ALL_REDUCE"])
 @pytest.mark.parametrize(
-    ("kind", "share"),
-    # With three other slices.
+    ("target", "slices"),
     [
-        ("ONE_TO_ONE", 1.0),
-        ("ALL_GATHER", 3.0),
-        ("ALL_TO_ALL", 3 / 4),
-        ("REDUCE_SCATTER", 3 / 4),
-        ("ALL_REDUCE", 3 / 2),
+        ('"{1,2,3,4}x{0:0}"', 4),
+        ("{{100000,200000},{300000,400000}}", 2),
+        ("{{100000,100001,200000,200001}}", 2),
+        (None, 4),
     ],
 )
-def test_what_is_sent_to_other_slices_depends_on_the_collective(kind, share):
+def test_what_is_sent_to_other_slices_depends_on_the_collective(kind, target, slices):
+    share = sent_bytes(kind.lower().replace("_", "-"), 1.0, slices)
+    words = f"_xla_megascale_target={target}," if target else ""
     text = f"""
 ENTRY %main (a: f32[2,128]) -> f32[2] {{
   %a = f32[2,128] parameter(0)
   %token = token[] after-all()
   %send = (f32[2,128]{{1,0:T(8,128)}}, u32[], token[]) send(%a, %token), channel_id=2, \
-is_host_transfer=true, frontend_attributes={{_xla_megascale_transfer_type="{kind}"}}
+is_host_transfer=true, frontend_attributes={{{words}_xla_megascale_transfer_type="{kind}"}}
   ROOT %done = token[] send-done(%send), channel_id=2
 }}
 """

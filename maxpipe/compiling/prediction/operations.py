@@ -129,7 +129,7 @@ class Prices:
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
         """Return the price of a collective, of its start, or of a fusion that is nothing else."""
         if kind := between_slices(instruction):
-            sent = dcn_sent_bytes(kind, array_bytes(instruction.type)[0], self._mesh)
+            sent = dcn_sent_bytes(instruction, self._mesh)
             bandwidth = self._constants.dcn_bandwidth
             seconds = sent / bandwidth if bandwidth else None
             axes = dcn_axes(self._mesh)
