@@ -28,6 +28,7 @@ svg .axis{stroke:var(--line)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
 .plot{max-width:855px}
 .wide{overflow-x:auto;font-size:12px}
+.wide td,.wide th{padding:5px 6px}
 .wide .text{text-align:left}
 pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
 """
