@@ -128,11 +128,7 @@ def block_of_configuration(config: Config) -> Block:
 
 
 def _layers_of(config: Config) -> tuple[int, int]:
-    """Return the layers of the largest chunk, and those outside the pipeline.
-
-    A block's chunks are equal: of uneven ones the largest decides, to which a lockstep engine pads
-    the others, and on which others wait where each stage has a program of its own.
-    """
+    """Return the layers of the largest chunk, for others are padded or wait, and those outside."""
     pipeline, layers = config.pipeline, config.model.stacked_layers
     if not ENGINES[pipeline.engine].has_stages:
         return layers, 0
