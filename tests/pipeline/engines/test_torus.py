@@ -12,6 +12,7 @@ from helpers.traced_loops import loop_bodies
 
 from maxpipe import builder
 from maxpipe.builder import build_engine_inputs
+from maxpipe.config import load
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16
@@ -134,3 +135,19 @@ class TestTpu:
         gathers = [c for c in report["collectives"] if c["kind"] == "all-gather"]
         assert sum(gather["count"] for gather in gathers) >= 2 * 2 * 7 * 2
         assert "first among 4 of the 64 devices" in said
+
+    def test_program_of_stages_in_different_slices_exchanges_shards_of_the_head(self, tmp_path):
+        """Of its gradient, float32, each device sends to the other slice its part over fsdp."""
+        mesh = ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.ici.fsdp=4")
+        sizes = ("pipeline.num_microbatches=2", "data.global_batch_size=32", "model.num_layers=2")
+        schedule = ("pipeline.schedule=lockstep_1f1b", "pipeline.num_repeats=1")
+        words = ("compile.topology=v5e:2x2", *mesh, *sizes, *schedule)
+        report, _ = report_of(tmp_path, "configs/base.yml", *NARROW, *words, environment=QUICK)
+        (summed,) = (
+            c
+            for c in report["collectives"]
+            if (c["kind"], c["network"]) == ("reduce-scatter", "dcn")
+        )
+        model = load("configs/base.yml", NARROW).config.model
+        assert summed["bytes"] == 4 * model.vocab_size * model.embed_dim / 4
+        assert summed["sent_bytes"] == summed["bytes"] / 2
