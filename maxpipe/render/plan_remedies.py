@@ -73,5 +73,5 @@ def _state_lines(plan: Plan) -> list[str]:
     *_, largest = slices_of(chip)
     if chips > machine.slices * num_chips(largest):
         return [f"{line}: {math.ceil(chips / num_chips(largest))} slices of {largest} or more"]
-    is_vain = any(kind == "more chips" for kind in plan.remedies.vain)
+    is_vain = "more chips" in plan.remedies.vain
     return [line if is_vain else f"{line}: {TOPOLOGY} {chip} --smallest"]

@@ -15,10 +15,6 @@ from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.timing import step_seconds
 
-NOT_WHOLE = (
-    "data.global_batch_size: no multiple of pipeline.num_microbatches x the devices that divide it"
-)
-
 
 class Priced(NamedTuple):
     """A block with the memory and the time of its candidates, as flat arrays."""
@@ -62,7 +58,8 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
     drop(along(has_layers, "repeats"), "model.num_layers: fewer layers than stages x repeats")
     fits, divides = legality.of_batch(block.engine, block.grid, block.batch, block.microbatches)
     drop(along(fits, "microbatches"), "pipeline.num_microbatches: not whole rounds of the stages")
-    drop(along(divides, "microbatches"), NOT_WHOLE)
+    shares = "pipeline.num_microbatches x the devices that divide it"
+    drop(along(divides, "microbatches"), f"data.global_batch_size: no multiple of {shares}")
     for p, policy in enumerate(block.policies):
         for g, gather in enumerate(block.gathers):
             if reason := legality.of_options(block.engine, block.schedule, policy, gather):
