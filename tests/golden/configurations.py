@@ -76,7 +76,7 @@ CONFIGURATIONS: dict[str, list[str]] = {
         "model.dtype=bfloat16",
         # Adam makes whole updates of the rounding of bfloat16, which differs between machines.
         "optimizer.name=sgd",
-        "optimizer.learning_rate=0.3",
+        "optimizer.learning_rate=0.1",
         "pipeline.remat_policy=custom",
         "pipeline.remat_tensors.context=device",
         "pipeline.remat_tensors.mlp_gate=device",
