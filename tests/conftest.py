@@ -57,7 +57,11 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="run one in N of the selected tests"
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one in N of the selected tests that are marked slow or grid",
     )
 
 
@@ -71,11 +75,13 @@ def pytest_pycollect_makeitem(collector, obj):
 
 @pytest.hookimpl(trylast=True)  # after marks have selected
 def pytest_collection_modifyitems(config, items):
-    """Take one in N tests; begin with the files that take longest, and keep the order otherwise."""
-    left_out = [item for i, item in enumerate(items) if i % config.option.one_in]
+    """Take one in N further cases; begin with the longest files, and keep the order otherwise."""
+    further = [item for item in items if {"slow", "grid"} & {m.name for m in item.iter_markers()}]
+    left_out = [item for i, item in enumerate(further) if i % config.option.one_in]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = items[:: config.option.one_in]
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
     first = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in first)
     items.sort(key=lambda item: first.get(item.path, len(first)))
