@@ -16,9 +16,12 @@ SLOW = {
     "circular_per_iteration",
     "circular_once",
     "circular_uneven",
+    "circular_outside_muon",
     "gpipe_dropout",
     "lockstep_1f1b_once",
     "lockstep_1f1b_bfloat16",
+    "lockstep_zb_tensor",
+    "interleaved_1f1b_tied",
 }
 
 

@@ -47,8 +47,8 @@ def config_of(folder, *words):
         ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2", "model.vocab_size=512")),
         ("gemma3", ("mesh.ici.fsdp=4", "pipeline.schedule=zb_v")),  # mpmd
         ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
-        ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
-        ("mixtral", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        pytest.param("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2"), marks=pytest.mark.slow),
+        pytest.param("mixtral", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2"), marks=pytest.mark.slow),
         ("deepseek_v3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2", "pipeline.num_repeats=1")),
         # Its MLPs are larger than the largest tensor, and put together on the devices.
         (

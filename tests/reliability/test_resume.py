@@ -106,7 +106,10 @@ def kill_after(root, command, step, delay):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
+        pytest.param(
+            ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
+            marks=pytest.mark.slow,
+        ),
         [
             "mesh.ici.fsdp=1",
             "mesh.ici.tensor=2",

@@ -96,7 +96,8 @@ def placed(trainer, canonical):
 
 
 @pytest.mark.parametrize(
-    "name", ["circular", "zb_v", pytest.param("lockstep_1f1b", marks=pytest.mark.slow)]
+    "name",
+    ["circular", *[pytest.param(n, marks=pytest.mark.slow) for n in ("zb_v", "lockstep_1f1b")]],
 )
 def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential, name):
     first, last, expected_metrics = sequential

@@ -41,7 +41,8 @@ CASES = {
 }
 
 
-MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n == "lockstep_1f1b" else []) for n in CASES]
+FIRST = ("sequential", "zb_v")
+MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)

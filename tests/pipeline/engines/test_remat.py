@@ -135,8 +135,8 @@ def test_remat_cheap_decides_how_often_a_backward_computes_activation_functions(
     ("schedule", "policy"),
     [
         ("circular", "full"),
-        ("circular", "minimal"),
-        ("lockstep_1f1b", "full"),
+        pytest.param("circular", "minimal", marks=pytest.mark.slow),
+        pytest.param("lockstep_1f1b", "full", marks=pytest.mark.slow),
         ("lockstep_1f1b", "minimal"),
         pytest.param("lockstep_zb", "minimal", marks=pytest.mark.slow),
     ],

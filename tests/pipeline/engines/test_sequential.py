@@ -77,8 +77,11 @@ def test_sequential_equals_a_plain_loop_over_layers():
         {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
         {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
-        {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
-        {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.scan_layers": False},
+        pytest.param({"mesh.ici.data": 4, "pipeline.num_microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.scan_layers": False},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda values: "-".join(
         f"{key.rpartition('.')[2]}={value}" for key, value in values.items()

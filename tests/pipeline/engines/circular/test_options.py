@@ -172,7 +172,11 @@ def test_copies_of_iterations_equal_sequential(gather):
 
 @pytest.mark.parametrize(
     ("policy", "experts"),
-    [("full", {}), ("minimal", {}), ("minimal", {"model.moe.experts": 4, "model.moe.mlp_dim": 8})],
+    [
+        ("full", {}),
+        pytest.param("minimal", {}, marks=pytest.mark.slow),
+        ("minimal", {"model.moe.experts": 4, "model.moe.mlp_dim": 8}),
+    ],
     ids=["full", "minimal", "experts"],
 )
 def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, monkeypatch):

@@ -73,7 +73,7 @@ CASES = {
         },
     ),
 }
-IN_EVERY_RUN = ("1f1b", "v_placement", "interleaved")
+IN_EVERY_RUN = ("1f1b", "v_placement")
 
 
 @pytest.mark.parametrize(
