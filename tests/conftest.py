@@ -21,7 +21,7 @@ else:
     # Level 0 of later ones rounds the same product differently in different programs.
     QUICK_COMPILE += ["--xla_backend_optimization_level=1"]
 
-# XLA ends a process whose devices wait for each other for 40 seconds, as on a busy machine they may.
+# XLA ends a process whose devices wait for each other for 40 seconds; on a busy machine they may.
 PATIENCE = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 
 # Before JAX is imported, and by environment variables, so that processes started by tests do the
