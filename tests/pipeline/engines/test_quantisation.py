@@ -100,7 +100,7 @@ CASES = {
 
 
 # The others differ little from these.
-FIRST = ("lockstep_1f1b", "1f1b")
+FIRST = ("lockstep_1f1b", "circular", "1f1b")
 MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 
 
