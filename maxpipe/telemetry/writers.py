@@ -9,13 +9,20 @@ null.
 import errno
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 from maxpipe.storage.local_files import write_atomically
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
+# What tensorboardX imports where it is installed, for features of which none is used here. PyTorch
+# alone takes seconds.
+NOT_NEEDED = ("torch", "boto3", "comet_ml", "google.cloud.storage")
 
 Value = float | int | None | list[float]  # a list has a number for each layer, or stage
 Row = Mapping[str, Value]
@@ -109,6 +116,19 @@ def _parse(line: bytes) -> tuple[int, float, bool] | None:
     return row["step"], seconds if isinstance(seconds, float) else 0.0, CHANGED in row
 
 
+@contextmanager
+def _not_importable(*names: str) -> Iterator[None]:
+    """Let imports of modules fail as if they were not installed, unless they are loaded."""
+    hidden = [name for name in names if name not in sys.modules]
+    # None is Python's sign for that.
+    sys.modules.update((name, cast(ModuleType, None)) for name in hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 class TensorBoard:
     """Writes scalars as TensorBoard events.
 
@@ -122,9 +142,10 @@ class TensorBoard:
 
     def __init__(self, directory: Path, last_step: int):
         # The import takes a quarter of a second, which only the process that writes should pay.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
+        with _not_importable(*NOT_NEEDED):
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.summary import scalar
 
         self._event = Event
         self._scalar = scalar

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -85,3 +87,20 @@ def test_metrics_file_damaged_lines_are_dropped_and_others_kept(tmp_path, line):
     path.write_bytes(b'{"step":1}\n' + line + b'\n{"step": 3}\n')
     MetricsFile(path, 3).close()
     assert path.read_bytes() == b'{"step":1}\n{"step": 3}\n'
+
+
+def test_tensorboard_loads_no_packages_of_which_it_uses_nothing(tmp_path):
+    """Where PyTorch is installed, its import would be most of the time of a start."""
+    for name in ("torch", "boto3"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('was loaded')\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from pathlib import Path; from maxpipe.telemetry.writers import TensorBoard\n"
+        f"TensorBoard(Path({str(tmp_path / 'events')!r}), last_step=0).close()\n"
+        "assert not {'torch', 'boto3'} & sys.modules.keys()\n"
+        "import torch\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stderr.endswith("AssertionError: was loaded\n"), process.stderr
+    assert process.stderr.count("torch.py") == 1
+    assert list((tmp_path / "events").iterdir())
