@@ -103,6 +103,7 @@ class TestTpu:
         )
         assert_only_this_axis_leaves_the_slice(report, text, axis)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("slices", SLICES)
     def test_sequential_engine_on_several_slices_sends_data_over_dcn(self, tmp_path, slices):
         report, text = report_of(

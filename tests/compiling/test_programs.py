@@ -290,7 +290,10 @@ class TestTpu:
     @pytest.mark.parametrize(
         "mesh",
         [
-            ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2"),
+            pytest.param(
+                ("compile.num_slices=2", "mesh.ici.stage=1", "mesh.dcn.stage=2"),
+                marks=pytest.mark.slow,
+            ),
             # Each stage has two slices of four.
             ("compile.num_slices=4", "mesh.ici.stage=1", "mesh.dcn.stage=2", "mesh.dcn.data=2"),
         ],

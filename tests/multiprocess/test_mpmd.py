@@ -146,7 +146,8 @@ def test_train_sigterm_to_one_process_stops_both_after_same_step(tmp_path):
     assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
 
 
-@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [1, 0])
 def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
     tmp_path, monkeypatch, slow
 ):

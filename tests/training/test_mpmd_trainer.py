@@ -140,7 +140,14 @@ def test_step_donates_parameters_and_makes_no_implicit_transfer(mpmd):
     )
 
 
-@pytest.mark.parametrize("layout", [MPMD, {"pipeline.engine": "sequential"}], ids=["mpmd", "one"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(MPMD, marks=pytest.mark.slow),
+        {"pipeline.engine": "sequential"},
+    ],
+    ids=["mpmd", "one"],
+)
 def test_restart_optimizer_begins_its_state_anew_and_keeps_the_rest(layout):
     trainer, place = make_trainer(**layout, **{"optimizer.name": "muon"})
     fresh = trainer.to_canonical(trainer.init(jax.random.key(7)))

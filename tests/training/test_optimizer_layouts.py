@@ -88,7 +88,13 @@ def _factor_small_matrices():
 training_of = cache(Training)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "adafactor" else [])
+        for name in OPTIMIZERS
+    ],
+)
 def test_losses_and_state_do_not_depend_on_the_layout(name):
     ends = []
     for layout in LAYOUTS:

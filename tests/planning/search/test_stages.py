@@ -72,7 +72,7 @@ def by_table(candidate, config):
         ({"model.tie_embeddings": True}, 0.01),
         ({"pipeline.remat_layers": True}, 0.01),
         ({"pipeline.remat_layers": True, "pipeline.remat_iterations": False}, 0.01),
-        (MIXTURE, 0.01),
+        pytest.param(MIXTURE, 0.01, marks=pytest.mark.slow),
         (FIRST, 0.06),
     ],
 )

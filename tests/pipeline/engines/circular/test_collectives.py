@@ -72,7 +72,7 @@ def _is_weight(shape):
 
 
 SIZES = [
-    (2, 8),
+    pytest.param(2, 8, marks=pytest.mark.slow),
     pytest.param(4, 8, marks=pytest.mark.slow),
     (4, 4),
 ]  # repeats, microbatches; the last with as many microbatches as stages

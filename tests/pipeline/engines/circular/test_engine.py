@@ -99,7 +99,7 @@ def full_product():
     )
 
 
-@pytest.mark.parametrize("case", default_first(PAIRWISE, 3))
+@pytest.mark.parametrize("case", default_first(PAIRWISE, 2))
 def test_circular_equals_sequential(case):
     check(case)
 
@@ -196,13 +196,14 @@ def sequential_like(config):
             },
             72,
         ),
-        (
+        pytest.param(
             {
                 "pipeline.fsdp_gather": "once",
                 "pipeline.layers_per_stage": [1, 3, 1, 2],
                 "model.num_layers": 7,
             },
             10,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=[

@@ -175,7 +175,11 @@ def test_copies_of_iterations_equal_sequential(gather):
     [
         ("full", {}),
         pytest.param("minimal", {}, marks=pytest.mark.slow),
-        ("minimal", {"model.moe.experts": 4, "model.moe.mlp_dim": 8}),
+        pytest.param(
+            "minimal",
+            {"model.moe.experts": 4, "model.moe.mlp_dim": 8},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["full", "minimal", "experts"],
 )

@@ -73,7 +73,7 @@ CASES = {
         },
     ),
 }
-IN_EVERY_RUN = ("1f1b", "v_placement")
+IN_EVERY_RUN = ("1f1b",)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_loss_with_a_microbatch_of_weight_zero_is_divided_by_the_global_weight()
 @pytest.mark.parametrize(
     "rules",
     [
-        [["outer_embed", []]],
+        pytest.param([["outer_embed", []]], marks=pytest.mark.slow),
         [["outer_embed", ["fsdp", "stage"]]],
         [["outer_embed", ["data", "fsdp"]], ["embed", ["data", "fsdp"]]],
         [["embed", ["tensor"]], ["mlp", ["fsdp"]], ["heads", ["data"]], ["kv_heads", []]],

@@ -76,13 +76,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        "padded_rows",
         "once",
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in CASES
-            if case not in ("padded_rows", "once")
-        ),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "once"),
     ],
 )
 def test_gradients_with_layers_outside_the_pipeline_are_exact(case):

@@ -36,8 +36,11 @@ def config_of(**values):
         ),
         {"mesh.ici.fsdp": 2, "pipeline.delay_activation_forwarding": True}
         | {"pipeline.num_microbatches": 6},
-        {"mesh.ici.fsdp": 2, "pipeline.num_layers_per_stage": 2, "pipeline.num_repeats": 2}
-        | {"model.num_layers": 8, "pipeline.scan_layers_per_stage": False},
+        pytest.param(
+            {"mesh.ici.fsdp": 2, "pipeline.num_layers_per_stage": 2, "pipeline.num_repeats": 2}
+            | {"model.num_layers": 8, "pipeline.scan_layers_per_stage": False},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[
         "four_shards",
