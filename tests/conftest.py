@@ -22,11 +22,15 @@ else:
     # Level 0 of later ones rounds the same product differently in different programs.
     QUICK_COMPILE += ["--xla_backend_optimization_level=1"]
 
+# XLA ends a process whose devices wait for each other for 40 seconds, except in an all-reduce; on a
+# busy machine they may.
+PATIENCE = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
+
 # Before JAX is imported, and by environment variables, so that processes started by tests do the
 # same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE))
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE + PATIENCE))
 os.environ.setdefault("NPROC", "64")  # see `maxpipe.simulated_devices`
 # No test may find what an earlier one has compiled.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
