@@ -52,6 +52,7 @@ def run(site, directory, *words):
     )
 
 
+@pytest.mark.slow
 def test_first_command_of_the_readme_trains_from_an_installed_wheel(installed, tmp_path):
     done = run(installed, tmp_path, "train", "configs/base.yml", *SHORT)
     assert done.returncode == 0, done.stderr

@@ -20,8 +20,10 @@ SLOW = {
     "gpipe_dropout",
     "lockstep_1f1b_once",
     "lockstep_1f1b_bfloat16",
+    "lockstep_1f1b_context",
     "lockstep_zb_tensor",
     "interleaved_1f1b_tied",
+    "zb_v_dropout",
 }
 
 

@@ -97,7 +97,8 @@ def memory_of(trainer):
     return Path(own).parent
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
     many = words(
         tmp_path,

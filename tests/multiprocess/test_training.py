@@ -188,6 +188,7 @@ def test_train_error_in_one_process_is_printed_and_ends_all(tmp_path):
     assert "error in process 1: the third batch is bad" in started[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
 def test_train_config_error_in_one_process_ends_all_with_2(tmp_path, monkeypatch, bad):
     monkeypatch.setenv("BAD_PROCESS", str(bad))

@@ -128,6 +128,7 @@ def test_train_sigterm_saves_and_same_command_continues(tmp_path):
     assert sorted(steps_of(tmp_path)) == list(range(1, step + 3))
 
 
+@pytest.mark.slow
 def test_train_ctrl_c_with_worker_processes_saves(tmp_path):
     words = command(tmp_path, ENDLESS, "data.num_workers=1", "checkpoint.every=1000000")
     with TrainingProcess(tmp_path / "log", words) as process:

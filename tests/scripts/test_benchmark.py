@@ -79,6 +79,7 @@ def test_benchmark_ratio_is_the_median_within_rounds():
     assert benchmark.ratio(first, second) == 0.5
 
 
+@pytest.mark.slow
 def test_benchmark_overhead_reports_each_part_relative_to_the_step(monkeypatch):
     monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
     monkeypatch.setattr(benchmark_overhead, "TURNS_PER_ROUND", 2)
@@ -137,6 +138,7 @@ def test_benchmark_gpu_measures_every_kernel_of_gpus():
     }
 
 
+@pytest.mark.slow
 def test_benchmark_torch_llama_starts_at_the_loss_of_uniform_predictions():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     shape = json.dumps(benchmark_gpu.TINY | {"steps": 3, "need_gpu": False})

@@ -18,6 +18,7 @@ def runs(tmp_path_factory):
     return [*words, *LORA], root
 
 
+@pytest.mark.slow
 def test_base_keeps_its_bits_and_has_no_moments(runs):
     _, root = runs
     before, after = saved(root / "base", 1), saved(root / "adapted", 4)
@@ -41,6 +42,7 @@ def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(runs):
     assert_same_run(root / "stopped", root / "adapted", 4)
 
 
+@pytest.mark.slow
 def test_run_with_adapters_is_no_base_of_another(runs):
     words, root = runs
     process = run([*words, "run_name=third", f"init_from=run:{root}/adapted"])

@@ -117,6 +117,7 @@ def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
 class TestTpu:
     pytestmark = tpu_aot
 
+    @pytest.mark.slow
     def test_program_for_a_whole_torus_gathers_weights_in_two_steps(self, tmp_path):
         """In one step libtpu makes each gather a sum, of arrays padded with zeros."""
         words = ("compile.topology=v5p:4x4x4", "mesh.ici.stage=1", "mesh.ici.fsdp=64")

@@ -188,13 +188,14 @@ def sequential_like(config):
         ({}, 24),
         ({}, 10),
         ({"pipeline.delay_activation_forwarding": True}, 8),
-        (
+        pytest.param(
             {
                 "pipeline.fsdp_gather": "per_repeat",
                 "pipeline.parallel_layers": 4,
                 "model.num_layers": 5,
             },
             72,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {

@@ -59,7 +59,8 @@ def test_gradients_with_prefetch_equal_those_without_and_the_reference(values):
         assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_bfloat16_with_prefetch_is_as_near_as_without(tensor):
     """The first gradients of a ring leave in bfloat16, and sums are float32."""
     values = {"model.dtype": "bfloat16", "mesh.ici.fsdp": 2, "mesh.ici.tensor": tensor}
