@@ -19,7 +19,6 @@ from maxpipe.model.program import ModelProgram
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
 torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
-peft = pytest.importorskip("peft", reason="needs the extra `hf-test`")
 record_hf = importlib.import_module("golden.record_hf")  # needs transformers and torch
 
 TOLERANCE = 2e-5  # of the largest logit
@@ -58,6 +57,8 @@ def logits_of(model):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_peft_and_the_merged_model_have_the_logits_of_the_run(name, tmp_path):
+    # Here, since its import takes long and every worker loads this file.
+    peft = pytest.importorskip("peft", reason="needs the extra `hf-test`")
     base, adapter, merged = (tmp_path / part for part in ("base", "adapter", "merged"))
     model = record_hf.model_of(name)
     model.save_pretrained(base)
