@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Look for garbage less often, and not in what was loaded: a tenth of the time of tests."""
+    """Look for garbage less often, and not in what was loaded: about a tenth of tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

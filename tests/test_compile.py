@@ -22,7 +22,7 @@ from maxpipe.training.stored_step import read
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
-# Others are compiled by CI: the README's, and one with windows and all norms.
+# The README's; the others are slow tests.
 DEFAULT_PRESETS = {"llama3-8b"}
 # The slices that the comments of the presets name, by number of chips.
 SLICES = {
