@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
 from maxpipe.planning.search.rows import Proof
 from maxpipe.planning.search.seconds import Seconds
+from maxpipe.supervision.signals import numbers_to_pass_on
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
@@ -67,10 +68,13 @@ def report_of(
         command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
         variables = {**os.environ, **(environment or {})}
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=variables
-            )
-            code = _wait(process, note)
+
+            def start() -> "subprocess.Popen[bytes]":
+                return subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=variables
+                )
+
+            code = _exit_code(start, note)
         if code < 0:
             name = signal.Signals(-code).name
             return f"the compiler was ended by {name}; this machine may have too little memory"
@@ -89,34 +93,63 @@ def written(yaml_text: str) -> Iterator[str]:
         yield str(file)
 
 
+def _exit_code(start: Callable[[], "subprocess.Popen[bytes]"], note: Note) -> int:
+    """Start a process, and return its exit code; it is ended when this one is told to end.
+
+    Raises:
+      KeyboardInterrupt, SystemExit: this process was told to end, which only a main thread hears.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    with _ending(processes) as told:
+        process = start()
+        processes.append(process)
+        try:
+            if told:  # while the process was started
+                process.terminate()
+            code = _wait(process, note)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if told:
+        raise KeyboardInterrupt if told[0] == signal.SIGINT else SystemExit(128 + told[0])
+    return code
+
+
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    """Return the exit code; a process is not left behind when this one is told to end."""
+    """Return the exit code of a process, with a line every now and then until it has one."""
     began, silences = time.perf_counter(), growing_silences()
-    with _ending_with_this(process):
-        while True:
-            try:
-                return process.wait(next(silences))
-            except subprocess.TimeoutExpired:
-                note(f"            for {time.perf_counter() - began:.0f} s")
+    while True:
+        try:
+            return process.wait(next(silences))
+        except subprocess.TimeoutExpired:
+            note(f"            for {time.perf_counter() - began:.0f} s")
 
 
 @contextmanager
-def _ending_with_this(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """End a process with this one; of SIGTERM only the main thread can hear."""
+def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
+    """End processes at the signals that ask this one to end; yields those that came.
+
+    The handler raises nothing: an exception just after `Popen.wait` has taken its lock would leave
+    it locked, and whoever waits for the process next would wait forever.
+    """
+    told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, end) if is_main else None
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, previous)
-        if process.poll() is None:
+        told.append(number)
+        for process in processes:
             process.terminate()
-            process.wait()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    heard = [n for n in numbers_to_pass_on() if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield told
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _read(report: dict[str, object], took: float) -> Proof:

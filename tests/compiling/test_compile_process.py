@@ -33,11 +33,78 @@ def test_the_compiler_ends_when_the_plan_is_told_to_end(tmp_path):
     compiler.write_text(f"#!/bin/sh\necho $$ > {number}\nexec sleep 60\n")
     compiler.chmod(0o755)
     plan = subprocess.Popen([sys.executable, "-c", PROGRAM, str(compiler)])
-    child = started(number)
-    plan.terminate()
-    assert plan.wait(30) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    try:
+        child = started(number)
+        plan.terminate()
+        assert plan.wait(60) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    finally:
+        plan.kill()
+        plan.wait()
+
+
+@pytest.mark.parametrize("moment", ["start", "wait"])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGTERM, SystemExit),
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGHUP, SystemExit),
+    ],
+)
+def test_a_signal_ends_the_compiler_and_interrupts_neither_start_nor_wait(
+    number, error, moment, monkeypatch
+):
+    acts = []
+
+    class Told:
+        def __init__(self, *args, **options):
+            self.act("start")
+
+        def wait(self, seconds):
+            self.act("wait")
+            return -signal.SIGTERM
+
+        def act(self, name):
+            if name == moment:
+                signal.raise_signal(number)
+            acts.append(name)  # not reached when the handler raises
+
+        def terminate(self):
+            acts.append("end")
+
+        def poll(self):
+            return -signal.SIGTERM
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    before = signal.signal(number, lambda *_: pytest.fail("the compiler would be left behind"))
+    own = signal.getsignal(number)
+    try:
+        with pytest.raises(error) as raised:
+            compile_process.report_of([], print)
+        assert acts == ["start", "end", "wait"]
+        assert error is KeyboardInterrupt or raised.value.code == 128 + number
+        assert signal.getsignal(number) is own
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_is_ignored_stays_so_while_the_compiler_runs(monkeypatch):
+    class Asked:
+        def wait(self, seconds):
+            signal.raise_signal(signal.SIGINT)
+            return 2
+
+        def poll(self):
+            return 2
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: Asked())
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert compile_process.report_of([], print) == "no output"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_compiler_that_is_killed_is_no_problem_of_the_configuration(tmp_path, monkeypatch):
