@@ -90,6 +90,7 @@ def test_store_gives_the_weights_of_the_directory_and_reads_each_byte_once(
     assert len(positions) == sum(t.num_bytes for n, t in tensors if any(x in n for x in names))
 
 
+@pytest.mark.slow
 def test_run_from_a_store_is_exported_from_a_store(
     stored, s3, folder, tmp_path, capsys, monkeypatch
 ):

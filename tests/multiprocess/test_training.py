@@ -161,6 +161,7 @@ def test_train_ctrl_c_in_one_process_stops_all(tmp_path):
     assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.grid)])
 def test_train_lost_process_ends_others_and_same_command_continues(tmp_path, victim):
     words = command(tmp_path, *ENDLESS, "checkpoint.every=2")

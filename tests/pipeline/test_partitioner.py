@@ -11,13 +11,15 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yml"))
 WARNING = "full rematerialization"
 OPTIONS = (
-    "pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
     "pipeline.schedule=circular pipeline.fsdp_gather=once mesh.ici.tensor=2",
+    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
+)
+FURTHER_OPTIONS = (
+    "pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
     "pipeline.schedule=circular model.num_layers=6 pipeline.parallel_layers=4",
     "pipeline.schedule=circular mesh.ici.data=2",
     "pipeline.schedule=lockstep_1f1b mesh.ici.tensor=2",
     "pipeline.schedule=circular mesh.ici.context=2",
-    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
     "mesh.ici.stage=1 mesh.ici.tensor=2 mesh.ici.context=2 model.logit_tiles=4",
 )
 
@@ -64,6 +66,11 @@ def test_the_warning_is_known():
     [
         pytest.param(CONFIGS, id="configs", marks=pytest.mark.slow),
         pytest.param([f"configs/base.yml {options}" for options in OPTIONS], id="options"),
+        pytest.param(
+            [f"configs/base.yml {options}" for options in FURTHER_OPTIONS],
+            id="further options",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_array_is_copied_whole(arguments):

@@ -93,6 +93,7 @@ def test_goodput_of_a_short_start_is_not_shown_as_a_share():
     assert goodput_line(row).startswith("time spent: init 20.0 s, compile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.grid)])
 def test_train_killed_and_resumed_sees_every_batch_once(tmp_path, rounds):
     words = ("telemetry.batch_digest=true", "checkpoint.every=3", "data.source=python_stdlib")

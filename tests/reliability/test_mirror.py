@@ -37,6 +37,7 @@ def keys(s3):
     return [item["Key"] for item in s3.list_objects_v2(Bucket="runs").get("Contents", [])]
 
 
+@pytest.mark.slow
 def test_train_after_lost_disk_continues_exactly(tmp_path, bucket, capsys):
     assert main(tmp_path / "whole") == 0
     code, output = run(

@@ -110,12 +110,15 @@ def kill_after(root, command, step, delay):
             ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
             marks=pytest.mark.slow,
         ),
-        [
-            "mesh.ici.fsdp=1",
-            "mesh.ici.tensor=2",
-            "pipeline.layers_per_stage=[1,3]",
-            "pipeline.num_microbatches=4",
-        ],
+        pytest.param(
+            [
+                "mesh.ici.fsdp=1",
+                "mesh.ici.tensor=2",
+                "pipeline.layers_per_stage=[1,3]",
+                "pipeline.num_microbatches=4",
+            ],
+            marks=pytest.mark.slow,
+        ),
         ["pipeline.schedule=circular"],
         ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"],
     ],

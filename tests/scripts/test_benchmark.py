@@ -43,6 +43,7 @@ def test_benchmark_engine_cases_have_the_same_model_and_batch():
     assert len({(str(config.model), str(config.data)) for config in configs}) == 1
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
     command = [

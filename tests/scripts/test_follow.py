@@ -29,7 +29,7 @@ def follow():
     return run
 
 
-@pytest.mark.parametrize("way", ["repeats", "batch"])
+@pytest.mark.parametrize("way", ["repeats", pytest.param("batch", marks=pytest.mark.slow)])
 def test_follow_lists_the_files_of_the_architecture_page(follow, way):
     listed = re.search(rf'```text title="{way}"\n(.*?)\n```', PAGE, flags=re.DOTALL)
     files = follow(way).stdout.split()

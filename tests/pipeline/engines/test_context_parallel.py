@@ -69,7 +69,7 @@ def test_equals_sequential_on_meshes_of_their_own():
     check(config_of("mpmd", **{"mesh.ici.fsdp": 2}))
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "data"])
+@pytest.mark.parametrize("axis", ["fsdp", pytest.param("data", marks=pytest.mark.slow)])
 def test_equals_sequential_with_weights_gathered_once(axis):
     """Microbatches of parts in a program that is manual over the axis."""
     values = {"pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2}

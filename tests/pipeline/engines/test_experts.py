@@ -83,7 +83,7 @@ CASES = {
 
 
 # The others differ from one of the rest in less.
-FURTHER = ("lockstep_zb", "circular_per_iteration", "1f1b")
+FURTHER = ("circular", "lockstep_zb", "circular_per_iteration", "1f1b")
 MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n in FURTHER else []) for n in CASES]
 
 

@@ -60,7 +60,7 @@ CASES = {
 }
 
 # Layers before the pipeline, experts among them, are more than the dense ones alone.
-FURTHER = ("lockstep_1f1b", "lockstep_outside_before", "sequential")
+FURTHER = ("lockstep_1f1b", "lockstep_outside_before", "sequential", "1f1b")
 MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n in FURTHER else []) for n in CASES]
 
 

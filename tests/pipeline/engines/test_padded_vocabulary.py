@@ -66,7 +66,12 @@ def unpadded(tied):
 
 @pytest.mark.parametrize(
     ("engine", "tied"),
-    [("sequential", False), ("scheduled", True), ("circular", False), ("mpmd", True)],
+    [
+        ("sequential", False),
+        ("scheduled", True),
+        pytest.param("circular", False, marks=pytest.mark.slow),
+        pytest.param("mpmd", True, marks=pytest.mark.slow),
+    ],
 )
 def test_padded_model_has_the_losses_and_gradients_of_the_unpadded_one(engine, tied, monkeypatch):
     reference, expected = unpadded(tied)

@@ -134,7 +134,7 @@ def test_remat_cheap_decides_how_often_a_backward_computes_activation_functions(
 @pytest.mark.parametrize(
     ("schedule", "policy"),
     [
-        ("circular", "full"),
+        pytest.param("circular", "full", marks=pytest.mark.slow),
         pytest.param("circular", "minimal", marks=pytest.mark.slow),
         pytest.param("lockstep_1f1b", "full", marks=pytest.mark.slow),
         ("lockstep_1f1b", "minimal"),

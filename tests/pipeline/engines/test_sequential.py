@@ -75,7 +75,10 @@ def test_sequential_equals_a_plain_loop_over_layers():
         {"pipeline.num_microbatches": 4},
         {"pipeline.num_microbatches": 16, "pipeline.remat_policy": "minimal"},
         {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
-        {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
+        pytest.param(
+            {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
+            marks=pytest.mark.slow,
+        ),
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
         pytest.param({"mesh.ici.data": 4, "pipeline.num_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param(

@@ -39,15 +39,21 @@ def of_lines(monkeypatch, **values):
     return tiny(**common | values)
 
 
-@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
-def test_engine_equals_sequential_with_gathers_in_two_steps(values, monkeypatch):
-    config = of_lines(monkeypatch, **values)
+FIRST = ("sequential", "scheduled", "circular_per_repeat", "mpmd")
+MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_engine_equals_sequential_with_gathers_in_two_steps(name, monkeypatch):
+    config = of_lines(monkeypatch, **CASES[name])
     under_test = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
     subject = under_test(config)
     assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-@pytest.mark.parametrize("name", ["scheduled", "scheduled_once"])
+@pytest.mark.parametrize(
+    "name", ["scheduled", pytest.param("scheduled_once", marks=pytest.mark.slow)]
+)
 def test_engine_equals_sequential_with_stages_in_different_slices(name, monkeypatch):
     monkeypatch.setattr(builder, "crossing_axes", lambda mesh: ("stage",))
     common = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.fsdp": 4}

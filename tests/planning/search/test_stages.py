@@ -73,7 +73,7 @@ def by_table(candidate, config):
         ({"pipeline.remat_layers": True}, 0.01),
         ({"pipeline.remat_layers": True, "pipeline.remat_iterations": False}, 0.01),
         pytest.param(MIXTURE, 0.01, marks=pytest.mark.slow),
-        (FIRST, 0.06),
+        pytest.param(FIRST, 0.06, marks=pytest.mark.slow),
     ],
 )
 def test_memory_of_mpmd_is_that_of_the_fullest_stage(keys, tolerance):

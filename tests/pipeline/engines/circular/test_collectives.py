@@ -111,7 +111,10 @@ def test_per_repeat_gathers_at_most_a_quarter_of_per_iterations_bytes():
     assert 0 < per_repeat <= per_iteration / 4
 
 
-@pytest.mark.parametrize(("repeats", "microbatches", "sets"), [(2, 8, 2), (4, 8, 2), (4, 4, 6)])
+@pytest.mark.parametrize(
+    ("repeats", "microbatches", "sets"),
+    [(2, 8, 2), pytest.param(4, 8, 2, marks=pytest.mark.slow), (4, 4, 6)],
+)
 def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, sets):
     """Per repeat takes at most two gathered repeats more than per iteration.
 

@@ -132,6 +132,7 @@ def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential(
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
+@pytest.mark.slow
 def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
     """Its backwards are of both forms, B, and I with W."""
     task = Task(2, 4, 1, "loop", False, 3, Costs(1, 2, 1.4, 0.9, 0.05))
@@ -144,7 +145,9 @@ def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-@pytest.mark.parametrize(("schedule", "repeats"), [("zb_v", 2), ("zb_h2", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "repeats"), [pytest.param("zb_v", 2, marks=pytest.mark.slow), ("zb_h2", 1)]
+)
 def test_mpmd_engine_with_an_order_that_follows_unit_times_equals_sequential(schedule, repeats):
     case = {"schedule": schedule, "repeats": repeats, "tied": True, "remat": "minimal"}
     config = config_of(**case)

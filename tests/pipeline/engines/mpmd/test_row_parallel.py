@@ -66,7 +66,10 @@ def config_of(**values):
             },
             marks=pytest.mark.slow,
         ),
-        {"pipeline.schedule": "zb_h1", "model.dropout": 0.2, "mesh.ici.data": 2},
+        pytest.param(
+            {"pipeline.schedule": "zb_h1", "model.dropout": 0.2, "mesh.ici.data": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["once, uneven v", "once, tensor", "per_iteration, split backward"],
 )

@@ -102,7 +102,7 @@ def test_gradients_of_any_number_of_microbatches_are_exact(S, V, M, delay):
     check(small(**values))
 
 
-@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("delay", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_of_lockstep_1f1b_from_a_file_are_exact(delay, tmp_path):
     table = load_schedule("lockstep_1f1b", 2, 6, 2, forwarding_delay=delay, slack=1)
     path = tmp_path / "schedule.csv"
@@ -142,6 +142,7 @@ def test_gradients_of_a_free_running_table_with_split_backwards_are_exact(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
     """Microbatches out of order, holes, and one backward before the other's forward."""
     path = tmp_path / "schedule.csv"
@@ -157,7 +158,7 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
 @pytest.mark.parametrize(
     "values",
     [
-        {"model.tie_embeddings": True},
+        pytest.param({"model.tie_embeddings": True}, marks=pytest.mark.slow),
         {
             "mesh.ici.fsdp": 1,
             "mesh.ici.data": 2,
@@ -168,11 +169,14 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
             {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
             marks=pytest.mark.slow,
         ),
-        {
-            "pipeline.delay_activation_forwarding": True,
-            "pipeline.remat_policy": "minimal",
-            "mesh.ici.data": 2,
-        },
+        pytest.param(
+            {
+                "pipeline.delay_activation_forwarding": True,
+                "pipeline.remat_policy": "minimal",
+                "mesh.ici.data": 2,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tied", "whole", "once", "delay"],
 )

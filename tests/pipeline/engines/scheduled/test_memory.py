@@ -308,6 +308,7 @@ def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatch
     assert growth <= copied + ROW_NUMBERS + TICKS
 
 
+@pytest.mark.slow
 def test_temp_memory_of_the_circular_engine_grows_by_an_activation_per_microbatch():
     """By an activation for every microbatch and repeat of a stage, at least."""
     growth = temp_bytes("circular", 8 + ADDED) - temp_bytes("circular", 8)

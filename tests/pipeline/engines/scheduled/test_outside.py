@@ -100,9 +100,8 @@ def test_evaluate_with_layers_outside_the_pipeline_is_exact(place, rows):
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rows", [pytest.param(4, marks=pytest.mark.slow), 3, pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 3, 1])
 def test_each_stage_applies_the_layers_to_its_share_of_the_rows(rows):
     """Forward and backward equal those of all rows at once; rows of padding count nowhere."""
     stages, T, D = 4, 2, 3
