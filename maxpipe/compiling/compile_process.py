@@ -8,10 +8,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from maxpipe.compiling import DOES_NOT_FIT, FITS
 from maxpipe.compiling.step import growing_silences
@@ -68,13 +69,7 @@ def report_of(
         command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
         variables = {**os.environ, **(environment or {})}
         with log.open("wb") as output:
-
-            def start() -> "subprocess.Popen[bytes]":
-                return subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=variables
-                )
-
-            code = _exit_code(start, note)
+            code = _exit_code(command, variables, output, note)
         if code < 0:
             name = signal.Signals(-code).name
             return f"the compiler was ended by {name}; this machine may have too little memory"
@@ -93,15 +88,19 @@ def written(yaml_text: str) -> Iterator[str]:
         yield str(file)
 
 
-def _exit_code(start: Callable[[], "subprocess.Popen[bytes]"], note: Note) -> int:
-    """Start a process, and return its exit code; it is ended when this one is told to end.
+def _exit_code(
+    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, note: Note
+) -> int:
+    """Run a command, and return its exit code; it is ended when this process is told to end.
 
     Raises:
       KeyboardInterrupt, SystemExit: this process was told to end, which only a main thread hears.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with _ending(processes) as told:
-        process = start()
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         processes.append(process)
         try:
             if told:  # while the process was started
