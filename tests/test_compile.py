@@ -329,7 +329,7 @@ class TestTpu:
         "words",
         [
             pytest.param(("pipeline.schedule=circular",), marks=pytest.mark.slow),
-            pytest.param(("pipeline.schedule=lockstep_1f1b",), marks=pytest.mark.slow),
+            ("pipeline.schedule=lockstep_1f1b",),
             pytest.param(("mesh.ici.stage=1",), marks=pytest.mark.slow),
         ],
     )

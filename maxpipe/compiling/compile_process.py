@@ -94,7 +94,7 @@ def _exit_code(
     """Run a command, and return its exit code; it is ended when this process is told to end.
 
     Raises:
-      KeyboardInterrupt, SystemExit: this process was told to end, which only a main thread hears.
+      KeyboardInterrupt, SystemExit: this process was told to end, which only the main thread hears.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with _ending(processes) as told:
@@ -127,7 +127,9 @@ def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
 
 @contextmanager
 def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
-    """End processes at the signals that ask this one to end; yields those that came.
+    """End processes at the signals that ask this one to end, at the second by force.
+
+    Yields the signals that came.
 
     The handler raises nothing: an exception just after `Popen.wait` has taken its lock would leave
     it locked, and whoever waits for the process next would wait forever.
@@ -137,17 +139,19 @@ def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int
     def end(number: int, frame: FrameType | None) -> None:
         told.append(number)
         for process in processes:
-            process.terminate()
+            (process.terminate if len(told) == 1 else process.kill)()
 
     if threading.current_thread() is not threading.main_thread():
         yield told
         return
     heard = [n for n in numbers_to_pass_on() if signal.getsignal(n) != signal.SIG_IGN]
+    # Last and first of all Ctrl-C, whose own handler raises.
+    heard.sort(key=lambda number: number == signal.SIGINT)
     previous = {number: signal.signal(number, end) for number in heard}
     try:
         yield told
     finally:
-        for number, handler in previous.items():
+        for number, handler in reversed(previous.items()):
             signal.signal(number, handler)
 
 

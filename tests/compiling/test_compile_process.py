@@ -90,6 +90,30 @@ def test_a_signal_ends_the_compiler_and_interrupts_neither_start_nor_wait(
         signal.signal(number, before)
 
 
+def test_a_second_signal_ends_the_compiler_by_force(monkeypatch):
+    acts = []
+
+    class Stopped:
+        def wait(self, seconds):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            return -signal.SIGKILL
+
+        def terminate(self):
+            acts.append("terminate")
+
+        def kill(self):
+            acts.append("kill")
+
+        def poll(self):
+            return -signal.SIGKILL
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: Stopped())
+    with pytest.raises(SystemExit):
+        compile_process.report_of([], print)
+    assert acts == ["terminate", "kill"]
+
+
 def test_a_signal_that_is_ignored_stays_so_while_the_compiler_runs(monkeypatch):
     class Asked:
         def wait(self, seconds):

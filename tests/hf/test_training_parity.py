@@ -46,8 +46,7 @@ def trainer_of(layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["sequential", "lockstep_1f1b", pytest.param("zb_v", marks=pytest.mark.slow)],
+    "layout", [pytest.param(n, marks=[pytest.mark.slow] if n == "zb_v" else []) for n in LAYOUTS]
 )
 def test_losses_of_20_steps_are_those_of_torch(layout):
     trainer, place, state = trainer_of(layout)

@@ -26,7 +26,6 @@ def _parameters(root: Path, step: int) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name.startswith("params.")}
 
 
-@pytest.mark.slow
 def test_run_starts_from_the_newest_weights_on_another_layout(
     first: tuple[list[str], Path],
 ) -> None:

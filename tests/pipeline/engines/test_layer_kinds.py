@@ -100,7 +100,7 @@ def unrolled():
 
 
 # Windows count tokens, not the places of a split sequence.
-DEFAULT_SPLITS = (("scheduled", "tensor"),)
+DEFAULT_SPLITS = (("scheduled", "tensor"), ("circular", "context"))
 SPLITS = [
     pytest.param(*split, marks=[] if split in DEFAULT_SPLITS else [pytest.mark.slow])
     for split in product(("scheduled", "mpmd", "circular", "sequential"), ("tensor", "context"))

@@ -91,8 +91,8 @@ CASES = {
 
 
 # The others differ little from these.
-FIRST = ("lockstep_1f1b",)
-FURTHER = ("circular", "1f1b", "sequential", "circular_per_repeat", "zb_v", "experts")
+FIRST = ("lockstep_1f1b", "circular")
+FURTHER = ("1f1b", "sequential", "circular_per_repeat", "zb_v", "experts")
 
 
 def _marks(name):

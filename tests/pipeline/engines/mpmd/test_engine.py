@@ -132,7 +132,6 @@ def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential(
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-@pytest.mark.slow
 def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
     """Its backwards are of both forms, B, and I with W."""
     task = Task(2, 4, 1, "loop", False, 3, Costs(1, 2, 1.4, 0.9, 0.05))
