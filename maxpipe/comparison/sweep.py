@@ -27,7 +27,7 @@ from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
 from maxpipe.supervision.ending import die_with_parent
-from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
+from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
@@ -219,11 +219,9 @@ def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    previous = {number: signal.signal(number, hand_on) for number in numbers_to_pass_on()}
     try:
-        yield received
+        with handling(numbers_to_pass_on(), hand_on):
+            yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         if process.poll() is None:  # an error here must not leave it behind
             os.killpg(process.pid, signal.SIGTERM)

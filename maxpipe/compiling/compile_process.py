@@ -21,7 +21,7 @@ from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
 from maxpipe.planning.search.rows import Proof
 from maxpipe.planning.search.seconds import Seconds
-from maxpipe.supervision.signals import numbers_to_pass_on
+from maxpipe.supervision.signals import handling, numbers_to_pass_on
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
@@ -145,14 +145,8 @@ def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int
         yield told
         return
     heard = [n for n in numbers_to_pass_on() if signal.getsignal(n) != signal.SIG_IGN]
-    # Last and first of all Ctrl-C, whose own handler raises.
-    heard.sort(key=lambda number: number == signal.SIGINT)
-    previous = {number: signal.signal(number, end) for number in heard}
-    try:
+    with handling(heard, end):
         yield told
-    finally:
-        for number, handler in reversed(previous.items()):
-            signal.signal(number, handler)
 
 
 def _read(report: dict[str, object], took: float) -> Proof:

@@ -4,7 +4,8 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -20,14 +21,29 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 def numbers_to_pass_on() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop what it has started, for `as_passed_on`.
+    """Return the signals that ask a process to stop what it has started.
 
     SIGHUP, which comes when the terminal is closed, is one unless nohup has it ignored.
     """
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+        numbers.insert(0, signal.SIGHUP)
     return numbers
+
+
+@contextmanager
+def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Answer signals with a handler for as long as the context lasts; only the main thread can.
+
+    The handlers of before come back in reverse order, so that of `numbers_to_pass_on` Ctrl-C, whose
+    own handler raises, is the last that is replaced and the first that is restored.
+    """
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in reversed(previous.items()):
+            signal.signal(number, before)
 
 
 def as_passed_on(number: int) -> int:

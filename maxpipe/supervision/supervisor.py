@@ -57,7 +57,7 @@ from maxpipe.supervision.progress import (
     downtime_variable,
     read_progress,
 )
-from maxpipe.supervision.signals import PREEMPTED, as_passed_on, numbers_to_pass_on
+from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 from maxpipe.supervision.trainer_process import TrainerProcess
 
 _LOOK_SECONDS = 0.1
@@ -446,9 +446,5 @@ def _signals() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(as_passed_on(number))
 
-    previous = {number: signal.signal(number, receive) for number in numbers_to_pass_on()}
-    try:
+    with handling(numbers_to_pass_on(), receive):
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
