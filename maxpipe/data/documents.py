@@ -335,8 +335,8 @@ class EncodedDocuments:
         if ids.max() >= self._vocab_size or ids.min() < 0:
             message = (
                 f"{self._vocab_size} is too small for the data: a document holds token ids "
-                f"{ids.min()} to {ids.max()}; raise it, or check that data.tokenizer made these "
-                "tokens"
+                f"{ids.min()} to {ids.max()}; raise it, check that data.tokenizer made these "
+                "tokens, or leave such documents out"
             )
             raise ConfigError(Problem("model.vocab_size", message))
 

@@ -19,7 +19,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, unknown_tokens
 
 if TYPE_CHECKING:
     import grain
@@ -187,12 +187,16 @@ def source_names(data: DataConfig) -> list[str]:
 def open_tokenizer(config: Config) -> Tokenizer:
     """Return the tokenizer of a run, all of whose ids the model has.
 
+    A model of Hugging Face keeps its vocabulary, and may lack added tokens of its own tokenizer,
+    such as one that stands for an image. Documents with them are refused when they are read.
+
     Raises:
       ConfigError: it is not usable, or model.vocab_size is too small for it.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
-    if tokenizer.vocab_size > config.model.num_token_ids:
+    unknown = unknown_tokens(tokenizer, config.model.num_token_ids)
+    if unknown is None or (unknown and not config.model.from_hf):
         message = (
             f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
             f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
@@ -201,6 +205,26 @@ def open_tokenizer(config: Config) -> Tokenizer:
         key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
         raise ConfigError(Problem(key, message))
     return tokenizer
+
+
+def tokenizer_notes(config: Config) -> list[str]:
+    """Return what is to be said of the tokenizer of a run."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
+    unknown = unknown_tokens(tokenizer, config.model.num_token_ids)
+    if not unknown:
+        return []
+    names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+    return [f"{len(unknown)} of its tokens the model does not have, so no text may hold: {names}"]
+
+
+def token_bytes(config: Config) -> np.ndarray | None:
+    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
+    counts = getattr(tokenizer, "token_bytes", None)
+    if counts is None:
+        return None
+    known = counts[: config.model.vocab_size]
+    return np.pad(known, (0, config.model.vocab_size - len(known)))
 
 
 def global_batch_size(config: Config, split: Split) -> int:

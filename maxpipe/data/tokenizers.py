@@ -162,6 +162,18 @@ def _local_path(value: str, cache_dir: str) -> str:
     return str(directory / name)
 
 
+def unknown_tokens(tokenizer: Tokenizer, num_ids: int) -> list[str] | None:
+    """Return the added tokens that a model of `num_ids` ids does not have.
+
+    None if it lacks more than added ones, so that texts cannot be read with this tokenizer.
+    """
+    if tokenizer.vocab_size <= num_ids:
+        return []
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.needed_vocab_size <= num_ids:
+        return tokenizer.tokens_from(num_ids)
+    return None
+
+
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
     return next(
@@ -312,13 +324,21 @@ class HuggingFaceTokenizer:
 
     The file does not say which of its tokens begin and end a document. `tokenizer_config.json` next
     to it does (`bos_token`, `eos_token`, `pad_token`, `add_bos_token`); without one, the names in
-    common use are tried.
+    common use are tried, and so they are for an end that it does not mention.
+
+    Lengths that the file may hold for cutting and padding, left by the script that saved it, are
+    not obeyed: a text is all of its tokens and no others.
 
     Args:
       path: a tokenizer.json, or the directory that holds it.
 
     Raises:
       ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
+
+    Attributes:
+      needed_vocab_size: least number of ids of a model that reads texts without added tokens, of
+        which some may be above it.
+      special_tokens: the text of each.
     """
 
     def __init__(self, path: str):
@@ -336,6 +356,8 @@ class HuggingFaceTokenizer:
         # The library raises bare Exception for whatever it cannot parse.
         except Exception as error:
             raise _problem(f"{file} is not a Hugging Face tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values()) + 1
@@ -348,6 +370,9 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[special["eos_token"]]
         self.bos_id = vocabulary.get(special["bos_token"])
         self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
+        own_ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        framing = [self.eos_id, self.pad_id, -1 if self.bos_id is None else self.bos_id]
+        self.needed_vocab_size = max([*own_ids, *framing]) + 1
         content = json.loads(self._tokenizer.to_str())
         self.token_bytes = _token_bytes(content, vocabulary)
         added = content.get("added_tokens") or ()
@@ -373,6 +398,11 @@ class HuggingFaceTokenizer:
     def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`, of which special tokens are a part."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def tokens_from(self, first_id: int) -> list[str]:
+        """Return the tokens whose ids are at least `first_id`, in their order."""
+        tokens = map(self._tokenizer.id_to_token, range(first_id, self.vocab_size))
+        return [token for token in tokens if token is not None]
 
 
 def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
@@ -405,8 +435,8 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
     """Return the tokens that begin and end a document and pad; "" where there is none."""
     if not file.is_file():
         return {
-            "bos_token": next((token for token in COMMON_BOS if token in vocabulary), ""),
-            "eos_token": next((token for token in COMMON_EOS if token in vocabulary), ""),
+            "bos_token": _first_of(COMMON_BOS, vocabulary),
+            "eos_token": _first_of(COMMON_EOS, vocabulary),
             "pad_token": "",
         }
     try:
@@ -414,6 +444,8 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
     except ValueError as error:
         raise _problem(f"{file} is not JSON: {error}") from error
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    if "eos_token" not in config:  # as in that of GPT-2
+        tokens["eos_token"] = _first_of(COMMON_EOS, vocabulary)
     if config.get("add_bos_token") is False:
         tokens["bos_token"] = None
     # Older files wrap a token in an object.
@@ -422,6 +454,10 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
         for kind, token in tokens.items()
     }
     return {kind: name or "" for kind, name in names.items()}
+
+
+def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:
+    return next((token for token in tokens if token in vocabulary), "")
 
 
 def _problem(message: str) -> ConfigError:

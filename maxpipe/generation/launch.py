@@ -41,7 +41,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         if flags.chat:
             prompt = model.read_conversation([*system, _said("user", flags.prompt or "")])
         else:
-            prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
+            prompt = read_prompt(flags.prompt, tokenizer, model.config)
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(not_read(store, steps, error), file=sys.stderr)

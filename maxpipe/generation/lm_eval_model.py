@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from maxpipe.generation.decoding import Decoder, Sampling
 from maxpipe.generation.model import Model, load_model
+from maxpipe.generation.text import check_known
 from maxpipe.model.parameters import Params
 
 _DEFAULT_TOKENS = 256  # of an answer, as lm-eval's own models have it
@@ -72,6 +73,7 @@ class ModelOfRun(TemplateLM):
         """Return the tokens of a text, after the begin of document unless that is not wanted."""
         tokenizer = self.model.tokenizer
         ids: list[int] = tokenizer.encode(string).tolist()
+        check_known(ids, tokenizer, self.model.config.model.num_token_ids, "text")
         bos = tokenizer.bos_id
         if add_special_tokens is False or bos is None or ids[:1] == [bos]:
             return ids

@@ -23,6 +23,7 @@ from maxpipe.generation.chat import before, end_of_turn, find_chat_template, rea
 from maxpipe.generation.decoding import Decoder, Sampling, generate, load_parameters
 from maxpipe.generation.text import (
     TextStream,
+    check_known,
     check_tokens,
     find_tokenizer,
     imported_ends,
@@ -154,7 +155,7 @@ class Model:
         _check_numbers(max_tokens, temperature, top_k, top_p, seed)
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
-            ids = read_prompt(prompt, self.tokenizer, self.config.data.sequence_length)
+            ids = read_prompt(prompt, self.tokenizer, self.config)
         stops = [stop] if isinstance(stop, str) else stop
         sampling = Sampling(temperature, top_k, top_p)
         texts = self.stream(
@@ -201,10 +202,13 @@ class Model:
         """Return the token ids after which the answer to a conversation begins.
 
         Raises:
-          ConfigError: the run has no chat template, or it refuses them, or they are too long.
+          ConfigError: the run has no chat template, or it refuses them, or they are too long, or
+            have tokens that the model does not have.
         """
         limit = self.config.data.sequence_length
-        return read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
+        ids = read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
+        check_known(ids, self.tokenizer, self.config.model.num_token_ids, "--chat")
+        return ids
 
     def answer(
         self,

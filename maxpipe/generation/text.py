@@ -12,9 +12,11 @@ from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
     TOKENIZER,
     Tokenizer,
+    decode_all,
     encode_prompt,
     load_tokenizer,
     main_file,
+    unknown_tokens,
 )
 from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
 
@@ -46,7 +48,8 @@ def find_tokenizer(
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
     model_size = config.model.num_token_ids
-    if tokenizer.vocab_size > model_size:
+    unknown = unknown_tokens(tokenizer, model_size)
+    if unknown is None or (unknown and not config.model.from_hf):
         message = (
             f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "
             "it was trained with another"
@@ -92,15 +95,31 @@ def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
         raise ConfigError(Problem("--stop-token", message))
 
 
-def read_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str) -> None:
+    """Raise ConfigError where a text holds tokens that a model of `num_ids` ids does not have.
+
+    Args:
+      ids: of the text.
+      tokenizer: that made them.
+      num_ids: of the model.
+      key: what the error names.
+    """
+    if unknown := [token for token in ids if token >= num_ids]:
+        message = f"the model has no token {decode_all(tokenizer, unknown[:1])}; leave it out"
+        raise ConfigError(Problem(key, message))
+
+
+def read_prompt(prompt: str, tokenizer: Tokenizer, config: Config) -> list[int]:
     """Return the token ids of a prompt, as the tokenizer itself frames it.
 
     Raises:
-      ConfigError: it is empty, or has more than `limit` tokens.
+      ConfigError: it is empty, too long, or has tokens that the model does not have.
     """
     if not len(tokenizer.encode(prompt)):
         raise ConfigError(Problem("--prompt", "is empty; give the text to continue"))
     ids = encode_prompt(tokenizer, prompt)
+    check_known(ids, tokenizer, config.model.num_token_ids, "--prompt")
+    limit = config.data.sequence_length
     if len(ids) > limit:
         message = (
             f"has {len(ids)} tokens, and the model has learned {limit} positions "

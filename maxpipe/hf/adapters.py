@@ -15,7 +15,7 @@ from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config
-from maxpipe.config.sections.lora import LoRAConfig
+from maxpipe.config.sections.lora import ATTENTION_PROJECTIONS, LoRAConfig
 from maxpipe.hf.family import Family
 from maxpipe.hf.safetensors import write_file
 from maxpipe.hf.tensor_table import Path as ParameterPath
@@ -104,6 +104,14 @@ def export_adapter(
         message = "the run has model.lora.rank=0, no adapters; use --hf for all of the model"
         raise ConfigError(Problem(FLAG, message))
     parameters = MergedParameters(reader, model.lora)
+    mlp_only = [name for name in model.dense.adapted if name not in model.adapted]
+    if model.first_dense_layers and mlp_only:
+        message = (
+            f"the first dense layers have adapters of {', '.join(mlp_only)}, which PEFT takes for "
+            "those of experts; use --hf, which merges them, or train with model.lora.targets of "
+            f"attention alone, {', '.join(ATTENTION_PROJECTIONS)}"
+        )
+        raise ConfigError(Problem(FLAG, message))
     rules = [
         rule
         for rule in tensor_rules(family, ModelProgram(model.base))

@@ -58,7 +58,7 @@ def export(
       config: of the run, resolved.
       target: the folder; it appears under this name when it is complete.
       family: from `model_types.choose_family`.
-      dtype: of the tensors.
+      dtype: of the tensors, but that of biases by which experts are selected, which is float32.
       file_bytes: largest size of a file, if no tensor is larger.
       companions: files of the tokenizer that the run was trained with.
       origin: from `maxpipe.hf.origin.origin_of`; its other files are kept.
@@ -77,14 +77,13 @@ def export(
         raise ConfigError(Problem("--hf", f"{target} exists; name a new directory"))
     program = ModelProgram(config.model.base)
     rules = tensor_rules(family, program)
-    kind = jnp.dtype(dtype)
-    files = plan_files(rules, config.model.stacked_layers, kind.itemsize, file_bytes)
+    files = plan_files(rules, config.model.stacked_layers, jnp.dtype(dtype), file_bytes)
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
         parameters = MergedParameters(reader, config.model.lora)
-        write_weights(unfinished, files, rules, kind, lambda rule: parameters.read(rule.path))
-        write_index(unfinished, files, kind.itemsize)
+        write_weights(unfinished, files, rules, lambda rule: parameters.read(rule.path))
+        write_index(unfinished, files)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
         if copy_companions(unfinished, companions, origin):
@@ -99,7 +98,7 @@ def export(
             steps=reader.steps,
             model_type=family.model_type,
             dtype=dtype,
-            size=sum(math.prod(shape) for file in files for shape in file.shapes.values()),
+            size=sum(math.prod(e.shape) for file in files for e in file.entries.values()),
             version=version,
             has_tokenizer=any(unfinished.glob("tokenizer*")),
         )

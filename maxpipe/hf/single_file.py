@@ -16,6 +16,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.hf.adapters import MergedParameters, is_of_adapter
 from maxpipe.hf.safetensors import header
+from maxpipe.hf.tensors import is_selection_bias, spec_leaves
+from maxpipe.model.program import ModelProgram
 from maxpipe.storage.local_files import write_atomically
 
 FLAG = "--safetensors"
@@ -31,7 +33,7 @@ def export_file(reader: ParameterReader, config: Config, target: Path, dtype: st
       reader: of one or several steps.
       config: of the run, resolved.
       target: the file; it appears under this name when it is complete.
-      dtype: of the tensors.
+      dtype: of the tensors, but that of biases by which experts are selected, which is float32.
 
     Returns:
       The number of tensors.
@@ -49,7 +51,10 @@ def export_file(reader: ParameterReader, config: Config, target: Path, dtype: st
         for name, leaf in reader.leaves.items()
         if not is_of_adapter(name)
     }
-    entries = [(name, kind, leaf.shape) for name, leaf in leaves.items()]
+    specs = spec_leaves(ModelProgram(config.model.base).specs)
+    own = {".".join(path): spec.dtype for path, spec in specs if is_selection_bias(spec)}
+    dtypes = {name: own.get(name, kind) for name in leaves}
+    entries = [(name, dtypes[name], leaf.shape) for name, leaf in leaves.items()]
     model = {"step": reader.steps[-1], "model": asdict(config.model.base)}
     if len(reader.steps) > 1:
         model["mean_of_steps"] = reader.steps
@@ -58,7 +63,7 @@ def export_file(reader: ParameterReader, config: Config, target: Path, dtype: st
     def pieces() -> Iterator[bytes]:
         yield header(entries, {"maxpipe": json.dumps(model)})[0]
         for name in leaves:
-            yield parameters.read(tuple(name.split("."))).astype(kind).tobytes()
+            yield parameters.read(tuple(name.split("."))).astype(dtypes[name]).tobytes()
 
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, pieces())

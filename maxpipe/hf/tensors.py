@@ -34,6 +34,7 @@ class Rule:
         next; (0, 1) if it has all of them.
       experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
       first_layer: index in the file of the first layer of a parameter of layers.
+      dtype: of the tensor, whatever that of others is; None if it is theirs.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Rule:
     columns: tuple[int, int] = (0, 1)
     experts: int = 0
     first_layer: int = 0
+    dtype: np.dtype | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -129,7 +131,7 @@ class Rule:
 
 def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
     """Return a rule for each parameter of a model, those of layers for any layer."""
-    specs = dict(_leaves(program.specs))
+    specs = dict(spec_leaves(program.specs))
     rules = {path: _rule(path, spec, program, family) for path, spec in specs.items()}
     if family.fuses_projections:
         for name, paths in FUSED.items():
@@ -173,7 +175,13 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
         columns=(turns.index(path), len(turns)),
         experts=experts,
         first_layer=program.config.first_dense_layers if is_layer else 0,
+        dtype=spec.dtype if is_selection_bias(spec) else None,
     )
+
+
+def is_selection_bias(spec: ParamSpec) -> bool:
+    """Return whether a parameter selects experts, by steps that bfloat16 does not resolve."""
+    return "expert_bias" in spec.axes
 
 
 def _fused(rule: Rule, name: str, first: int, total: int) -> Rule:
@@ -203,7 +211,8 @@ def _dimensions(pattern: str) -> Iterator[tuple[str, ...]]:
             yield (word,)
 
 
-def _leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:
+def spec_leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:
+    """Yield the path and spec of each parameter."""
     flat = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda s: isinstance(s, ParamSpec))
     for path, spec in flat:
         yield tuple(str(key.key) for key in path), spec

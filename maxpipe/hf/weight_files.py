@@ -5,34 +5,59 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.hf.safetensors import INDEX, write_file
-from maxpipe.hf.tensors import Rule, tensor_names
+from maxpipe.hf.tensors import Rule
+
+
+class Entry(NamedTuple):
+    """Dtype and shape of a tensor in a file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """One of the files of an export: its name, and the tensors in it with their shapes."""
+    """One of the files of an export: its name, and the tensors in it by name."""
 
     name: str
-    shapes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, Entry]
 
 
 def plan_files(
-    rules: Sequence[Rule], num_layers: int, itemsize: int, file_bytes: int
+    rules: Sequence[Rule], num_layers: int, dtype: np.dtype, file_bytes: int
 ) -> list[TensorFile]:
-    """Distribute tensors over files of at most `file_bytes`, layers one after another."""
-    shapes = tensor_names(rules, num_layers)
-    files: list[dict[str, tuple[int, ...]]] = [{}]
+    """Distribute tensors over files of at most `file_bytes`, layers one after another.
+
+    Args:
+      rules: of all parameters.
+      num_layers: of a stack.
+      dtype: of the tensors whose rules name no other.
+      file_bytes: largest size of a file, if no tensor is larger.
+    """
+    entries = {
+        name: Entry(rule.dtype or dtype, rule.tensor_shape)
+        for rule in rules
+        for layer in range(num_layers if rule.is_layer else 1)
+        for name, _ in rule.tensors(layer)
+    }
+    files: list[dict[str, Entry]] = [{}]
     size = 0
-    for name in sorted(shapes, key=_model_order):
-        own = math.prod(shapes[name]) * itemsize
+    for name in sorted(entries, key=_model_order):
+        own = entries[name].num_bytes
         if files[-1] and size + own > file_bytes:
             files.append({})
             size = 0
-        files[-1][name] = shapes[name]
+        files[-1][name] = entries[name]
         size += own
     if len(files) == 1:
         return [TensorFile("model.safetensors", files[0])]
@@ -55,7 +80,6 @@ def write_weights(
     target: Path,
     files: Sequence[TensorFile],
     rules: Sequence[Rule],
-    dtype: np.dtype,
     read: Callable[[Rule], np.ndarray],
 ) -> None:
     """Write the tensors of all files, one parameter in memory at a time.
@@ -64,41 +88,40 @@ def write_weights(
       target: a directory.
       files: from `plan_files`.
       rules: of all parameters.
-      dtype: of the tensors.
       read: returns a parameter, [num_layers, ...] if it is of layers.
     """
-    data = {file.name: _create(target, file, dtype) for file in files}
-    places = {n: place for f in files for n, place in _places(data[f.name], f, dtype)}
+    data = {file.name: _create(target, file) for file in files}
+    places = {n: place for file in files for n, place in _places(data[file.name], file)}
     for rule in rules:
         leaf = read(rule)
         for layer in range(len(leaf) if rule.is_layer else 1):
             parameter = leaf[layer] if rule.is_layer else leaf
             for name, index in rule.tensors(layer):
                 part = rule.own_part(places[name])
-                part[...] = rule.to_tensor(parameter[index]).astype(dtype)
+                part[...] = rule.to_tensor(parameter[index]).astype(part.dtype)
     for mapped in data.values():
         mapped.flush()
 
 
-def _create(target: Path, file: TensorFile, dtype: np.dtype) -> np.memmap:
-    entries = [(name, dtype, shape) for name, shape in file.shapes.items()]
+def _create(target: Path, file: TensorFile) -> np.memmap:
+    entries = [(name, entry.dtype, entry.shape) for name, entry in file.entries.items()]
     return write_file(target / file.name, entries)
 
 
-def _places(data: np.memmap, file: TensorFile, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+def _places(data: np.memmap, file: TensorFile) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the place of each tensor within the mapped bytes of its file."""
     end = 0
-    for name, shape in file.shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        yield name, data[begin:end].view(dtype).reshape(shape)
+    for name, entry in file.entries.items():
+        begin, end = end, end + entry.num_bytes
+        yield name, data[begin:end].view(entry.dtype).reshape(entry.shape)
 
 
-def write_index(target: Path, files: Sequence[TensorFile], itemsize: int) -> None:
+def write_index(target: Path, files: Sequence[TensorFile]) -> None:
     """Write which tensor is in which file, if there are several."""
     if len(files) == 1:
         return
-    total = sum(math.prod(shape) for file in files for shape in file.shapes.values()) * itemsize
-    weight_map = {name: file.name for file in files for name in file.shapes}
+    total = sum(entry.num_bytes for file in files for entry in file.entries.values())
+    weight_map = {name: file.name for file in files for name in file.entries}
     write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

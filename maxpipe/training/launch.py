@@ -29,8 +29,14 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit
 from maxpipe.data.fingerprint import fingerprint_data
-from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sources
-from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.data.loader import (
+    Loader,
+    make_loader,
+    moved_state,
+    open_eval_sources,
+    token_bytes,
+    tokenizer_notes,
+)
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import (
@@ -394,15 +400,6 @@ def _initial_state(
         return trainer.replace_parameters(state, read)
 
 
-def token_bytes(config: Config) -> np.ndarray | None:
-    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
-    counts = getattr(tokenizer, "token_bytes", None)
-    if counts is None:
-        return None
-    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
-
-
 def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
 
@@ -466,7 +463,9 @@ def _continue_loader(
 
 
 def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
-    """Say what the data's reader has to say about it."""
+    """Say what the readers of data and tokenizer have to say about them."""
+    for note in tokenizer_notes(config):
+        log(f"data.tokenizer: {note}")
     for note in loader.notes:
         log(f"data.path: {note}{_held_out(config, eval_loader)}")
 

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.hf_folder import write_byte_pairs
+from tokenizers import Tokenizer
 
 from maxpipe.config import Config, replace
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.loader import (
+    Loader,
+    make_loader,
+    moved_state,
+    open_tokenizer,
+    token_bytes,
+    tokenizer_notes,
+)
 
 Equal = Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], None]
 Make = Callable[..., Config]
@@ -260,3 +269,22 @@ def test_import_of_loader_does_not_import_grain() -> None:
     heavy = "{'grain', 'jax', 'tokenizers'}"
     program = f"import sys, maxpipe.data.loader; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -> None:
+    stored = Tokenizer.from_file(str(write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)))
+    num_own = stored.get_vocab_size()
+    stored.add_special_tokens(["<image>"])
+    stored.save(str(tmp_path / "tokenizer.json"))
+    keys = {"model.vocab_size": num_own, "data.tokenizer": str(tmp_path)}
+    config = replace(Config(), **keys, **{"model.from_hf": str(tmp_path)})
+    assert open_tokenizer(config).vocab_size == num_own + 1
+    assert tokenizer_notes(config) == [
+        "1 of its tokens the model does not have, so no text may hold: <image>"
+    ]
+    counts = token_bytes(config)
+    assert counts is not None
+    assert counts.shape == (num_own,)
+    with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {num_own + 1}"):
+        open_tokenizer(replace(Config(), **keys))
+    assert tokenizer_notes(Config()) == []

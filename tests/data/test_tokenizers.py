@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.tokenizers import encode_prompt, load_tokenizer, tokenizer_files
+from maxpipe.data.tokenizers import (
+    encode_prompt,
+    load_tokenizer,
+    tokenizer_files,
+    unknown_tokens,
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
@@ -78,6 +83,53 @@ def test_hugging_face_tokenizer_config_names_special_tokens(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == expected
+
+
+def test_end_of_document_that_the_config_does_not_mention_has_a_common_name(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "<|endoftext|>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, 1, 1)
+
+
+def test_end_of_document_that_the_config_denies_is_missing(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "<|endoftext|>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    with pytest.raises(ConfigError, match="has no end-of-document token"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path, is_cut: bool) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    ids = load_tokenizer(str(path)).encode(TEXT).tolist()
+    stored = Tokenizer.from_file(str(path))
+    if is_cut:
+        stored.enable_truncation(3)
+    else:
+        stored.enable_padding(length=len(ids) + 9)
+    saved = tmp_path / "saved.json"
+    stored.save(str(saved))
+    assert Tokenizer.from_file(str(saved)).encode(TEXT, add_special_tokens=False).ids != ids
+    tokenizer = load_tokenizer(str(saved))
+    assert tokenizer.encode(TEXT).tolist() == ids
+    assert tokenizer.encode_with_offsets(TEXT)[0].tolist() == ids
+    assert encode_prompt(tokenizer, TEXT) == [tokenizer.bos_id, *ids]
+
+
+def test_unknown_tokens_are_added_ones_above_the_model(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    stored = Tokenizer.from_file(str(path))
+    num_own = stored.get_vocab_size()
+    stored.add_special_tokens(["<image>", "<audio>"])
+    stored.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.vocab_size == num_own + 2
+    assert unknown_tokens(tokenizer, num_own + 2) == []
+    assert unknown_tokens(tokenizer, num_own + 1) == ["<audio>"]
+    assert unknown_tokens(tokenizer, num_own) == ["<image>", "<audio>"]
+    assert unknown_tokens(tokenizer, num_own - 1) is None
+    assert unknown_tokens(load_tokenizer("byte"), 258) is None
 
 
 def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.generation.text import find_tokenizer
+from maxpipe.generation.text import find_tokenizer, read_prompt
 from maxpipe.storage.object_store import open_store
 from maxpipe.training.run_directory import RunDirectory
 
@@ -87,3 +87,19 @@ def test_mirrored_run_generates_with_its_copy(config, meta, s3, tmp_path):
     shutil.rmtree(tmp_path / "tokenizers")
     again = Mirror(url, open_store(url, "test"))
     assert find_tokenizer(None, config, meta, again).encode("cab").tolist() == [3, 1, 2]
+
+
+def test_prompt_with_a_token_that_an_imported_model_lacks_is_refused(config, tmp_path):
+    path = tmp_path / "tokenizers" / "own.json"
+    stored = tokenizers.Tokenizer.from_file(str(path))
+    stored.add_special_tokens(["<image>"])
+    stored.save(str(path))
+    store = StepsDirectory(tmp_path / "runs" / "base" / "checkpoints")
+    small = replace(config, **{"model.vocab_size": 4, "model.unpadded_vocab_size": 4})
+    with pytest.raises(ConfigError, match=r"own\.json has 5 ids, the model 4"):
+        find_tokenizer(None, small, {}, store)
+    imported = replace(small, **{"model.from_hf": str(tmp_path)})
+    tokenizer = find_tokenizer(None, imported, {}, store)
+    assert read_prompt("ab", tokenizer, imported) == [1, 2]
+    with pytest.raises(ConfigError, match="--prompt: the model has no token <image>; leave it out"):
+        read_prompt("a<image>b", tokenizer, imported)

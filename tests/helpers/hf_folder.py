@@ -14,7 +14,7 @@ from helpers.hf_models import recorded, weights
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, load, replace, resolve
 from maxpipe.config.from_hf import read_shape
-from maxpipe.hf.families.deepseek import DeepseekV3
+from maxpipe.hf.families.deepseek import DeepseekV3, Glm4Moe
 from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.llama import Qwen2, Qwen3
@@ -28,6 +28,7 @@ SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
 FAMILIES = {
     "deepseek_v3": DeepseekV3,
     "gemma3": Gemma3,
+    "glm4_moe": Glm4Moe,
     "mixtral": Mixtral,
     "phi3": Phi3,
     "qwen2": Qwen2,

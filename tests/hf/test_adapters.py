@@ -73,6 +73,7 @@ def test_file_of_own_names_has_the_merged_model_without_adapters(folder, tmp_pat
     [
         ("qwen3", {}, "the run has model.lora.rank=0, no adapters"),
         ("phi3", LORA, "phi3 has projections in one tensor"),
+        ("glm4_moe", LORA, "the first dense layers have adapters of gate, up, down, which PEFT"),
     ],
 )
 def test_adapter_that_peft_cannot_load_is_refused(name, values, message, tmp_path, capsys):

@@ -8,8 +8,8 @@ from helpers.hf_folder import save_run, write_folder
 from helpers.training_process import TrainingProcess
 
 from maxpipe import export
-from maxpipe.hf.safetensors import read_folder
-from maxpipe.storage.model_folders import LocalFolder
+from maxpipe.hf.safetensors import read_folder, read_header
+from maxpipe.storage.model_folders import LocalFile, LocalFolder
 
 # Prints a line when all weights and config.json are written, and goes on no further.
 EXPORT_THAT_STOPS = """
@@ -79,3 +79,16 @@ def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
     assert unfinished.name.startswith(".exported.unfinished-")
     assert export.main(words) == 0
     assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()
+
+
+@pytest.mark.parametrize("flag", ["--hf", "--safetensors"])
+def test_bias_that_selects_experts_is_float32_whatever_the_others_are(tmp_path, flag):
+    """Its steps are smaller than those of bfloat16."""
+    run = save_run(write_folder(tmp_path / "model", "deepseek_v3"))
+    target = tmp_path / ("model.safetensors" if flag == "--safetensors" else "exported")
+    assert export.main([run, flag, str(target), "--dtype", "bfloat16"]) == 0
+    file = target if target.is_file() else target / "model.safetensors"
+    tensors = read_header(LocalFile(file))
+    biases = {name for name in tensors if name.endswith(("correction_bias", "moe.bias"))}
+    assert biases
+    assert {name for name, tensor in tensors.items() if tensor.dtype == "F32"} == biases
