@@ -89,7 +89,7 @@ class LlamaBlock(nnx.Module):
             normed = x_BTD if self.placement == "post" else self.mlp_norm(x_BTD)
             auxiliary: AuxiliaryLosses = {}
             if self.has_experts:
-                y, auxiliary = self.moe(normed)
+                y, auxiliary = self.moe(normed, side.segment_ids > 0)
             else:
                 y = self.mlp(normed, drop)
             if self.placement != "pre":

@@ -20,7 +20,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import LayoutFn, layout_for, within_capacity
 from maxpipe.model.experts.dispatch import Layout, Places, add_bias, add_up, arrange, by_row, spread
-from maxpipe.model.experts.router import losses, route
+from maxpipe.model.experts.router import assignments, losses, route
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
 
@@ -139,11 +139,17 @@ class MixtureOfExperts(nnx.Module):
         if self.has_shared:
             self.shared = GatedMLP(replace(config.base, mlp_dim=moe.shared_experts * F))
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x_BTD: jax.Array, is_token: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
 
         The losses are those of `router.losses`; next to them are `EXPERT_LOAD`, float32 [E], and
-        with a capacity `EXPERT_DROPS`.
+        with a capacity `EXPERT_DROPS`. None of them counts padding.
+
+        Args:
+          x_BTD: tokens.
+          is_token: bool [B, T], False for padding.
         """
         # 1. Choose, in float32. A product of so few columns costs little in full precision.
         logits = jnp.matmul(
@@ -165,8 +171,10 @@ class MixtureOfExperts(nnx.Module):
             y = checkpoint_name(y, "mlp_down")
         if self.has_shared:
             y = y + self.shared(x_BTD)
-        chosen = jax.nn.one_hot(experts, self.config.experts, dtype=jnp.float32)  # [B, T, k, E]
-        counts = {EXPERT_LOAD: jnp.sum(chosen, axis=(0, 1, 2))}
+        load = assignments(experts, is_token, self.config.experts)  # [B, E]
+        counts = {EXPERT_LOAD: jnp.sum(load, axis=0)}
         if self.config.capacity_factor:
-            counts[EXPERT_DROPS] = jnp.sum(kept != experts, dtype=jnp.float32)
-        return y, losses(logits, choice._replace(experts=experts), self.config) | counts
+            dropped = (kept != experts) & is_token[..., None]
+            counts[EXPERT_DROPS] = jnp.sum(dropped, dtype=jnp.float32)
+        choice = choice._replace(experts=experts)
+        return y, losses(logits, choice, is_token, self.config) | counts

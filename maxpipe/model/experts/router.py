@@ -81,11 +81,13 @@ def sigmoid(logits: jax.Array, config: MoEConfig, bias: jax.Array | None = None)
     return Choice(experts, weights, scores / jnp.sum(scores, axis=-1, keepdims=True))
 
 
-def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, jax.Array]:
+def losses(
+    logits: jax.Array, choice: Choice, is_token: jax.Array, config: MoEConfig
+) -> dict[str, jax.Array]:
     """Return the configured losses of a layer, each a sum over sequences, with its weight.
 
-    Both are functions of one sequence, a row of the batch with all its tokens, so they do not
-    depend on how a batch is cut:
+    Both are functions of one sequence, a row of the batch with all its tokens but padding, so they
+    do not depend on how a batch is cut:
 
     balance_loss: with f_e the share of the sequence's assignments that expert e has, times E, and
     P_e the mean of its probability, the sum of f_e P_e; 1 where both are even. The gradient is that
@@ -99,21 +101,39 @@ def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, ja
     Args:
       logits: float32 [B, T, E].
       choice: of `route`.
+      is_token: bool [B, T], False for padding.
       config: `model.moe.*`.
     """
-    parts, (_, length, num_experts) = sequence_parts(), logits.shape
+    if not (config.balance_loss or config.z_loss):
+        return {}
+    parts, num_experts = sequence_parts(), logits.shape[-1]
+    counted = is_token.astype(jnp.float32)  # [B, T]
+    # A row of padding alone has no loss.
+    tokens = jnp.maximum(sum_over_sequence(jnp.sum(counted, axis=1)), 1)  # [B]
     values = {}
     if config.balance_loss:
-        chosen = jax.nn.one_hot(choice.experts, num_experts, dtype=jnp.float32)  # [B, T, k, E]
-        counts = sum_over_sequence(jax.lax.stop_gradient(jnp.sum(chosen, axis=(1, 2))))  # [B, E]
-        totals = sum_over_sequence(jnp.sum(choice.probabilities, axis=1))  # [B, E]
-        tokens = length * parts
-        load = counts * (num_experts / (config.per_token * tokens))
-        values[BALANCE_LOSS] = config.balance_loss * jnp.sum(load * totals) / (tokens * parts)
+        load = sum_over_sequence(assignments(choice.experts, is_token, num_experts))  # [B, E]
+        load = load * (num_experts / config.per_token) / tokens[:, None]
+        totals = sum_over_sequence(jnp.einsum("bte,bt->be", choice.probabilities, counted))
+        of_rows = jnp.sum(load * totals, axis=1) / tokens  # [B]
+        values[BALANCE_LOSS] = config.balance_loss * jnp.sum(of_rows) / parts
     if config.z_loss:
         log_z = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
-        values[Z_LOSS] = config.z_loss * jnp.sum(jnp.square(log_z)) / (length * parts)
+        of_rows = jnp.sum(jnp.square(log_z) * counted, axis=1) / tokens
+        values[Z_LOSS] = config.z_loss * jnp.sum(of_rows)
     return values
+
+
+def assignments(experts: jax.Array, is_token: jax.Array, num_experts: int) -> jax.Array:
+    """Return how many of a sequence's tokens have chosen each expert, float32 [B, E].
+
+    Args:
+      experts: int32 [B, T, k].
+      is_token: bool [B, T], False for padding.
+      num_experts: E.
+    """
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)  # [B, T, k, E]
+    return jax.lax.stop_gradient(jnp.sum(chosen * is_token[..., None, None], axis=(1, 2)))
 
 
 def _selection(

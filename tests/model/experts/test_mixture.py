@@ -41,7 +41,11 @@ def layer_of(model, seed=0):
         shape = params[name].shape
         params[name] += 0.5 * jax.random.normal(jax.random.key(i), shape, params[name].dtype)
     x = jax.random.normal(jax.random.key(seed + 1), (ROWS, LENGTH, model.embed_dim))
-    return apply, params, x
+
+    def apply_all(params, x, is_token=None):
+        return apply(params, x, jnp.ones(x.shape[:2], bool) if is_token is None else is_token)
+
+    return apply_all, params, x
 
 
 def reference(model, params, x):
@@ -167,9 +171,37 @@ def test_balance_loss_of_even_tokens_is_its_weight():
     moe = model_of(experts=4, balance_loss=0.125).moe
     # Each pair of experts is chosen equally often, and probabilities are even on average.
     logits = jnp.asarray([[[5.0, 5, 0, 0], [0, 0, 5, 5], [5, 0, 5, 0], [0, 5, 0, 5]]])
-    assert losses(logits, route(logits, moe), moe)["balance_loss"] == pytest.approx(0.125)
+    is_token = jnp.ones((1, 4), bool)
+    even = losses(logits, route(logits, moe), is_token, moe)["balance_loss"]
+    assert even == pytest.approx(0.125)
     one_sided = logits.at[:].set(logits[0, 0])
-    assert losses(one_sided, route(one_sided, moe), moe)["balance_loss"] > 0.24
+    assert losses(one_sided, route(one_sided, moe), is_token, moe)["balance_loss"] > 0.24
+
+
+def test_padding_counts_neither_in_losses_nor_in_loads():
+    """Rows that end in padding have the losses, loads and gradients of those without it."""
+    model = model_of(balance_loss=0.5, z_loss=0.25, capacity_factor=0.5)
+    apply, params, x = layer_of(model)
+    x = x.at[:, 6:].set(0.7)  # padding is one token, over and over
+    is_token = jnp.arange(LENGTH)[None] < jnp.array([6, 4, 0])[:, None]
+
+    def total(params, x, is_token):
+        auxiliary = apply(params, x, is_token)[1]
+        return auxiliary["balance_loss"] + auxiliary["z_loss"], auxiliary
+
+    grads, padded = jax.grad(total, has_aux=True)(params, x, is_token)
+    alone = [
+        jax.grad(total, has_aux=True)(params, x[i : i + 1, :n], None) for i, n in ((0, 6), (1, 4))
+    ]
+    for name in ("balance_loss", "z_loss", EXPERT_LOAD):
+        expected = sum(auxiliary[name] for _, auxiliary in alone)
+        np.testing.assert_allclose(padded[name], expected, rtol=1e-5, err_msg=name)
+    expected = sum(gradient["router"] for gradient, _ in alone)
+    np.testing.assert_allclose(grads["router"], expected, rtol=1e-5, atol=1e-7)
+    assert padded[EXPERT_LOAD].sum() == PER_TOKEN * 10
+    # The capacity is that of the whole length, 2 of 10 tokens.
+    drops = sum(jnp.maximum(auxiliary[EXPERT_LOAD] - 2, 0).sum() for _, auxiliary in alone)
+    assert padded[EXPERT_DROPS] == drops > 0
 
 
 def test_only_losses_with_a_weight_are_computed():

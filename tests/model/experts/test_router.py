@@ -68,6 +68,7 @@ def test_bias_changes_the_choice_and_neither_weights_nor_losses(router):
 
     def loss(bias):
         choice = route(logits, moe, bias)
-        return jnp.sum(choice.weights) + losses(logits, choice, moe)["balance_loss"]
+        is_token = jnp.ones(logits.shape[:-1], bool)
+        return jnp.sum(choice.weights) + losses(logits, choice, is_token, moe)["balance_loss"]
 
     assert not jax.grad(loss)(bias).any()
