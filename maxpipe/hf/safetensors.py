@@ -21,6 +21,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.model_places import ModelFile, ModelFolder
 
 INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"  # of a model in one file
 CACHE_LINE = 64  # bytes
 ALL = slice(None)
 _MAX_HEADER = 100 << 20  # the library's own bound
@@ -208,9 +209,14 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
         raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
-    for file in files:
+    for name, file in zip(names, files, strict=True):
         try:
-            tensors |= read_header(file)
+            stored = read_header(file)
+            # Of a tensor that several files have the index says which counts.
+            own = {n: tensor for n, tensor in stored.items() if weight_map.get(n, name) == name}
+            if both := sorted(own.keys() & tensors.keys()):
+                problems.append(f"{file} has {_some(both)}, and so has {tensors[both[0]].file}")
+            tensors |= own
         except SafetensorsError as error:
             problems += error.problems
     if problems:
@@ -223,6 +229,8 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
 def _weight_files(folder: ModelFolder) -> list[str]:
     """Return the names of the files of a folder without an index."""
     names = folder.names()
+    if WEIGHTS in names:
+        return [WEIGHTS]  # others, as consolidated.safetensors, have the same in another form
     if files := [name for name in names if name.endswith(".safetensors")]:
         return files
     old = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]

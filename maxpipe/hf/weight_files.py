@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.hf.safetensors import INDEX, write_file
+from maxpipe.hf.safetensors import INDEX, WEIGHTS, write_file
 from maxpipe.hf.tensors import Rule
 
 
@@ -60,7 +60,7 @@ def plan_files(
         files[-1][name] = entries[name]
         size += own
     if len(files) == 1:
-        return [TensorFile("model.safetensors", files[0])]
+        return [TensorFile(WEIGHTS, files[0])]
     total = len(files)
     return [
         TensorFile(f"model-{i:05d}-of-{total:05d}.safetensors", tensors)

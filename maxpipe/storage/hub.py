@@ -42,13 +42,16 @@ class HubFolder:
         return self._model
 
     def names(self) -> list[str]:
-        """Return the names of all files; without a network, of those in the cache."""
+        """Return the names of files that are in no folder of the model, where others may have
+        checkpoints of its training; without a network, of those in the cache.
+        """
         try:
-            return sorted(self._library.list_repo_files(self._id, revision=self._revision))
+            names = self._library.list_repo_files(self._id, revision=self._revision)
+            return sorted(name for name in names if "/" not in name)
         except OSError:
             with self._explained():
                 snapshot = self._path(_CONFIG).parent
-            return sorted(file.name for file in snapshot.iterdir())
+            return sorted(file.name for file in snapshot.iterdir() if file.is_file())
 
     def open(self, names: Sequence[str]) -> list[LocalFile]:
         """Return files for reading; raises FileNotFoundError with the names that are not there."""

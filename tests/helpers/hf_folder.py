@@ -90,7 +90,7 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     write_tokenizer(path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    words = [f"model.from_hf={path}", "mesh.ici.fsdp=2", "pipeline.num_repeats=1"]
+    words = [f"model.from_hf={path}", "mesh.ici.stage=1", "mesh.ici.fsdp=4"]
     model = resolve(load("base", words), 4).model
     shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.stacked_layers)
     drawn = weights(shapes, is_gemma=name == "gemma3")

@@ -20,6 +20,7 @@ from maxpipe.generation import model as generation_model
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders
+from maxpipe.storage.hub import HubFolder
 from maxpipe.storage.model_folders import LocalFolder, StoreFile
 
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")
@@ -214,6 +215,12 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
     message = problem_of("model.from_hf=tiny-org/tiny")["model.from_hf"]
     assert message.startswith("needs huggingface_hub, which is not installed: pip install ")
     assert "[hub]" in message
+
+
+def test_weights_in_folders_of_a_model_of_the_hub_are_not_its_own(hub, monkeypatch):
+    listed = ["checkpoint-5/model.safetensors", "original/x.safetensors", "x.safetensors"]
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: listed)
+    assert HubFolder("tiny-org/tiny", "init_from").names() == ["x.safetensors"]
 
 
 def test_extra_of_the_hub_is_declared():

@@ -84,6 +84,28 @@ class TestFolder:
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         assert read_folder(LocalFolder(tmp_path)).keys() == {"a", "b"}
 
+    def test_index_says_which_file_a_tensor_is_read_from(self, tmp_path):
+        first, second = TENSORS["c"], TENSORS["c"] + 1
+        write(tmp_path / "one.safetensors", {"a": first, "b": first})
+        write(tmp_path / "two.safetensors", {"a": second, "c": second})
+        weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        tensors = read_folder(LocalFolder(tmp_path))
+        np.testing.assert_array_equal(tensors["a"].read(), first)
+        np.testing.assert_array_equal(tensors["c"].read(), second)
+
+    def test_model_in_one_file_leaves_out_other_files(self, tmp_path):
+        write(tmp_path / "consolidated.safetensors", {"other": TENSORS["c"]})
+        write(tmp_path / "model.safetensors", {"a": TENSORS["a.weight"]})
+        write(tmp_path / "optimizer.safetensors", {"a": TENSORS["c"]})
+        assert read_folder(LocalFolder(tmp_path)).keys() == {"a"}
+
+    def test_tensor_in_two_files_without_an_index_is_refused(self, tmp_path):
+        for name in ("one", "two"):
+            write(tmp_path / f"{name}.safetensors", {"a": TENSORS["c"], name: TENSORS["c"]})
+        with pytest.raises(SafetensorsError, match=r"two\.safetensors has a, and so has \S*one\."):
+            read_folder(LocalFolder(tmp_path))
+
     def test_index_that_names_what_is_not_there_is_refused(self, tmp_path):
         write(tmp_path / "one.safetensors", {"a": TENSORS["a.weight"]})
         index = tmp_path / INDEX
