@@ -35,5 +35,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 def _end(*_: object) -> NoReturn:
     """End the process; a handler of signals."""
-    os.write(2, b"\nstopped by Ctrl-C\n")
-    os._exit(_INTERRUPTED)
+    try:
+        os.write(2, b"\nstopped by Ctrl-C\n")
+    finally:  # also if Ctrl-C has ended the reader of a pipe
+        os._exit(_INTERRUPTED)

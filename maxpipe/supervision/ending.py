@@ -99,6 +99,16 @@ def run_command(main: Callable[[], int]) -> None:
     raise SystemExit(code)
 
 
+@contextmanager
+def saying_if_possible() -> Iterator[None]:
+    """Let what is done next be done also where the reader of a stream has ended, or it is closed.
+
+    Ctrl-C ends the `tee` of a pipe as well, and a terminal may be gone.
+    """
+    with suppress(OSError, ValueError, AttributeError):  # the last if Python has no such stream
+        yield
+
+
 def leave_behind(thread: threading.Thread) -> None:
     """Let `run_command` end the process while a thread is in a library's code, which Python's exit
     would pull from under it.
@@ -122,7 +132,7 @@ def _finish() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, or None
+        with saying_if_possible():
             stream.flush()
 
 

@@ -22,7 +22,7 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision.ending import FAILED, LOST, announcing, leave
+from maxpipe.supervision.ending import FAILED, LOST, announcing, leave, saying_if_possible
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
@@ -65,7 +65,8 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     except ConfigError as error:
         if processes.count() == 1:
             raise
-        print_problems(error)
+        with saying_if_possible():
+            print_problems(error)
         _end_all(CONFIG_ERROR, error)
     except Exception as error:
         is_one_of_several = processes.count() > 1
@@ -100,10 +101,11 @@ def ending_with_lost_process() -> Iterator[None]:
 
 
 def _print(error: Exception) -> None:
-    if isinstance(error, EXPLAINED):
-        print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
+    with saying_if_possible():
+        if isinstance(error, EXPLAINED):
+            print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
 
 
 def _cause_in_jax(error: BaseException | None) -> BaseException | None:
@@ -144,9 +146,10 @@ def _listen(closed: threading.Event) -> None:
         except jax.errors.JaxRuntimeError:
             continue  # no process has posted a reason
         code, reason = json.loads(posted)
-        print(f"\n{_KINDS.get(code, 'error')} in {reason}", file=sys.stderr, flush=True)
-        if code in (HUNG, LOST):
-            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+        with saying_if_possible():
+            print(f"\n{_KINDS.get(code, 'error')} in {reason}", file=sys.stderr, flush=True)
+            if code in (HUNG, LOST):
+                faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         _leave_together(code)
 
 

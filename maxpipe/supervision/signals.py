@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.supervision.ending import is_one_of_several, leave
+from maxpipe.supervision.ending import is_one_of_several, leave, saying_if_possible
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -177,12 +177,12 @@ class Interruption:
         """Let the loop stop after the current step, and say so."""
         if self._signal != signal.SIGINT:
             self._signal = number
-        again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
-        name = signal.Signals(number).name
-        _print(f"{name}: finishing the step and saving; {again} stops at once")
         self._on_request()
         if self._handler_of_jax is not None:
             self._handler_of_jax(signal.SIGTERM)
+        again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
+        name = signal.Signals(number).name
+        _print(f"{name}: finishing the step and saving; {again} stops at once")
 
 
 def _do_nothing(number: int, frame: object) -> None:
@@ -196,4 +196,5 @@ def _exit_now(number: int, why: str) -> None:
 
 def _print(text: str) -> None:
     """Write to standard error without Python's buffers, whose locks the main thread may hold."""
-    os.write(2, f"\n{text}\n".encode())
+    with saying_if_possible():
+        os.write(2, f"\n{text}\n".encode())

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Self, TextIO
 
-from maxpipe.supervision.ending import leave
+from maxpipe.supervision.ending import leave, saying_if_possible
 
 HUNG = 124
 
@@ -98,10 +98,11 @@ class Watchdog:
     def _expire(self, key: str, allowed: float) -> None:
         stream = self._stream or sys.__stderr__ or sys.stderr
         reason = f"nothing has happened for {allowed:.4g} s since {self._last} ({key})"
-        print(
-            f"\nhung: {reason}; stacks of all threads follow, exit code {HUNG}",
-            file=stream,
-            flush=True,
-        )
-        faulthandler.dump_traceback(stream, all_threads=True)
+        with saying_if_possible():
+            print(
+                f"\nhung: {reason}; stacks of all threads follow, exit code {HUNG}",
+                file=stream,
+                flush=True,
+            )
+            faulthandler.dump_traceback(stream, all_threads=True)
         leave(HUNG, reason)

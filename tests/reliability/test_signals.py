@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +12,17 @@ from maxpipe.supervision import signals
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED, Interruption
 
 ENDLESS = "steps=1000000"
+
+WAITS = """
+import sys, time
+from maxpipe.supervision.signals import Interruption
+
+with Interruption(lambda: print("asked", flush=True)) as interruption:
+    if sys.argv[1] == "begun":
+        interruption.begin()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
 
 
 def wait_until(condition):
@@ -78,6 +91,47 @@ def test_signal_before_first_step_ends_process(number, code, ended):
         os.kill(os.getpid(), number)
         wait_until(lambda: ended)
     assert ended == [code]
+
+
+@pytest.fixture
+def broken():
+    """A file whose writes fail, as those to the pipe of a `tee` that Ctrl-C has ended."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def start(broken, *words):
+    words = [sys.executable, "-c", *words]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=broken, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
+)
+def test_signal_before_first_step_ends_a_process_that_cannot_print(number, code, broken):
+    with start(broken, WAITS, "starts") as process:
+        process.send_signal(number)
+        assert process.wait(10) == code
+
+
+def test_signals_of_a_process_that_cannot_print_are_passed_on_and_end_it(broken):
+    with start(broken, WAITS, "begun") as process:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+            assert process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == INTERRUPTED
+
+
+def test_ctrl_c_during_imports_ends_a_process_that_cannot_print(broken):
+    says = "import time; from maxpipe import ctrl_c; ctrl_c.expect(); print('ready', flush=True)"
+    with start(broken, f"{says}; time.sleep(60)") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == INTERRUPTED
 
 
 def test_signal_handlers_and_threads_are_removed_on_exit():

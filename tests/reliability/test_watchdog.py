@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -64,6 +65,16 @@ def expired(monkeypatch):
     found = []
     monkeypatch.setattr(Watchdog, "_expire", lambda self, *why: found.append(why))
     return found
+
+
+def test_watchdog_of_a_process_that_cannot_print_ends_it():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        words = [sys.executable, "-c", HANGS, "0.3", "0", "0"]
+        assert subprocess.run(words, stderr=write, timeout=60).returncode == HUNG
+    finally:
+        os.close(write)
 
 
 def test_watchdog_slow_start_is_not_a_hang(expired):
