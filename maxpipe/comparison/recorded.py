@@ -109,6 +109,11 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     return [_read(name, root) for name, root in zip(names, roots, strict=True)]
 
 
+def has_runs(directory: Path) -> bool:
+    """Return whether a directory is a run with something to read, or has one below it."""
+    return directory.is_dir() and any(_runs_below(directory, DEPTH))
+
+
 def last_step(file: Path) -> int:
     """Return the last step of a metrics file, 0 if it has none or is not there."""
     step = 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from maxpipe.comparison.recorded import read_runs
+from maxpipe.comparison.recorded import has_runs, read_runs
 from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_words
@@ -91,8 +91,8 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
             failed[member.name] = code
             emit(f"sweep       {member.name} failed: exit code {code}; the others go on")
         emit("")
-    directories = [str(member.directory) for member in members if member.directory.is_dir()]
-    if directories:
+    # One that has failed at its start has no figures.
+    if directories := [str(member.directory) for member in members if has_runs(member.directory)]:
         runs = read_runs(directories)
         emit(comparison_text(runs) if len(runs) > 1 else runs_text(runs))
     done = len(members) - len(failed)

@@ -8,6 +8,7 @@ import errno
 import gzip
 import hashlib
 import os
+import secrets
 import sys
 import tempfile
 import zlib
@@ -34,6 +35,8 @@ _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples 
 def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = True) -> None:
     """Replace the contents of a file; readers find either the old contents or the new.
 
+    Several processes may do so at the same time, also those of containers with equal ids.
+
     Args:
       path: of the file.
       pieces: its new contents.
@@ -42,7 +45,7 @@ def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = Tru
     Raises:
       OSError: the file cannot be written; it holds the old contents.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with scratch.open("wb") as file:
             file.writelines(pieces)

@@ -101,7 +101,8 @@ class Console:
     def print_line(self, text: str) -> None:
         """Print `text` on lines of its own, above the progress bar if there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            with tqdm.external_write_mode(file=self._stream):
+                emit(text, self._stream)
         else:
             emit(text, self._stream)
 

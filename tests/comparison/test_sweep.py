@@ -1,8 +1,10 @@
 """`maxpipe.train --sweep`: which runs it makes, what it refuses, and how it ends."""
 
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.training_process import TINY_MODEL, TrainingProcess, command, inherited, run
@@ -117,6 +119,21 @@ def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
     assert "sweep       2 of 3: base-seed_2 (seed=2)\n" in printed
     assert "base-seed_2 failed: exit code 42; the others go on" in printed
     assert "sweep       2 of 3 runs are done, base-seed_2 failed with exit code 42\n" in printed
+
+
+def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ran, capsys):
+    """As one that does not fit into memory: it has a configuration and no figures."""
+    ran.codes = (0, 1)
+    done, failed = Path("runs", "base-seed_1"), Path("runs", "base-seed_2")
+    done.mkdir(parents=True)
+    failed.mkdir()
+    (done / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "step_seconds": 1.0}\n')
+    for root in (done, failed):
+        (root / "config.yml").write_text("run_name: x\n")
+    assert train.main(["base", "--sweep", "seed=1,2"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^base-seed_1 .*2\.5", printed, re.MULTILINE)
+    assert "sweep       1 of 2 runs are done, base-seed_2 failed with exit code 1\n" in printed
 
 
 @pytest.mark.parametrize("code", [75, 130])

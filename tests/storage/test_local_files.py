@@ -2,16 +2,32 @@
 
 import gzip
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.storage.local_files import READ_LIMIT, sampled_digest, unpacked
+from maxpipe.storage.local_files import READ_LIMIT, sampled_digest, unpacked, write_atomically
 
 zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
 
 CONTENT = b"".join(b"%d of many lines\n" % i for i in range(300_000))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_file_written_by_several_at_once_is_whole(tmp_path, durable):
+    """Processes of several containers may have equal ids, as threads of one process have."""
+    path, texts = tmp_path / "config.yml", [bytes([letter]) * 1000 for letter in b"abcd"]
+
+    def write(text):
+        for _ in range(20):
+            write_atomically(path, [text[:500], text[500:]], durable=durable)
+            assert path.read_bytes() in texts
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write, texts))
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yml"]
 
 
 def compress(ending, content):

@@ -128,6 +128,21 @@ def test_console_terminal_of_unknown_size_draws_bar():
     assert "step 5/5" in text
 
 
+def test_console_goes_on_without_its_terminal(capsys):
+    reader, writer = pty.openpty()
+    stream = os.fdopen(writer, "w")
+    console = run(stream, 2)
+    os.close(reader)  # as when a session is logged out of
+    for step in (3, 4):
+        console.step(Progress(step, 2.5, 3e-4, 0.5))
+        console.print_line("eval loss 2.0")
+    console.close()
+    with contextlib.suppress(OSError):
+        stream.close()
+    warning = "warning: standard output cannot be written: Input/output error; the run continues"
+    assert capsys.readouterr().err.splitlines() == [warning]
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3661, "1:01:01"), (90061, "1d 1:01:01")]
 )
