@@ -74,7 +74,8 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     Of the devices of a pipeline in one program each has a share: of every microbatch's tokens on a
     lockstep engine, else of the microbatches.
     """
-    engine, size, count = sizes.engine, sizes.itemsize, sizes.parameters.head_gathered
+    engine, size = sizes.engine, sizes.itemsize
+    count = sizes.parameters.weights.projection  # the table, where embeddings are tied
     tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
     tiles = along(sizes.block.tiles, "tiles")
     flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards

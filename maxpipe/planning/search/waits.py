@@ -159,7 +159,8 @@ def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     scatter, summed = costs.scatter(float(not sizes.is_written_out)), _summed_bytes(sizes)
     if over_stages and costs.crosses_stages:
         # Lockstep engines look up columns of the embedding where they lie.
-        share = parameters.head_gathered / (moved + at_rest) if sizes.engine.lockstep else 1.0
+        projection = parameters.weights.projection
+        share = projection / (moved + at_rest) if sizes.engine.lockstep else 1.0
         # Rules may leave these whole over stages.
         across = (parameters.embed_of_stage + parameters.head_of_stage - at_rest) * share
         within = sizes.itemsize * costs.gather + summed * scatter

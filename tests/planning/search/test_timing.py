@@ -34,6 +34,7 @@ def test_gradients_of_shared_weights_are_summed_in_every_iteration_by_autodiff(
     assert (sixteen < 1.2 * eight) != grows
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(
     ("engine", "schedule", "mesh", "runs", "products"),
     [
@@ -46,15 +47,20 @@ def test_gradients_of_shared_weights_are_summed_in_every_iteration_by_autodiff(
     ],
 )
 def test_every_tile_of_logits_reads_the_head_and_adds_to_its_gradients(
-    engine, schedule, mesh, runs, products
+    engine, schedule, mesh, runs, products, is_tied
 ):
-    """There are so few tokens that the head's products only wait for its weights."""
-    fixed = {"model.vocab_size": 4096, "model.logit_tiles": 16}
+    """There are so few tokens that the head's products only wait for its weights.
+
+    These are the embedding's where both are tied.
+    """
+    fixed = {"model.vocab_size": 4096, "model.logit_tiles": 16, "model.tie_embeddings": is_tied}
     choices = {"num_microbatches": [8], "remat_policy": ["minimal"]}
     sizes = sizes_of(engine, schedule, mesh=mesh, fixed=fixed, **choices)
     times = step_seconds(sizes, MACHINE).products
     one, four, sixteen = np.broadcast_to(times, (1, 1, 1, times.shape[3], 3))[0, 0, 0, 0]
-    weights = sizes.parameters.head_gathered
+    # As many as the program multiplies each token with, and untied ones come with a norm.
+    norm = 0 if is_tied else sizes.config.model.embed_dim
+    weights = sizes.facts.head_flops / 2 + norm
     read = products * sizes.itemsize * weights / MACHINE.hbm
     added = 8 * weights / MACHINE.stream_rate(4)
     assert sixteen - four == pytest.approx(runs * 12 * (read + added))

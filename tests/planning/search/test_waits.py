@@ -182,10 +182,12 @@ def test_gradients_in_steps_leave_in_the_dtype_of_activations(ring, size):
     assert scatter("true") / scatter("false") == pytest.approx(size / 4.0)
 
 
-def test_stages_in_other_slices_exchange_shards_of_the_head_and_parts_of_activations():
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_in_other_slices_exchange_shards_of_the_head_and_parts_of_activations(is_tied):
     machine = machine_of("v5e:2x2", 2, Config())
     network = machine.chip.dcn_bandwidth
-    mesh, wide = {"stage": 2, "data": 1, "fsdp": 4}, {"model.vocab_size": 4096}
+    mesh = {"stage": 2, "data": 1, "fsdp": 4}
+    wide = {"model.vocab_size": 4096, "model.tie_embeddings": is_tied}
     within = sizes_of("scheduled", "lockstep_1f1b", mesh=mesh, fixed=wide)
     across = Grid((1, 1, 4, 1, 1, 1), (1, 2, 1, 1, 1, 1))
     sizes = BlockSizes(within.block._replace(grid=across), within.facts, None)
