@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.policies import NEWEST, step_to_resume
-from maxpipe.checkpoint.reader import Restored
+from maxpipe.checkpoint.policies import NEWEST
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
@@ -28,11 +27,10 @@ from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit
-from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.loader import (
     Loader,
     make_loader,
-    moved_state,
     open_eval_sources,
     token_bytes,
     tokenizer_notes,
@@ -70,9 +68,7 @@ from maxpipe.training.continuity import (
     VERSIONS,
     check_continuity,
     describe_changes,
-    has_other_optimizer,
     naming_shapes,
-    optional_parts,
     version_changes,
 )
 from maxpipe.training.elastic import fit_hosts
@@ -84,9 +80,9 @@ from maxpipe.training.initial_weights import (
 )
 from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
-from maxpipe.training.run_directory import Meta, RunDirectory
+from maxpipe.training.resuming import continue_loader, live_state, restore, step_to_continue
+from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.start_report import Decisions, report
-from maxpipe.training.state import TrainState
 from maxpipe.training.step_ahead import build_with_step_ahead
 from maxpipe.training.trainer import StateT, Trainer
 
@@ -304,7 +300,7 @@ def start_run(
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
     _log_notes(config, loader, eval_loader)
     fingerprint, versions = fingerprint_data(config), package_versions()
-    resume_step = _step_to_resume(config, checkpointer)
+    resume_step = step_to_continue(config, checkpointer)
     changed: list[Change] = []
     if resume_step is not None:
         # A refusal should not cost the time of a restore; damage is the restore's to judge.
@@ -315,13 +311,13 @@ def start_run(
     weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     if resume_step is None:
-        state, step = _initial_state(config, trainer, weights), 0
+        state, step, skips = _initial_state(config, trainer, weights), 0, 0
     else:
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
             with supervision.time.phase("restore"), naming_shapes(changed, directory):
-                restored = _restore(config, trainer, checkpointer, resume_step, changed)
+                restored = restore(config, trainer, checkpointer, resume_step, changed)
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             _close(loader, eval_loader)
@@ -332,27 +328,27 @@ def start_run(
         changed += version_changes(versions, meta.get(VERSIONS))
         for line in describe_changes(config, changed, meta, step):
             log(line)
-        state = trainer.from_canonical(restored.state)
-        state = trainer.restart_optimizer(state) if has_other_optimizer(changed) else state
-        loader = _continue_loader(loader, config, place, restored.iterator, meta)
+        skips = int(restored.state.skips)
+        state = live_state(trainer, restored.state, changed)
+        loader = continue_loader(loader, config, place, restored.iterator, meta)
     recorder = build_recorder(config, mesh, directory, step)
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(config, step)
         directory.keep_tokenizer(config)
-    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Run(
         config=config,
         trainer=trainer,
         state=state,
         step=step,
+        skips=skips,
         loader=loader,
         place=place,
         place_eval=place_eval,
         checkpointer=checkpointer,
         recorder=recorder,
         profiler=_build_profiler(config, directory, recorder),
-        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
+        meta=_meta(config, versions, fingerprint, loader),
         supervision=supervision,
         eval_loader=eval_loader,
         eval_sources=open_eval_sources(config, place_eval.rows),
@@ -360,28 +356,17 @@ def start_run(
     )
 
 
-def _step_to_resume(config: Config, checkpointer: Checkpointer) -> int | None:
-    """Return `step_to_resume`; replicas in memory count as long as no step is asked for."""
-    resume = config.checkpoint.resume
-    steps = checkpointer.resumable() if resume in NEWEST else checkpointer.steps()
-    return step_to_resume(resume, steps, checkpointer.place)
+def _meta(
+    config: Config, versions: Mapping[str, str], fingerprint: DataFingerprint, loader: Loader
+) -> dict[str, object]:
+    """Return what each checkpoint of this start records about its run."""
+    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
+    return {"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded}
 
 
 def _close(*loaders: Loader | None) -> None:
     for loader in filter(None, loaders):
         loader.close()
-
-
-def _restore(
-    config: Config,
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    step: int,
-    changed: Sequence[Change],
-) -> Restored[TrainState]:
-    """Return the newest sound step, or `step` if the configuration asks for that one."""
-    exact_step = None if config.checkpoint.resume in NEWEST else step
-    return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional_parts(changed))
 
 
 def _initial_state(
@@ -448,18 +433,6 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
     num_chips = mesh.size / devices_per_chip(devices)
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
-
-
-def _continue_loader(
-    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray, meta: Meta
-) -> Loader:
-    """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
-    loader.close()
-    state = position[place.rows]
-    num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
-    if "data" in config.checkpoint.accept_changes and num_before:
-        state = moved_state(state, num_before, loader.num_documents)
-    return make_loader(config, "train", place.rows, state)
 
 
 def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:

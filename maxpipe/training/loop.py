@@ -37,6 +37,7 @@ class Run:
       trainer: computes steps; how the state is laid out is the trainer's own.
       state: the trainer's state after `step` finished steps.
       step: finished steps.
+      skips: how many of the last of them, in a row, were not finite.
       loader: its next batch is batch `step`, counted from 0.
       place, place_eval: put batches on the devices.
       checkpointer, recorder, profiler: where results are written.
@@ -61,6 +62,7 @@ class Run:
     recorder: Recorder
     profiler: Profiler
     meta: dict[str, Any]
+    skips: int = 0
     supervision: Supervision = field(default_factory=Supervision)
     eval_loader: Loader | None = None
     eval_sources: Mapping[str, Loader] = field(default_factory=dict)
@@ -89,11 +91,13 @@ def _train(run: Run) -> int:
     step_log = StepLog(
         run.recorder,
         config.optimizer.max_consecutive_skips,
+        run.skips,
         run.supervision.finished_step,
         run.on_step,
         run.trainer,
     )
     saved_step = run.checkpointer.saved_step  # below `run.step` if that is only in memory
+    is_overdue = False  # a step at which to save was not finite
     is_interrupted = False
     clock.enter("step")
     # An implicit transfer would stall the device queue in every step.
@@ -114,7 +118,7 @@ def _train(run: Run) -> int:
             run.step += 1
             # 2. Log the step before this one, or this one too where it must be finished now.
             step_log.add(run.step, metrics)
-            due = _due(run)
+            due = _due(run, is_overdue)
             if due.any:
                 step_log.finish()
             run.profiler.after(run.step)
@@ -123,17 +127,19 @@ def _train(run: Run) -> int:
             # 3. Evaluate and save.
             if due.evaluate:
                 evaluate(run)
-            if due.save and step_log.last_is_finite:
+            is_overdue = due.save and not step_log.last_is_finite
+            if due.save and not is_overdue:
                 save(run)
                 saved_step = run.step
             elif due.replicate and step_log.last_is_finite:
                 replicate(run)
             step_log.resume()
-        # 4. The last step is still pending: finish it, and save what is not saved yet.
+        # 4. The last step is still pending: finish it, and save what is not saved yet. A step that
+        # was not finite has left the parameters as they were, and is counted in the state.
         step_log.finish()
         if step_log.has_diverged:
             return _too_many_skips(run, step_log, saved_step)
-        if run.step > saved_step and step_log.last_is_finite:
+        if run.step > saved_step:
             if config.checkpoint.every or config.checkpoint.every_minutes:
                 save(run)
             else:
@@ -156,12 +162,17 @@ class _Due:
         return self.evaluate or self.save or self.replicate or self.trace or self.call
 
 
-def _due(run: Run) -> _Due:
-    """Return what has to happen after the step just dispatched."""
+def _due(run: Run, is_overdue: bool) -> _Due:
+    """Return what has to happen after the step just dispatched.
+
+    Args:
+      run: has dispatched it.
+      is_overdue: whether a save waits for the next finite step.
+    """
     every, step = run.config.eval.every, run.step
     return _Due(
         evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
-        save=run.checkpointer.due(step),
+        save=run.checkpointer.due(step) or is_overdue,  # asked after every step
         replicate=run.checkpointer.replica_due(step),
         # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
@@ -173,10 +184,10 @@ def _due(run: Run) -> _Due:
 def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
     """End a run after the last recorded step; a step dispatched after it counts for nothing."""
     run.step = step_log.last_step
-    count = run.config.optimizer.max_consecutive_skips
+    count = step_log.skips
     remedy = ""
     # Not one finite step since the save: the saved state itself may lead here.
-    if saved_step and saved_step == run.step - count:
+    if saved_step and saved_step >= run.step - count:
         remedy = (
             f". They began with what is saved as step {saved_step}; if the next start ends like "
             f"this, go back to an earlier step with checkpoint.resume, or choose another run_name"
@@ -312,6 +323,7 @@ class StepLog:
     Args:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
+      skips: steps in a row, up to the first recorded one, that were not finite.
       progress: called with the number of each finished step.
       on_step: see `Run`.
       trainer: has the clocks of stages.
@@ -319,12 +331,14 @@ class StepLog:
     Attributes:
       last_step: the last recorded step, 0 before the first.
       last_is_finite: whether its loss and gradients were finite.
+      skips: steps in a row, up to now, that were not finite.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         max_consecutive_skips: int,
+        skips: int,
         progress: Callable[[int], None],
         on_step: OnStep | None,
         trainer: Trainer,
@@ -336,14 +350,16 @@ class StepLog:
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
         self._since = time.perf_counter()
-        self._skips_in_row = 0
+        self.skips = skips
         self.last_step = 0
         self.last_is_finite = True
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether as many recorded steps in a row as allowed were not finite."""
-        return bool(self._limit) and self._skips_in_row >= self._limit
+        """Return whether a recorded step was the last of as many not finite ones as allowed."""
+        is_at_limit = bool(self._limit) and self.skips >= self._limit
+        # Without a recorded step the count is an earlier start's, perhaps with a higher limit.
+        return is_at_limit and not self.last_is_finite
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Take a dispatched step's metrics, and wait for the step before it."""
@@ -362,7 +378,7 @@ class StepLog:
         self._progress(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")
-        self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
+        self.skips = 0 if self.last_is_finite else self.skips + 1
         if values["skipped"]:
             why = "a spike" if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"

@@ -42,7 +42,7 @@ def poison(monkeypatch):
     return _poison
 
 
-def test_train_non_finite_step_is_named_and_not_saved(tmp_path, poison, capsys):
+def test_train_non_finite_step_is_named_and_the_next_finite_one_is_saved(tmp_path, poison, capsys):
     poison(3, 4)
     assert run(tmp_path, "steps=8", "optimizer.max_consecutive_skips=3") == 0
     output = capsys.readouterr().out
@@ -68,10 +68,54 @@ def test_train_diverged_exits_with_42_and_keeps_last_good_step(tmp_path, poison,
     assert checkpoints(tmp_path / "base") == [2]
 
 
-def test_train_non_finite_last_steps_are_not_saved(tmp_path, poison):
-    poison(4, 1000)
-    assert run(tmp_path, "steps=5", "optimizer.max_consecutive_skips=3") == 0
-    assert checkpoints(tmp_path / "base") == [2, 4]
+LATE = ("checkpoint.every=100", "steps=8", "optimizer.max_consecutive_skips=3")
+
+
+def end_of(root, step):
+    """Return the saved arrays after a step, without counters that go on in a bad step."""
+    counters = ("step", "skips", "iterator")
+    return {name: array for name, array in saved(root, step).items() if name not in counters}
+
+
+def test_train_non_finite_last_steps_are_saved_as_the_step_before_left_them(tmp_path, poison):
+    poison(6, 7)
+    assert run(tmp_path, *LATE) == 0
+    root = tmp_path / "base"
+    assert checkpoints(root) == [8]
+    assert saved(root, 8)["skips"] == 2
+    assert run(tmp_path / "good", *LATE, "stop_after=6") == 0
+    good = end_of(tmp_path / "good" / "base", 6)
+    bad = end_of(root, 8)
+    assert bad.keys() == good.keys()
+    assert [name for name in good if bad[name].tobytes() != good[name].tobytes()] == []
+    # The run is finished: the same command makes no step again.
+    before = (root / "metrics.jsonl").read_bytes()
+    assert run(tmp_path, *LATE) == 0
+    assert (root / "metrics.jsonl").read_bytes() == before
+
+
+def test_train_stopped_after_a_non_finite_step_goes_on_with_the_same_bits(
+    tmp_path, poison, monkeypatch
+):
+    for name in ("whole", "parts"):
+        poison(3, 4)
+        assert run(tmp_path / name, *LATE, *(["stop_after=4"] if name == "parts" else [])) == 0
+        monkeypatch.undo()
+    assert checkpoints(tmp_path / "parts" / "base") == [4]
+    poison(0, 0)  # batch 4 counted from 0 is the first of this start
+    assert run(tmp_path / "parts", *LATE) == 0
+    assert_same_run(tmp_path / "parts" / "base", tmp_path / "whole" / "base", 8)
+
+
+def test_train_stopped_among_non_finite_steps_counts_them_when_it_goes_on(tmp_path, poison, capsys):
+    poison(2, 1000)
+    assert run(tmp_path, *LATE, "stop_after=4") == 0
+    poison(0, 1000)
+    assert run(tmp_path, *LATE) == 42
+    assert max(steps_of(tmp_path)) == 5
+    output = capsys.readouterr().out
+    assert "3 steps in a row were not finite" in output
+    assert "They began with what is saved as step 4" in output
 
 
 def test_train_non_finite_parameters_are_not_saved_and_a_lower_rate_recovers(tmp_path, capsys):

@@ -155,7 +155,7 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def run(notes):
-    """Return run(start, bad, late, not_finite, **config) -> exit code.
+    """Return run(start, bad, late, not_finite, skips, **config) -> exit code.
 
     `run.losses` holds the saved losses. States after the steps in `not_finite` cannot be saved.
     `run.parts` makes what the loop works with.
@@ -166,7 +166,7 @@ def run(notes):
         _run.losses = parts.checkpointer.losses
         return train(parts)
 
-    def make_parts(start=0, bad=(), late=(), not_finite=(), **values):
+    def make_parts(start=0, bad=(), late=(), not_finite=(), skips=0, **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         checkpointer.not_finite = set(not_finite)
@@ -177,6 +177,7 @@ def run(notes):
             trainer=Trainer(notes, bad),
             state=start,
             step=start,
+            skips=skips,
             loader=Loader(notes, start),
             place=Place(),
             place_eval=Place(),
@@ -229,9 +230,26 @@ def test_loop_at_the_last_step_evaluates_and_saves(run, notes):
     assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
 
 
-def test_loop_with_a_save_due_by_time_skips_bad_steps(run, notes):
+def test_loop_whose_step_to_save_is_bad_saves_the_next_finite_one(run, notes):
+    assert run(bad={2, 3}, **{"checkpoint.every": 2, "steps": 9}) == DONE
+    assert [note.partition(":")[0] for note in of(notes, "save")] == [
+        "save 4",
+        "save 6",
+        "save 8",
+        "save 9",
+    ]
+    notes.clear()
+    run(bad={4, 5}, **{"checkpoint.every": 4, "steps": 9})
+    assert [note.partition(":")[0] for note in of(notes, "save")] == ["save 6", "save 8", "save 9"]
+
+
+def test_loop_with_a_save_due_by_time_waits_for_a_finite_step(run, notes):
     assert run(late={2, 5}, bad={2}, **{"checkpoint.every_minutes": 1}) == DONE
-    assert of(notes, "save") == ["save 5: state 5, batch 5", "save 6: state 6, batch 6"]
+    assert of(notes, "save") == [
+        "save 3: state 3, batch 3",
+        "save 5: state 5, batch 5",
+        "save 6: state 6, batch 6",
+    ]
 
 
 def test_loop_with_replicas_writes_one_where_nothing_is_saved(run, notes):
@@ -279,9 +297,9 @@ def test_loop_without_steps_left_does_nothing(run, notes):
     assert notes == []
 
 
-def test_loop_with_a_bad_step_logs_it_and_does_not_save_it(run, notes):
+def test_loop_with_bad_steps_logs_them_and_saves_the_last_one(run, notes):
     assert run(bad={2, 6}, **{"checkpoint.every": 2}) == DONE
-    assert of(notes, "save") == ["save 4: state 4, batch 4"]
+    assert [note.partition(":")[0] for note in of(notes, "save")] == ["save 3", "save 4", "save 6"]
     assert [note.partition(":")[0] for note in notes if "skipped" in note] == ["step 2", "step 6"]
 
 
@@ -297,6 +315,29 @@ def test_loop_with_too_many_bad_steps_ends_diverged_without_a_save(run, notes):
     assert "saved as step 2" in notes[-1]
     run(bad={4, 5, 6}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 2, "steps": 9})
     assert "They began" not in notes[-1]
+
+
+def test_loop_with_bad_steps_at_its_end_saves_unless_it_has_diverged(run, notes):
+    for limit in (0, 3):
+        limits = {"optimizer.max_consecutive_skips": limit, "checkpoint.every": 100}
+        assert run(bad={5, 6}, **limits) == DONE
+        assert of(notes, "save") == ["save 6: state 6, batch 6"]
+        notes.clear()
+    assert run(bad={4, 5, 6}, **limits) == DIVERGED
+    assert of(notes, "save") == []
+
+
+@pytest.mark.parametrize(
+    ("skips", "bad", "code"),
+    [(2, {5}, DIVERGED), (1, {5}, DONE), (2, {6}, DONE), (9, {5}, DIVERGED), (9, set(), DONE)],
+)
+def test_loop_that_goes_on_counts_the_bad_steps_before_it(run, notes, skips, bad, code):
+    limits = {"optimizer.max_consecutive_skips": 3, "checkpoint.every": 100}
+    assert run(start=4, bad=bad, skips=skips, **limits) == code
+    if code == DIVERGED:
+        assert f"{skips + 1} steps in a row were not finite" in notes[-1]
+        assert "They began with what is saved as step 4" in notes[-1]
+    assert len(of(notes, "save")) == (code == DONE)
 
 
 def test_loop_with_bad_last_steps_ends_diverged(run):

@@ -1,0 +1,59 @@
+"""Continue a run from one of its steps: choose it, restore it, and put its state in place."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.policies import NEWEST, step_to_resume
+from maxpipe.checkpoint.reader import Restored
+from maxpipe.config.identity import Change
+from maxpipe.config.sections import Config
+from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.continuity import (
+    DOCUMENTS,
+    FINGERPRINT,
+    has_other_optimizer,
+    optional_parts,
+)
+from maxpipe.training.run_directory import Meta
+from maxpipe.training.state import TrainState
+from maxpipe.training.trainer import StateT, Trainer
+
+
+def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:
+    """Return `step_to_resume`; replicas in memory count as long as no step is asked for."""
+    resume = config.checkpoint.resume
+    steps = checkpointer.resumable() if resume in NEWEST else checkpointer.steps()
+    return step_to_resume(resume, steps, checkpointer.place)
+
+
+def restore(
+    config: Config,
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    step: int,
+    changed: Sequence[Change],
+) -> Restored[TrainState]:
+    """Return the newest sound step, or `step` if the configuration asks for that one."""
+    exact_step = None if config.checkpoint.resume in NEWEST else step
+    return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional_parts(changed))
+
+
+def live_state(trainer: Trainer[StateT], saved: TrainState, changed: Sequence[Change]) -> StateT:
+    """Return a state as the trainer has it, with a new optimizer's state if that was changed."""
+    state = trainer.from_canonical(saved)
+    return trainer.restart_optimizer(state) if has_other_optimizer(changed) else state
+
+
+def continue_loader(
+    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray, meta: Meta
+) -> Loader:
+    """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
+    loader.close()
+    state = position[place.rows]
+    num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
+    if "data" in config.checkpoint.accept_changes and num_before:
+        state = moved_state(state, num_before, loader.num_documents)
+    return make_loader(config, "train", place.rows, state)
