@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
