@@ -214,7 +214,7 @@ def tokenizer_notes(config: Config) -> list[str]:
     if not unknown:
         return []
     names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-    return [f"{len(unknown)} of its tokens the model does not have, so no text may hold: {names}"]
+    return [f"the model lacks {len(unknown)} of its tokens, which no text may hold: {names}"]
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

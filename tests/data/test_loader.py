@@ -280,7 +280,7 @@ def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -
     config = replace(Config(), **keys, **{"model.from_hf": str(tmp_path)})
     assert open_tokenizer(config).vocab_size == num_own + 1
     assert tokenizer_notes(config) == [
-        "1 of its tokens the model does not have, so no text may hold: <image>"
+        "the model lacks 1 of its tokens, which no text may hold: <image>"
     ]
     counts = token_bytes(config)
     assert counts is not None
