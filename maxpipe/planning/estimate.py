@@ -107,9 +107,9 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     """
     if tpu is not None:
         config = on_tpus(config)
-    at_rest, use = total_parameters(config), _use(config, tpu)
+    weights, use = weights_of(config), _use(config, tpu)
     trained = weights_of(config, only_trained=True)
-    held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use, trained)
+    held = weights_held(ENGINES[config.pipeline.engine], weights, use, trained)
     copies, gradients, late, unit, head = map(float, held)
     moments = _moments(config)
     # Late gradients take the place of residuals.
@@ -117,8 +117,8 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     # The head has done its work before the backward of a layer begins.
     layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(
-        parameters=use.stored * at_rest,
-        optimizer=optimizer_bytes(config) * float(trained.at_rest),
+        parameters=use.stored * float(weights.stored),
+        optimizer=optimizer_bytes(config) * float(trained.stored),
         gradients=gradients,
         activations=kept + (moments.unit if layers_are_more else moments.head),
         in_use=copies + (unit if layers_are_more else head),

@@ -18,13 +18,14 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
 from maxpipe.config.terminal import ignore_note
 from maxpipe.model.kernels.choose import choose_gating, choose_rotation
-from maxpipe.model.parameters import ParamSpec
+from maxpipe.model.parameters import ParamSpec, outer_axes
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
+from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
 from maxpipe.planning.stores import FLOAT32, tile_bytes
-from maxpipe.planning.weights_held import ParameterCounts
+from maxpipe.planning.weights_held import ParameterCounts, StageLayers, WeightsOfParts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
@@ -67,7 +68,8 @@ def device_parameters(
 
     Args:
       config: resolved.
-      part: "embed", "head", or "layers" for one layer, which lies on one stage.
+      part: "embed", "head", "layers" for one layer, which lies on one stage, or "outside" for one
+        outside the pipeline, as it lies for use.
       whole_over: mesh axes over which the parameters are gathered.
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
       only_trained: leave out what is frozen.
@@ -219,12 +221,22 @@ def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts
     """Return the parameters on one device of a configuration on an engine of one program.
 
     Args:
-      config: resolved.
+      config: resolved, its stages chosen.
       only_trained: leave out what is frozen.
     """
+    layout = build_layout(config)
+    rows, _, layers = layout.shape
+    chunks = layout.num_repeats
+    layers_of = StageLayers(chunks * layers, (rows - chunks) * layers, layout.num_outside)
+    return weights_of_parts(config, only_trained=only_trained).on_stage(layers_of)
+
+
+def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOfParts:
+    """Return the parameters of parts of a model on one device; arguments as of `weights_of`."""
     part = partial(device_parameters, only_trained=only_trained)
-    total = partial(total_parameters, config, only_trained=only_trained)
-    layer = part(config, "layers")
+
+    def ends(whole_over: Collection[str] = ()) -> float:
+        return sum(part(config, name, whole_over=whole_over) for name in ("embed", "head"))
 
     def head(whole_over: Collection[str] = ()) -> tuple[float, float]:
         """Return those that make logits, and those of first dense layers."""
@@ -235,12 +247,13 @@ def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts
         return table if tied else part(config, "head", whole_over=whole_over), first
 
     projection, first = head(STORAGE_AXES)
-    return ParameterCounts(
-        total(),
-        layer * config.model.stacked_layers / config.mesh.size("stage"),
-        total(("fsdp",)),
-        layer,
+    return WeightsOfParts(
+        part(config, "layers"),
+        part(config, "layers", whole_over=("fsdp",)),
         part(config, "layers", whole_over=STORAGE_AXES),
+        part(config, "outside"),
+        ends(),
+        ends(("fsdp",)),
         projection,
         sum(head()),
         projection + first,
@@ -322,13 +335,16 @@ def _device_parameters(
     only_trained: bool,
 ) -> float:
     axis_rules = _axis_rules(rules, sizes)
+    is_outside = part == "outside"
     specs: list[ParamSpec] = jax.tree.leaves(
-        model_program(model).specs[part], is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+        model_program(model).specs["layers" if is_outside else part],
+        is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
     )
 
     def shards(spec: ParamSpec) -> int:
         gathered = set(whole_over) - axes_in_use(axis_rules, spec)
-        return _shards(without(axis_rules.spec(spec.axes, spec.shape), gathered), sizes)
+        axes = outer_axes(spec) if is_outside else spec.axes
+        return _shards(without(axis_rules.spec(axes, spec.shape), gathered), sizes)
 
     return sum(
         math.prod(spec.shape) / shards(spec) for spec in specs if not (only_trained and spec.frozen)

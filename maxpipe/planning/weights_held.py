@@ -17,15 +17,19 @@ class ParameterCounts(NamedTuple):
     """Parameters on one device, as numbers of values.
 
     Attributes:
-      at_rest: all of them.
-      layers_at_rest: those of all layers.
-      gathered: all of them, whole over fsdp.
+      stored: all of them, with the rows of layers outside the pipeline and their padding.
+      at_rest: all of them, layers outside the pipeline split by their dimensions, as for use.
+      layers_at_rest: those of all layers of chunks.
+      gathered: those of chunks and of embedding and head, whole over fsdp.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       projection: those that make logits, whole over all storage axes.
-      shared_at_rest, shared: those of the head and of first dense layers, which the stages of a
-        lockstep engine share; the second whole over all storage axes.
+      shared_at_rest, shared: those of the head, of first dense layers and of layers outside the
+        pipeline, which the stages of a lockstep engine share; the second whole over all storage
+        axes.
+      outside_at_rest, outside: those among them of layers outside the pipeline.
     """
 
+    stored: Number
     at_rest: Number
     layers_at_rest: Number
     gathered: Number
@@ -34,11 +38,75 @@ class ParameterCounts(NamedTuple):
     projection: Number
     shared_at_rest: Number
     shared: Number
+    outside_at_rest: Number = 0.0
+    outside: Number = 0.0
+
+    @property
+    def outside_rows(self) -> Number:
+        """Return those of the rows of layers outside the pipeline, with padding."""
+        return self.stored - self.at_rest + self.outside_at_rest
 
     @property
     def layers_gathered(self) -> Number:
-        """Return those of all layers, whole over all storage axes."""
+        """Return those of all layers of chunks, whole over all storage axes."""
         return self.layers_at_rest * self.layer_gathered / self.layer_at_rest
+
+
+class StageLayers(NamedTuple):
+    """Layers that a stage has on an engine of one program.
+
+    Attributes:
+      in_chunks: those of its chunks, all as large as the largest.
+      in_rows: places for layers outside the pipeline, used or padding.
+      outside: layers outside the pipeline, which the stages share.
+    """
+
+    in_chunks: Number
+    in_rows: Number
+    outside: Number
+
+
+class WeightsOfParts(NamedTuple):
+    """Parameters of parts of a model on one device, as numbers of values.
+
+    Attributes:
+      layer_at_rest, layer_over_fsdp, layer_gathered: those of a layer: at rest, whole over fsdp and
+        whole over all storage axes.
+      outside_layer: those of a layer outside the pipeline, as it lies for use.
+      ends, ends_over_fsdp: those of embedding and head: at rest and whole over fsdp.
+      projection: as in `ParameterCounts`.
+      shared_at_rest, shared: those of the head and of first dense layers: at rest and whole over
+        all storage axes.
+    """
+
+    layer_at_rest: float
+    layer_over_fsdp: float
+    layer_gathered: float
+    outside_layer: float
+    ends: float
+    ends_over_fsdp: float
+    projection: float
+    shared_at_rest: float
+    shared: float
+
+    def on_stage(self, layers: StageLayers) -> ParameterCounts:
+        """Return the parameters on a device of a stage with so many layers."""
+        in_chunks = layers.in_chunks * self.layer_at_rest
+        outside_at_rest = layers.outside * self.outside_layer
+        outside = layers.outside * self.layer_gathered
+        return ParameterCounts(
+            self.ends + in_chunks + layers.in_rows * self.layer_at_rest,
+            self.ends + in_chunks + outside_at_rest,
+            in_chunks,
+            self.ends_over_fsdp + layers.in_chunks * self.layer_over_fsdp,
+            self.layer_at_rest,
+            self.layer_gathered,
+            self.projection,
+            self.shared_at_rest + outside_at_rest,
+            self.shared + outside,
+            outside_at_rest,
+            outside,
+        )
 
 
 class Use(NamedTuple):
@@ -122,7 +190,7 @@ def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) ->
 
 
 def _cast_layers(weights: ParameterCounts, use: Use) -> Number:
-    """Return the bytes of all layers in the dtype of activations.
+    """Return the bytes of all layers of chunks in the dtype of activations.
 
     XLA casts them before the loop over layers or iterations.
     """
@@ -137,6 +205,10 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
+    # Those of layers outside the pipeline come all at once.
+    outside = use.once * trained.outside
+    outside += each * (trained.outside_at_rest + whole) * np.greater(trained.outside_at_rest, 0)
+    gradients = np.maximum(gradients, outside)
     # Once a step the head is whole, too, and the sum of its gradients; the embedding is not.
     embedding = trained.at_rest - trained.layers_at_rest - trained.shared_at_rest
     whole_sums = trained.layers_gathered + trained.shared + embedding
@@ -145,7 +217,9 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     return Held(
         # Of what is gathered in steps XLA casts all shards before the loop, too.
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
-        + use.once * use.size * (weights.layers_gathered + weights.shared),
+        + use.once * use.size * (weights.layers_gathered + weights.shared)
+        # Layers outside the pipeline are laid out for use.
+        + use.stored * weights.outside_at_rest,
         FLOAT32 * (each * trained.at_rest + use.once * whole_sums),
         0.0,
         each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
@@ -163,14 +237,19 @@ def _circular(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     # The sums of the repeats at work, two at a switch, become gradients at rest when they are done.
     done = trained.at_rest - sums * trained.layers_at_rest / use.repeats
     whole = use.layers * sums * trained.layer_gathered + use.once * trained.gathered
+    # Layers outside the pipeline are gathered one by one, and have gradients at rest in any mode.
+    rows = trained.outside_rows - (1.0 - use.once) * trained.outside_at_rest
+    is_outside = np.greater(weights.outside_at_rest, 0)
+    at_once = np.maximum(each * chunk, is_outside * weights.layer_gathered)
     return Held(
         each * _cast_layers(weights, use)
         + use.size * (sets * chunk + use.once * weights.gathered)
         # Of the logits of all microbatches, which are made at once.
-        + use.size * trained.projection,
-        FLOAT32 * ((1.0 - use.once) * done + whole),
+        + use.size * trained.projection
+        + use.stored * weights.outside_at_rest,
+        FLOAT32 * ((1.0 - use.once) * done + whole + rows),
         0.0,
-        # A chunk's weights, and a layer's gradient before it is added.
-        use.size * (each * chunk + trained.layer_gathered),
+        # A chunk's weights, or those of a layer outside, and a layer's gradient before it is added.
+        use.size * (at_once + trained.layer_gathered),
         use.size * weights.projection,
     )

@@ -5,8 +5,10 @@ import pytest
 from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
+from maxpipe.compiling.step import compile_step, memory_of
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import NAMED
+from maxpipe.config.terminal import ignore_note
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import Memory, estimate, traffic
 from maxpipe.planning.footprint import (
@@ -34,6 +36,53 @@ def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, rank)
     # Norms are not sharded, and the optimizer counts its steps.
     assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
     assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [
+        # A row of two layers on each of four stages, and one more for three outside.
+        ("lockstep_1f1b", {"model.num_layers": 11, "pipeline.parallel_layers": 8}),
+        ("circular", {"model.num_layers": 11, "pipeline.parallel_layers": 8}),
+        # A row of one layer, and three more for nine outside.
+        ("lockstep_1f1b", {"model.num_layers": 13, "pipeline.parallel_layers": 4}),
+        # All stages have room for the largest chunk.
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [3, 1, 1, 3]}),
+    ],
+)
+def test_layers_of_padding_are_there_with_an_optimizer_state(schedule, layers):
+    config = config_of(**{"pipeline.schedule": schedule, "pipeline.num_repeats": 1}, **layers)
+    state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
+    memory = estimate(config, None)
+    assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
+    assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
+
+
+@pytest.mark.parametrize("gather", ["per_iteration", "once"])
+def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(gather):
+    """Weights take most of it; in a loop the compiler does not gather layers ahead."""
+    sizes = {"embed_dim": 256, "num_query_heads": 4, "num_kv_heads": 4, "mlp_dim": 1024}
+    values = {f"model.{key}": size for key, size in (sizes | {"vocab_size": 512}).items()}
+    config = config_of(
+        **values,
+        **{
+            "model.num_layers": 11,
+            "pipeline.parallel_layers": 8,
+            "pipeline.schedule": "lockstep_1f1b",
+            "pipeline.num_repeats": 1,
+            "pipeline.num_microbatches": 4,
+            "pipeline.fsdp_gather": gather,
+            "pipeline.remat_policy": "full",
+            "pipeline.scan_layers_per_stage": True,
+            "data.sequence_length": 16,
+            "data.global_batch_size": 8,
+        },
+    )
+    mesh = build_mesh(config, jax.devices())
+    step = compile_step(config, mesh, build_trainer(config, mesh), ignore_note)
+    assert estimate(config, None).total == pytest.approx(
+        memory_of(step.executable, mesh).total, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(("schedule", "grows"), [("circular", True), ("lockstep_1f1b", False)])

@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.planning.weights_held import ParameterCounts, Use, weights_held
+from maxpipe.planning.weights_held import (
+    ParameterCounts,
+    StageLayers,
+    Use,
+    WeightsOfParts,
+    weights_held,
+)
 
 # 8 chunks of 2 layers on a stage, split over four devices; two bytes computed with, four at rest.
 WEIGHTS = ParameterCounts(
+    stored=170.0,
     at_rest=170.0,
     layers_at_rest=160.0,
     gathered=680.0,
@@ -90,6 +97,33 @@ def test_weights_gathered_once_are_whole_with_their_gradients():
     # Layers, head and first dense layers; the embedding stays split.
     assert lockstep.copies == 2 * (640 + 120)
     assert lockstep.gradients == 4 * (640 + 120 + (170 - 160 - 6))
+
+
+def test_layers_outside_the_pipeline_are_whole_on_a_lockstep_engine_that_gathers_once():
+    """Three of 40 values, each split over four stages more, in eight rows of a stage."""
+    parts = WeightsOfParts(10.0, 40.0, 40.0, 2.5, 10.0, 40.0, 100.0, 6.0, 120.0)
+    layers = StageLayers(in_chunks=16, in_rows=8, outside=3)
+    without, outside = parts.on_stage(layers._replace(in_rows=0, outside=0)), parts.on_stage(layers)
+    assert without == WEIGHTS
+    assert outside.stored - without.stored == outside.outside_rows == 8 * 10
+
+    def more(engine, part, **changes):
+        of_both = (
+            weights_held(ENGINES[engine], weights, USE._replace(**changes))
+            for weights in (outside, without)
+        )
+        return float(np.subtract(*(getattr(each, part) for each in of_both)))
+
+    laid_out = 4 * 3 * 2.5
+    assert more("scheduled", "copies") == laid_out
+    assert more("scheduled", "gradients") == laid_out
+    assert more("scheduled", "copies", once=1.0) == laid_out + 2 * 3 * 40
+    assert more("scheduled", "gradients", once=1.0) == 4 * 3 * 40
+    # Its gradients come all at once, more than those of a chunk of two layers.
+    assert more("scheduled", "unit", once=1.0) == 4 * (3 - 2) * 40
+    for mode in ({}, {"per_repeat": 1.0}, {"once": 1.0}):
+        assert more("circular", "copies", **mode) == laid_out
+        assert more("circular", "gradients", **mode) == 4 * 8 * 10
 
 
 def test_gradients_of_a_chunk_that_is_gathered_in_steps_are_there_whole():

@@ -28,7 +28,7 @@ from maxpipe.planning.footprint import (
     residual_width,
     stash_width,
     total_parameters,
-    weights_of,
+    weights_of_parts,
     with_dense_layers,
     working_width,
 )
@@ -36,7 +36,7 @@ from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.machine import CPU
 from maxpipe.planning.search.space import Axes
 from maxpipe.planning.stores import FLOAT32
-from maxpipe.planning.weights_held import ParameterCounts
+from maxpipe.planning.weights_held import WeightsOfParts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
@@ -47,14 +47,14 @@ class Parameters(NamedTuple):
     """Parameters on one device, as numbers of values.
 
     Attributes:
-      at_rest: all of them.
+      at_rest: all of them, as if layers divided over the stages.
       whole_over_experts: those that each device along mesh axis `expert` has.
       whole_over_fsdp: those that each device along `fsdp` has, which does not divide them.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest: those of embedding and head.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
       embed_of_stage, head_of_stage: those of each where it lies on the devices of one stage.
-      weights: the same as the closed forms of memory take them.
+      parts: the same by parts of the model, as the closed forms of memory take them.
     """
 
     at_rest: float
@@ -67,7 +67,7 @@ class Parameters(NamedTuple):
     head_gathered: float
     embed_of_stage: float
     head_of_stage: float
-    weights: ParameterCounts
+    parts: WeightsOfParts
 
 
 class LayerCosts(NamedTuple):
@@ -195,7 +195,7 @@ class Facts:
                 head,
                 device_parameters(config, "embed", without_stages=True),
                 device_parameters(config, "head", without_stages=True),
-                weights_of(config),
+                weights_of_parts(config),
             )
         return self._parameters[key]
 

@@ -51,7 +51,7 @@ def working_of(sizes: BlockSizes) -> Working:
     """Return what a device works with, by closed forms."""
     if not sizes.engine.one_program:
         return _stage_working(sizes)
-    held = weights_held(sizes.engine, sizes.parameters.weights, _use(sizes))
+    held = weights_held(sizes.engine, sizes.weights, _use(sizes))
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
     share = _store(sizes).outside if sizes.engine.lockstep else 1.0
     return Working(
@@ -65,9 +65,9 @@ def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
 
     They are those of `planning.estimate.estimate`.
     """
-    parameters = sizes.parameters
-    held = weights_held(sizes.engine, parameters.weights, _use(sizes))
-    state = state_per_parameter(sizes.config) * parameters.at_rest + held.copies + held.gradients
+    weights = sizes.weights
+    held = weights_held(sizes.engine, weights, _use(sizes))
+    state = state_per_parameter(sizes.config) * weights.stored + held.copies + held.gradients
     kept = sizes.tokens * sizes.itemsize * kept_columns(sizes)
     # Late gradients take the place of residuals.
     return state + np.maximum(kept - held.late, 0.0) + np.maximum(working.unit, working.head)

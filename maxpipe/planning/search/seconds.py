@@ -51,6 +51,7 @@ class Waits(NamedTuple):
       reduction: sum of the other gradients over copies of the parameters, once a step.
       outer: gathers and sums of embedding and head, once.
       dealt: of a microbatch's activations between the ends of the model and stages in other slices.
+      outside: gathers of a layer outside the pipeline and sums of its gradients, of a whole step.
     """
 
     gather: Number
@@ -62,6 +63,7 @@ class Waits(NamedTuple):
     reduction: Number
     outer: Number
     dealt: Number = 0.0
+    outside: Number = 0.0
 
 
 class Seconds(NamedTuple):

@@ -15,6 +15,7 @@ from maxpipe.planning.prefetch import KEY as PREFETCH
 from maxpipe.planning.search.block import DIMENSIONS, Block, along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.patterns import InFlight, Pattern, pattern
+from maxpipe.planning.weights_held import StageLayers
 
 
 class BlockSizes:
@@ -41,6 +42,7 @@ class BlockSizes:
         self.tokens = self.rows * config.data.sequence_length / grid.size("context")
         self.itemsize = itemsize(config.model.dtype)
         self.parameters = facts.parameters(grid.sizes)
+        self.weights = self.parameters.parts.on_stage(self._stage_layers())
         self.layer = facts.layer(grid.sizes)
         savings = [
             facts.saving(grid.sizes, block.engine, policy, scans=block.scans)
@@ -61,6 +63,13 @@ class BlockSizes:
         self.first_kept = along([s.first_kept for s in savings], "policy")
         self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
         self.first_recomputed = along([s.first_recomputed for s in savings], "policy")
+
+    def _stage_layers(self) -> StageLayers:
+        if not (self.engine.has_stages and self.engine.one_program):
+            # Separate programs have chunks of their own sizes.
+            return StageLayers(self.config.model.stacked_layers / self.stages, 0.0, 0.0)
+        rows = np.ceil(self.outside / (self.stages * self.layers))
+        return StageLayers(self.repeats * self.layers, rows * self.layers, self.outside)
 
     def gathers(self, name: str) -> np.ndarray:
         """Return 1 where weights are gathered so often, else 0."""

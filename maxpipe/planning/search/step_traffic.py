@@ -17,7 +17,7 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     parameters = sizes.parameters
     wide = machine.stream_rate(FLOAT32)
     state = state_per_parameter(sizes.config)
-    update = (2 * state + FLOAT32) * parameters.at_rest / wide
+    update = (2 * state + FLOAT32) * sizes.weights.stored / wide
     seconds = update + _switch_seconds(sizes, machine)
     # Weights are cast once, or XLA moves the cast of all of them in front of the loops.
     is_cast_ahead: Number = float(sizes.config.model.narrows_parameters)

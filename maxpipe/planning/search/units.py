@@ -75,7 +75,7 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     lockstep engine, else of the microbatches.
     """
     engine, size = sizes.engine, sizes.itemsize
-    count = sizes.parameters.weights.projection  # the table, where embeddings are tied
+    count = sizes.weights.projection  # the table, where embeddings are tied
     tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
     tiles = along(sizes.block.tiles, "tiles")
     flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards

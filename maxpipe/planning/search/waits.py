@@ -70,6 +70,7 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
         reduction=_reduction_wait(sizes, costs),
         outer=_outer_wait(sizes, costs),
         dealt=_dealt_wait(sizes, costs, activations),
+        outside=_outside_wait(sizes, costs),
     )
 
 
@@ -159,7 +160,7 @@ def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     scatter, summed = costs.scatter(float(not sizes.is_written_out)), _summed_bytes(sizes)
     if over_stages and costs.crosses_stages:
         # Lockstep engines look up columns of the embedding where they lie.
-        projection = parameters.weights.projection
+        projection = sizes.weights.projection
         share = projection / (moved + at_rest) if sizes.engine.lockstep else 1.0
         # Rules may leave these whole over stages.
         across = (parameters.embed_of_stage + parameters.head_of_stage - at_rest) * share
@@ -167,6 +168,35 @@ def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
         return across * (sizes.itemsize + summed) * over_stages + (moved - across) * within
     gathered = sizes.itemsize * _joint(costs.gather, over_stages)
     return moved * (gathered + summed * _joint(scatter, over_stages))
+
+
+def _outside_wait(sizes: BlockSizes, costs: _Costs) -> Number:
+    """Return the seconds in which a layer outside the pipeline is gathered and summed up in a step.
+
+    It is split over fsdp and stage. A lockstep engine gathers it once a step, or for the forward
+    and for the backward of each microbatch, and sums up its gradients once or for each microbatch.
+    The circular engine gathers it for all forwards and for all backwards; with each microbatch of a
+    stage autodiff sums up whole gradients over all devices with other microbatches.
+    """
+    if not (sizes.engine.has_stages and sizes.engine.one_program):
+        return 0.0
+    parts, over_stages = sizes.parameters.parts, costs.of("stage")
+    whole, at_rest = parts.layer_gathered, parts.outside_layer
+    # Stages in other slices exchange shards.
+    across = (parts.layer_at_rest - at_rest) * costs.crosses_stages
+    jointly = 0.0 if costs.crosses_stages else over_stages
+
+    def seconds(size: float, over_fsdp: Number) -> Number:
+        within = (whole - at_rest - across) * _joint(over_fsdp, jointly)
+        return size * (across * over_stages + within)
+
+    gather = seconds(sizes.itemsize, costs.gather)
+    if not sizes.engine.lockstep:
+        summed = whole * costs.of_sum("data", "context", "fsdp", "stage")
+        return 2 * gather + sizes.microbatches / sizes.stages * sizes.itemsize * summed
+    each = sizes.gathers("per_iteration")
+    times = 1.0 + each * (sizes.microbatches - 1.0)
+    return times * ((1.0 + each) * gather + seconds(FLOAT32, costs.scatter(0.0)))
 
 
 def _dealt_wait(sizes: BlockSizes, costs: _Costs, activations: Number) -> Number:

@@ -103,8 +103,11 @@ ENGINES = [("sequential", "circular"), ("scheduled", "lockstep_1f1b"), ("circula
 
 
 @pytest.mark.parametrize(("engine", "schedule"), ENGINES)
-def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule):
-    mixture = update(config, FIRST)
+@pytest.mark.parametrize("depth", [FIRST, {"model.num_layers": 11}], ids=["first", "outside"])
+def test_memory_with_layers_before_or_outside_the_pipeline_is_the_estimate(
+    config, engine, schedule, depth
+):
+    mixture = update(config, depth)
     facts, machine = Facts(mixture), machine_of("v6e:2x4", 1, mixture)
     space, legality = Space(mixture, 8, 1, {}), Legality(mixture, 1)
     stages = 1 if engine == "sequential" else 2
@@ -295,7 +298,7 @@ def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_large
     even = priced_configuration(
         resolved({"model.num_layers": sum(layers), "pipeline.layers_per_stage": layers}), request
     )
-    # Their optimizer updates fewer layers.
+    # In separate programs the optimizer updates fewer layers.
     assert float(priced.seconds.step) == pytest.approx(float(even.seconds.step), rel=0.03)
 
 

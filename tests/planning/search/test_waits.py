@@ -1,14 +1,20 @@
 """What a step waits for, by closed forms."""
 
+import math
+
+import jax
 import numpy as np
 import pytest
+from helpers.engines import EngineUnderTest, make_batch, with_layers_outside
 from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
 from maxpipe.devices.chips import LINK_EFFICIENCY
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Grid
+from maxpipe.planning.search.timing import step_seconds
 from maxpipe.planning.search.units import units_of
 from maxpipe.planning.search.waits import unit_waits, waits_of
 
@@ -203,3 +209,71 @@ def test_stages_in_other_slices_exchange_shards_of_the_head_and_parts_of_activat
     links = machine.collective_cost(across, machine.links(across), "fsdp")
     expected = (sizes.itemsize + 4) * (shard / network + (moved - shard) * links)
     assert np.ravel(waits.outer) == pytest.approx(expected, rel=0.01)
+
+
+def values_moved(program, shapes):
+    """Count values of whole weights that a traced program gathers, and that it scatters."""
+    gathered = scattered = 0
+    for eqn in open_jaxpr(program).eqns:
+        for inner in inner_jaxprs(eqn):
+            within = values_moved(inner, shapes)
+            gathered, scattered = gathered + within[0], scattered + within[1]
+        moved = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
+        sizes = (v.aval.shape for v in moved if hasattr(v.aval, "shape"))
+        values = sum(math.prod(n) for n in sizes if any(n[-len(s) :] == s for s in shapes))
+        gathered += values * (eqn.primitive.name == "all_gather")
+        scattered += values * (eqn.primitive.name == "reduce_scatter")
+    return gathered, scattered
+
+
+def transfers_of_outside_layers(gather, outside):
+    """Return the values of weights that a lockstep step with so many of them moves."""
+    values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}
+    config = with_layers_outside("after", outside, **values, **{"mesh.ici.fsdp": 2})
+    engine = EngineUnderTest(config)
+    shapes = [p.shape[3:] for p in jax.tree.leaves(engine.params["layers"]) if p.ndim > 4]
+    step, key = engine.pipeline.loss_and_gradients, jax.random.key(0)
+    traced = jax.make_jaxpr(step)(engine.params, make_batch(8), key)
+    return np.array(values_moved(traced, shapes))
+
+
+@pytest.mark.parametrize(("gather", "gathers"), [("per_iteration", 2), ("once", 1)])
+def test_layers_outside_a_lockstep_pipeline_are_gathered_as_often_as_their_engine_does(
+    gather, gathers
+):
+    """Forwards and backwards gather, and gradients are cut, for every microbatch or once."""
+    in_program = transfers_of_outside_layers(gather, 2) - transfers_of_outside_layers(gather, 0)
+    assert in_program[0] == gathers * in_program[1] > 0
+    machine = machine_of("v5p:2x2x2", 1, Config())
+    choices = {"num_microbatches": [8], "fsdp_gather": [gather], "remat_policy": ["full"]}
+    mesh = {"stage": 4, "data": 1, "fsdp": 2}
+    sizes = sizes_of("scheduled", "lockstep_1f1b", mesh=mesh, **choices)
+    # All links, as embedding and head take them: weights there, and gradients back in float32.
+    parameters, waits = sizes.parameters, waits_of(sizes, machine)
+    ends = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    seconds = waits.outer / (ends * (sizes.itemsize + 4))  # of a byte
+    moved = parameters.parts.layer_gathered - parameters.parts.outside_layer
+    times = 8 if gather == "per_iteration" else 1
+    expected = times * (gathers * sizes.itemsize + 4) * moved * seconds
+    assert np.ravel(waits.outside) == pytest.approx(np.ravel(expected))
+    with_three = BlockSizes(sizes.block._replace(outside=np.array([3])), sizes.facts, None)
+    more = [np.ravel(step_seconds(s, machine).communication)[0] for s in (with_three, sizes)]
+    assert more[0] - more[1] == pytest.approx(3 * np.ravel(expected)[0], rel=1e-6)
+
+
+def test_circular_sums_whole_gradients_of_layers_outside_with_each_microbatch_of_a_stage():
+    """So its program for simulated devices does; the weights are gathered once in any mode."""
+    machine = machine_of("v5p:2x2x2", 1, Config())
+    choices = {"num_microbatches": [8, 16, 24], "remat_policy": ["full"]}
+    mesh = {"stage": 4, "data": 1, "fsdp": 2}
+    sizes = sizes_of("circular", "circular", mesh=mesh, **choices)
+    waits = np.ravel(waits_of(sizes, machine).outside)
+    layer = sizes.parameters.parts.layer_gathered
+    costs = [
+        machine.collective_cost(sizes.block.grid, machine.links(sizes.block.grid), axis)
+        for axis in ("fsdp", "stage")
+    ]
+    # Each of two microbatches more of a stage: a sum over eight devices by all links.
+    one = sizes.itemsize * layer * 2 * 7 / 8 / sum(1 / cost for cost in costs)
+    assert np.diff(waits) == pytest.approx(2 * one)
+    assert waits[0] > 2 * one
