@@ -21,6 +21,7 @@ from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
 from maxpipe.planning.auto_stages import bubble_fraction
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.footprint import on_platform
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
 
@@ -57,7 +58,7 @@ def analyse(
         engine=config.pipeline.engine,
         schedule=config.pipeline.schedule,
         bubble=bubble_fraction(config) if is_pipelined else 0.0,
-        shapes=estimate(config, tpu),
+        shapes=estimate(on_platform(config, devices[0].platform), tpu),
         capacity=device_memory(devices),
         model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
     )

@@ -11,7 +11,7 @@ from maxpipe.config.values import words_of
 from maxpipe.devices.chips import Tpu
 from maxpipe.planning.auto_stages import choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import on_tpus
+from maxpipe.planning.footprint import on_platform
 from maxpipe.planning.gather_mode import KEY as GATHER
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_times import first_layers, layer_times
@@ -163,8 +163,8 @@ def stage_knobs(
     def memory_of(config: Config) -> float:
         if ENGINES[config.pipeline.engine].one_program:
             raise ValueError("its memory is estimated otherwise")
-        config = choose_stages(on_tpus(config) if tpu else config, None, ignore_note)
-        return fullest_stage_bytes(with_gather_mode(config, tpu))
+        config = choose_stages(on_platform(config, "tpu") if tpu else config, None, ignore_note)
+        return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
 
     return _effective(written, resolved, devices, memory_of)
 

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
@@ -43,6 +45,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
       ConfigError: a file cannot be written, the choices leave nothing on any slice, or none of
         the best could be compiled.
     """
+    # The host's own accelerator is not needed, and may be in use.
+    jax.config.update("jax_platforms", "cpu")
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, flags, facts)

@@ -31,7 +31,7 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_tpus
+from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_platform
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
@@ -256,8 +256,8 @@ def analyse_stages(
         report = replace(report, too_large=error, capacity=capacity)
     report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
     if not report.too_large:
-        is_tpu = devices[0].platform == "tpu"
-        report = replace(report, stages=_stages(config, trainer, compiled, is_tpu=is_tpu))
+        on_devices = on_platform(config, devices[0].platform)
+        report = replace(report, stages=_stages(on_devices, trainer, compiled))
         if is_predictable(mesh):
             report = _with_prediction(report, config, mesh, trainer)
     if report.fits:
@@ -267,11 +267,11 @@ def analyse_stages(
 
 
 def _stages(
-    config: Config, trainer: StagesTrainer, compiled: Sequence[CompiledProgram], *, is_tpu: bool
+    config: Config, trainer: StagesTrainer, compiled: Sequence[CompiledProgram]
 ) -> list[StageBytes]:
     """Return the memory of each stage, given its programs."""
     table = run_table(config)
-    memory = StageMemory(on_tpus(config) if is_tpu else config, table)
+    memory = StageMemory(config, table)
     sizes = [len(layers) for layers in trainer.engine.layer_index()]
     stages = []
     for stage in range(table.num_stages):

@@ -82,12 +82,13 @@ def run_table(config: Config) -> Table:
     return replace(free, source=table.source)
 
 
-def predict(config: Config, sizes: Sequence[int]) -> PredictedStages:
+def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> PredictedStages:
     """Simulate the schedule with chunks of these sizes.
 
     Args:
       config: resolved; its own numbers of layers are ignored.
       sizes: layers of each chunk, in model order.
+      on_tpus: whether the devices are TPUs, if it is known.
 
     Raises:
       ScheduleError: the schedule cannot be built.
@@ -95,7 +96,7 @@ def predict(config: Config, sizes: Sequence[int]) -> PredictedStages:
     # An order that follows the times of units depends on the sizes, which leave no layer outside.
     sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
     table, times = run_table(sized), layer_times(config)
-    memory = StageMemory(config, table)
+    memory = StageMemory(config, table, on_tpus=on_tpus)
     return PredictedStages(
         list(sizes),
         times,
@@ -104,9 +105,10 @@ def predict(config: Config, sizes: Sequence[int]) -> PredictedStages:
     )
 
 
-def fullest_stage_bytes(config: Config) -> float:
+def fullest_stage_bytes(config: Config, *, on_tpus: bool = False) -> float:
     """Return the bytes on a device of the fullest stage, whose stages are chosen."""
-    return float(predict(config, build_layout(config).chunk_sizes).memory.max())
+    chunks = build_layout(config).chunk_sizes
+    return float(predict(config, chunks, on_tpus=on_tpus).memory.max())
 
 
 def bubble_fraction(config: Config) -> float:

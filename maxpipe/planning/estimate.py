@@ -27,8 +27,9 @@ from maxpipe.planning.footprint import (
     keeps_gathered,
     layer_of,
     logits_bytes,
+    made_width,
     microbatch_tokens,
-    on_tpus,
+    on_platform,
     optimizer_bytes,
     residual_width,
     stash_width,
@@ -106,12 +107,12 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
         steps on TPUs.
     """
     if tpu is not None:
-        config = on_tpus(config)
+        config = on_platform(config, "tpu")
     weights, use = weights_of(config), _use(config, tpu)
     trained = weights_of(config, only_trained=True)
     held = weights_held(ENGINES[config.pipeline.engine], weights, use, trained)
     copies, gradients, late, unit, head = map(float, held)
-    moments = _moments(config)
+    moments = _moments(config, on_tpus=tpu is not None)
     # Late gradients take the place of residuals.
     kept = max(moments.kept - late, 0.0)
     # The head has done its work before the backward of a layer begins.
@@ -212,7 +213,7 @@ class _Moments(NamedTuple):
     head: float
 
 
-def _moments(config: Config) -> _Moments:
+def _moments(config: Config, *, on_tpus: bool) -> _Moments:
     model, pipeline = config.model, config.pipeline
     layout, engine, stages = build_layout(config), ENGINES[pipeline.engine], num_stages(config)
     widths = Widths(model.embed_dim, residual_width(config), stash_width(config))
@@ -237,13 +238,15 @@ def _moments(config: Config) -> _Moments:
     head_shards = stages if engine.lockstep else 1
     others = layers - 1 if engine.has_stages else 0
     # What a backward holds and has not computed itself it reads in its store.
-    working = working_width(config) + others * (held_width(config) - residual_width(config))
+    working = working_width(config, on_tpus=on_tpus)
+    working += others * (held_width(config) - residual_width(config))
     if is_unrolled(pipeline):
         # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
-        working -= min(layer_of(config).result_width, residual_width(config))
+        working -= min(made_width(config), residual_width(config))
     if model.first_dense_layers:
         share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
-        working = max(working, float(share) * working_width(with_dense_layers(config)))
+        first_working = working_width(with_dense_layers(config), on_tpus=on_tpus)
+        working = max(working, float(share) * first_working)
     column = tokens * size
     return _Moments(
         column * float(columns), column * working, logits_bytes(config, tokens / head_shards)

@@ -17,7 +17,12 @@ from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
 from maxpipe.config.terminal import ignore_note
-from maxpipe.model.kernels.choose import choose_gating, choose_rotation
+from maxpipe.model.kernels.choose import (
+    EVERYWHERE,
+    choose_gating,
+    choose_kernel,
+    choose_rotation,
+)
 from maxpipe.model.parameters import ParamSpec, outer_axes
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.layout import build_layout
@@ -99,15 +104,56 @@ def with_dense_layers(config: Config) -> Config:
     return replace(config, model=config.model.dense)
 
 
-def on_tpus(config: Config) -> Config:
-    """Return the configuration with what `auto` makes of a layer on TPUs, which saves less."""
+def on_platform(config: Config, platform: str) -> Config:
+    """Return the configuration with what `auto` makes of a layer there.
+
+    Without that, attention is taken for a kernel that never holds all scores.
+
+    Args:
+      config: resolved.
+      platform: of the devices, as JAX names it.
+
+    Raises:
+      ConfigError: as `choose_kernel`.
+    """
     return update(
         config,
         {
-            "model.rotation": choose_rotation(config, "tpu", ignore_note),
-            "model.gating": choose_gating(config, "tpu", ignore_note),
+            "model.attention": choose_kernel(config, platform, ignore_note),
+            "model.rotation": choose_rotation(config, platform, ignore_note),
+            "model.gating": choose_gating(config, platform, ignore_note),
         },
     )
+
+
+def holds_scores(config: Config) -> bool:
+    """Return whether the attention kernel that is configured holds all scores of a layer."""
+    return config.model.attention == EVERYWHERE
+
+
+def scores_width(config: Config, score_bytes: float = FLOAT32) -> float:
+    """Return the width of a layer's scores, of so many bytes each; 0 if its kernel holds none.
+
+    By default these are the probabilities in float32, all that a backward needs of attention
+    besides its operands and its result.
+    """
+    return scores_of_token(config) * score_bytes / itemsize(config.model.dtype)
+
+
+def scores_of_token(config: Config) -> float:
+    """Return how many scores a device holds for each of its tokens; 0 if its kernel holds none."""
+    if not holds_scores(config):
+        return 0.0
+    return config.model.num_query_heads / config.mesh.size("tensor") * config.data.sequence_length
+
+
+def made_width(config: Config) -> float:
+    """Return the width of what a layer's forward makes of its products, among it any scores.
+
+    A kernel that holds these has them in float32 and in the dtype of activations.
+    """
+    scores = scores_width(config, FLOAT32 + itemsize(config.model.dtype))
+    return layer_of(config).result_width + scores
 
 
 def layer_of(config: Config) -> Layer:
@@ -116,10 +162,7 @@ def layer_of(config: Config) -> Layer:
 
 
 def residual_width(config: Config) -> float:
-    """Return the width of a layer's residuals, without the input of its chunk.
-
-    Probabilities of attention are not counted: kernels for accelerators never hold them all.
-    """
+    """Return the width of a layer's residuals, without the input of its chunk."""
     layer, pipeline = layer_of(config), config.pipeline
     policy, has_stages = remat_policy(pipeline), ENGINES[pipeline.engine].has_stages
     by_layer = not pipeline.remat_iterations and has_stages
@@ -166,9 +209,11 @@ def everything_width(config: Config, layer: Layer) -> float:
     Where each layer is compiled by itself, XLA keeps the results of products and gathers, and
     computes the rest again within the operations that read it.
     """
+    scores = scores_width(config)
     if not is_unrolled(config.pipeline):
-        return layer.residual_bytes(REMAT_POLICIES["none"]) / itemsize(config.model.dtype)
-    return layer.result_width + layer.gathered_width
+        saved = layer.residual_bytes(REMAT_POLICIES["none"]) / itemsize(config.model.dtype)
+        return saved + scores
+    return layer.result_width + layer.gathered_width + scores
 
 
 def first_layers_width(config: Config) -> float:
@@ -205,7 +250,7 @@ def held_width(config: Config) -> float:
         return saved
     if pipeline.remat_layers:
         return saved + config.model.embed_dim
-    return max(layer_of(config).result_width, saved)
+    return max(made_width(config), saved)
 
 
 def cheap_width(config: Config) -> float:
@@ -214,7 +259,7 @@ def cheap_width(config: Config) -> float:
     XLA holds less of it: some it computes again within the operations that read it.
     """
     saved = layer_of(config).residual_bytes(None) / itemsize(config.model.dtype)
-    return max(0.0, saved - held_width(config))
+    return max(0.0, saved + scores_width(config) - held_width(config))
 
 
 def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts:
@@ -284,19 +329,26 @@ def handed_over_width(config: Config) -> float:
     return layer.operand_width + layer.weight_result_width + norms + layer.activated_width
 
 
-def working_width(config: Config) -> float:
+def working_width(config: Config, *, on_tpus: bool = False) -> float:
     """Return the width of what the backward of a layer holds at its widest moment.
 
     These are all tensors, and the gradients of those that one product reads. Keys and values are
     those of whole sequences, and tokens at experts those of all devices that share these, each with
-    its gradient.
+    its gradient. So has each array of scores, see `made_width`, but on TPUs, where XLA computes
+    the gradients of scores within the products that read them.
+
+    Args:
+      config: resolved, with its kernels chosen.
+      on_tpus: whether the devices are TPUs.
     """
     layer = layer_of(config)
+    scores = (2 - on_tpus) * (made_width(config) - layer.result_width)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
     if config.model.moe.experts and (devices := config.mesh.size(EXPERT_AXIS)) > 1:
         # Tokens of all devices, and what the experts of this one add to them.
         others += 2 * devices * config.model.embed_dim
-    return layer.result_width + layer.elementwise_width + layer.widest_gradients + 2 * others
+    made = layer.result_width + layer.elementwise_width + scores
+    return made + layer.widest_gradients + 2 * others
 
 
 def axis_rules(config: Config) -> AxisRules:

@@ -18,7 +18,7 @@ from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.auto_stages import LIMIT_KEY, choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import axis_rules, on_tpus
+from maxpipe.planning.footprint import axis_rules, on_platform
 from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
 from maxpipe.planning.prefetch import KEY as PREFETCH
 
@@ -95,8 +95,8 @@ def _needed(config: Config, tpu: Tpu) -> float:
     if ENGINES[config.pipeline.engine].one_program:
         return estimate(config, tpu).total
     # A run has chosen its stages before; who only asks what a file would do has not.
-    config = choose_stages(update(on_tpus(config), {LIMIT_KEY: 0}), None, ignore_note)
-    return fullest_stage_bytes(config)
+    config = choose_stages(update(on_platform(config, "tpu"), {LIMIT_KEY: 0}), None, ignore_note)
+    return fullest_stage_bytes(config, on_tpus=True)
 
 
 def _held(config: Config, mode: str) -> str:

@@ -2,10 +2,10 @@
 
 Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
 runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
-matrix of probabilities. A product of rows with the weights of their experts is one equation, too,
-without rows that fill up blocks; where devices share experts there are rows for every choice of all
-their tokens, of which the products skip what is empty. Where windows differ by layer the traced
-layer has their average.
+matrix of probabilities, which `footprint` adds where a kernel does. A product of rows with the
+weights of their experts is one equation, too, without rows that fill up blocks; where devices share
+experts there are rows for every choice of all their tokens, of which the products skip what is
+empty. Where windows differ by layer the traced layer has their average.
 """
 
 from dataclasses import dataclass, replace
@@ -153,9 +153,10 @@ def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 
     """Trace a resolved model; made once for each model, length and number of devices.
 
     Adapters are left out: next to the base's their products and results are narrow. So is
-    quantisation, which changes neither the products nor what is saved.
+    quantisation, which changes neither the products nor what is saved. Nor does the kernel of
+    attention change the trace.
     """
-    plain = replace(model.base, quantisation="none", quantised_passes="forward")
+    plain = replace(model.base, quantisation="none", quantised_passes="forward", attention="auto")
     return _trace(model_program(plain, expert_devices), sequence_length)
 
 

@@ -14,7 +14,7 @@ from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens, on_tpus
+from maxpipe.planning.footprint import cheap_width, itemsize, microbatch_tokens, on_platform
 from maxpipe.planning.prefetch import IDLE_SHARE, splits_backward
 
 KEY = "pipeline.remat_cheap"
@@ -55,7 +55,11 @@ def _has_choice(config: Config) -> bool:
 def _is_scarce(config: Config, tpu: Tpu, note: Note) -> bool:
     """Return whether cheap values of all layers but one would take more memory than is idle."""
     others = build_layout(config).layers_per_stage - 1
-    cheap = cheap_width(on_tpus(config)) * itemsize(config.model.dtype) * microbatch_tokens(config)
+    cheap = (
+        cheap_width(on_platform(config, "tpu"))
+        * itemsize(config.model.dtype)
+        * microbatch_tokens(config)
+    )
     held = others * cheap
     is_scarce = estimate(config, tpu).total + held > IDLE_SHARE * tpu.memory
     note(

@@ -24,8 +24,8 @@ from maxpipe.planning.footprint import (
     first_layers_width,
     handed_over_width,
     itemsize,
-    layer_of,
     logits_bytes,
+    made_width,
     microbatch_tokens,
     offloaded_width,
     optimizer_bytes,
@@ -42,10 +42,11 @@ class StageMemory:
     Args:
       config: resolved.
       table: its schedule.
+      on_tpus: whether the devices are TPUs, if it is known.
     """
 
-    def __init__(self, config: Config, table: Table):
-        self._config, self._table = config, table
+    def __init__(self, config: Config, table: Table, *, on_tpus: bool = False):
+        self._config, self._table, self._on_tpus = config, table, on_tpus
         self._units_in_flight = units_in_flight(table)
         slots = activation_slots(table)
         self._arrived = slots.activations.peak + slots.gradients.peak
@@ -120,13 +121,14 @@ class StageMemory:
 
     def _working(self, stage: int, layers: int) -> float:
         """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
-        config, results = self._config, layer_of(self._config).result_width
+        config, results = self._config, made_width(self._config)
         kept = residual_width(config)
         # The results of the layer at work are among what is kept or computed again of the chunk.
         counted = min(results, kept) if config.pipeline.remat_layers else results
-        widest = working_width(config) - counted
+        widest = working_width(config, on_tpus=self._on_tpus) - counted
         if self._is_first(stage) and config.model.first_dense_layers:
-            widest = max(widest, working_width(with_dense_layers(config)))
+            first = working_width(with_dense_layers(config), on_tpus=self._on_tpus)
+            widest = max(widest, first)
         copied = offloaded_width(config)
         # A chunk is recomputed as a whole, with what comes back from the host among the results,
         # unless layer by layer.

@@ -5,29 +5,17 @@ from dataclasses import replace
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
-from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import BASES
+from maxpipe.render.plan_omissions import omission_lines
 
 _MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes
 
 
 def basis_lines(plan: Plan) -> list[str]:
     """Return what the figures rest on, and what they leave out."""
-    own = [plan.own] if isinstance(plan.own, Row) else []
-    shown = [*plan.shown, *plan.misfits, *own]
     lines = [*_bases(plan), *_uncompiled_lines(plan), *_simulated_lines(plan)]
-    lines += _batch_lines(plan)
-    machine = plan.request.machine
-    if machine.slices > 1 and machine.chip.dcn_bandwidth is None:
-        lines.append(
-            f"transfers between slices are priced as fast as one link within a slice, since the "
-            f"network of {machine.chip.name} is unknown: they take longer"
-        )
-    if any(offloaded_names(row.config.pipeline) for row in shown):
-        lines.append("transfers to the host's memory are not in these seconds")
-    return lines
+    return [*lines, *_batch_lines(plan), *omission_lines(plan)]
 
 
 def _bases(plan: Plan) -> list[str]:

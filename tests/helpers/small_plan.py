@@ -6,14 +6,15 @@ from maxpipe.config.options import update
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import Plan, make_plan
-from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.request import Request, placed
 
 
-def small_plan(topology: str) -> Plan:
+def small_plan(topology: str, **values: object) -> Plan:
     """Plan a model of four layers for a topology, by closed forms."""
-    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
+    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0, **values})
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     machine = machine_of(topology, 1, config)
+    config = placed(config, machine)
     choices: dict[str, list[object]] = {
         "pipeline.schedule": ["lockstep_1f1b"],
         "pipeline.remat_policy": ["full"],

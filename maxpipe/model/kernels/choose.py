@@ -13,7 +13,7 @@ from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_facts import Kernel as KernelFacts
 from maxpipe.config.sections import Config, ModelConfig
-from maxpipe.config.terminal import Note
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.context_parallel import over_context, parts
@@ -53,6 +53,15 @@ def choose_kernel(config: Config, platform: str, note: Note) -> str:
     return choose(
         "model.attention", config.model.attention, KERNELS, EVERYWHERE, unfit, platform, note
     )
+
+
+def kernel_problems(config: Config, platform: str) -> tuple[Problem, ...]:
+    """Return why the configured attention kernel does not run; nothing if it does."""
+    try:
+        choose_kernel(config, platform, ignore_note)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def choose(

@@ -4,6 +4,7 @@ Reading a model takes JAX, which traces one layer on shapes. Nothing after that 
 serve every candidate that splits the model alike.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.kernels.splash import filled
+from maxpipe.model.layer_facts import visible_share
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.flops import model_flops_per_token
@@ -20,12 +22,15 @@ from maxpipe.planning.footprint import (
     first_layers_width,
     handed_over_width,
     held_width,
+    holds_scores,
     itemsize,
     layer_of,
+    made_width,
     offloaded_width,
-    on_tpus,
+    on_platform,
     optimizer_bytes,
     residual_width,
+    scores_of_token,
     stash_width,
     total_parameters,
     weights_of_parts,
@@ -33,11 +38,11 @@ from maxpipe.planning.footprint import (
     working_width,
 )
 from maxpipe.planning.layer_trace import trace_model
-from maxpipe.planning.search.machine import CPU
+from maxpipe.planning.search.machine import platform_of
 from maxpipe.planning.search.space import Axes
 from maxpipe.planning.stores import FLOAT32
 from maxpipe.planning.weights_held import WeightsOfParts
-from maxpipe.sharding.collectives import EXPERT_AXIS
+from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
 _WHOLE_IN_USE = frozenset(STORAGE_AXES) - {EXPERT_AXIS}
@@ -75,9 +80,11 @@ class LayerCosts(NamedTuple):
 
     Attributes:
       weight_flops, attention_flops: of a forward; attention's are those of its kernel.
+      scores: scores of a token, if the kernel of attention holds all of them; else 0.
       expert_flops: those among weight_flops of rows with the weights of their experts.
       expert_weights: weights of the device's experts.
       results: width of what its products make.
+      made: the same with scores, as of `footprint.made_width`.
       elementwise: width of what its norms and sums make.
       rows: width of the rows of experts, and of those that are added up to tokens.
       key_values: width of what attention reads besides queries.
@@ -86,9 +93,11 @@ class LayerCosts(NamedTuple):
 
     weight_flops: float
     attention_flops: float
+    scores: float
     expert_flops: float
     expert_weights: float
     results: float
+    made: float
     elementwise: float
     rows: float
     key_values: float
@@ -107,6 +116,7 @@ class Saving(NamedTuple):
       held: width of what a chunk's backward holds of each layer but the one it is at.
       cheap: width of what it would hold besides, if it computed nothing cheap once more.
       recomputed: share of a layer's forward that its backward computes again.
+      scores_again: 1 where that share leaves out scores that the backward computes again, else 0.
       first_kept: width that the first dense layers keep of a microbatch.
       first_handed_over: width that an I leaves of them to its W on that engine.
       first_recomputed: share of their forward that their backward computes again.
@@ -120,9 +130,22 @@ class Saving(NamedTuple):
     held: float
     cheap: float
     recomputed: float
+    scores_again: float
     first_kept: float
     first_handed_over: float
     first_recomputed: float
+
+
+class _Key(NamedTuple):
+    """What decides how a layer computes.
+
+    Attributes:
+      axes: sizes of the axes that split it; 1 for the others.
+      parts: of a sequence, by which the kernel of attention is chosen.
+    """
+
+    axes: Axes
+    parts: int
 
 
 class Facts:
@@ -130,17 +153,16 @@ class Facts:
 
     Args:
       config: its model, sequence length, logical axis rules and what candidates do not change;
-        its `compile.topology` says whether devices are TPUs.
+        its `compile.topology` says what the devices are: TPUs, simulated ones, or GPUs.
     """
 
     def __init__(self, config: Config):
         self.config = config
-        is_tpu = config.compile.topology not in ("", CPU)
-        self._traced = on_tpus(config) if is_tpu else config
-        self._kernel_share = _filled_share(config.model) if is_tpu else 1.0
+        self._platform = platform_of(config)
         self._parameters: dict[Axes, Parameters] = {}
-        self._layers: dict[Axes, LayerCosts] = {}
-        self._savings: dict[tuple[Axes, str, str, bool], Saving] = {}
+        self._computing_on: dict[_Key, Config] = {}
+        self._layers: dict[_Key, LayerCosts] = {}
+        self._savings: dict[tuple[_Key, str, str, bool], Saving] = {}
         self._splitting = {
             axis
             for name, axes in config.sharding.logical_axis_rules
@@ -213,7 +235,7 @@ class Facts:
         """Return what a layer costs on a device of a mesh."""
         key = self._computing(axes)
         if key not in self._layers:
-            config = self._on(key)
+            config = self._computed(key)
             layer, split = layer_of(config), config.mesh.size("tensor")
             moe, expert_flops = config.model.moe, layer.expert_flops / split
             # A token meets some of the experts, with two FLOPs for each of their weights.
@@ -223,14 +245,16 @@ class Facts:
             others = (sharing - 1) * moe.per_token * config.model.embed_dim
             self._layers[key] = LayerCosts(
                 layer.weight_flops / split,
-                self._kernel_share * layer.activation_flops / split,
+                self._kernel_share(config) * layer.activation_flops / split,
+                scores_of_token(config),
                 expert_flops,
                 expert_flops / used if used else 0.0,
                 layer.result_width,
+                made_width(config),
                 layer.elementwise_width - layer.gathered_width,
                 layer.gathered_width + others,
                 layer.key_value_width,
-                working_width(config),
+                working_width(config, on_tpus=self._platform == "tpu"),
             )
         return self._layers[key]
 
@@ -243,7 +267,7 @@ class Facts:
                 "pipeline.remat_policy": policy,
                 "pipeline.scan_layers": scans,
             }
-            config = update(self._on(key[0]), changes)
+            config = update(self._computed(key[0]), changes)
             pipeline, passes = config.pipeline, 1
             if ENGINES[engine].has_stages:
                 passes = pipeline.remat_iterations + pipeline.remat_layers
@@ -260,23 +284,41 @@ class Facts:
                 held_width(config),
                 cheap_width(config),
                 recomputed,
+                _scores_again(config),
                 first_layers_width(config),
                 config.model.first_dense_layers * handed_over_width(first) if first else 0.0,
                 _recomputed(first) if first else 0.0,
             )
         return self._savings[key]
 
-    def _computing(self, axes: Axes) -> Axes:
-        """Return the sizes of the axes that split a layer while it computes; 1 for the others."""
-        return tuple(
+    def _computing(self, axes: Axes) -> "_Key":
+        """Return what decides how a layer computes."""
+        split = tuple(
             n if name in self._splitting and name not in _WHOLE_IN_USE else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
         )
+        return _Key(split, axes[MESH_AXES.index(CONTEXT_AXIS)])
+
+    def _computed(self, key: "_Key") -> Config:
+        """Return the configuration on a mesh that splits a layer so, with its kernels chosen."""
+        if key not in self._computing_on:
+            config = self._on(key.axes)
+            parted = on_platform(
+                update(config, {f"mesh.ici.{CONTEXT_AXIS}": key.parts}), self._platform
+            )
+            self._computing_on[key] = replace(config, model=parted.model)
+        return self._computing_on[key]
+
+    def _kernel_share(self, config: Config) -> float:
+        """Return how many times the FLOPs of attention its kernel computes."""
+        if holds_scores(config):  # masked ones, too
+            return 1 / visible_share(config.model, config.data.sequence_length)
+        return _filled_share(config.model) if self._platform == "tpu" else 1.0
 
     def _on(self, axes: Axes) -> Config:
         """Return the configuration on a mesh of these sizes."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
-        return update(self._traced, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+        return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
 
 
 def _filled_share(model: ModelConfig) -> float:
@@ -294,3 +336,11 @@ def _recomputed(config: Config) -> float:
         return 0.0
     flops = layer.recomputed_flops((*policy.device, *policy.host))
     return flops / (layer.weight_flops + layer.activation_flops)
+
+
+def _scores_again(config: Config) -> float:
+    """Return 1 where a backward computes scores again whose product's result is saved, else 0."""
+    policy = remat_policy(config.pipeline)
+    if policy.everything or not holds_scores(config):
+        return 0.0
+    return float("context" in (*policy.device, *policy.host))

@@ -18,6 +18,8 @@ from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
+from maxpipe.model.kernels.choose import kernel_problems
+from maxpipe.planning.search.machine import platform_of
 from maxpipe.planning.search.space import Grid
 
 _AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
@@ -75,7 +77,11 @@ class Legality:
 
     def of_mesh(self, grid: Grid) -> str:
         """Return why the model cannot be split over a mesh; empty if it can."""
-        problems = apply_rules(MODEL_RULES, update(self._config, grid.updates()), ())[1]
+        config = update(self._config, grid.updates())
+        problems = [
+            *apply_rules(MODEL_RULES, config, ())[1],
+            *kernel_problems(config, platform_of(config)),
+        ]
         return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
 
     def of_engine(self, engine: str) -> str:

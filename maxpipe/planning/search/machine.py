@@ -173,6 +173,11 @@ class Machine(NamedTuple):
         return self.devices / self.num_chips / of_chip
 
 
+def platform_of(config: Config) -> str:
+    """Return the platform of the devices, as JAX names it, that a plan has placed the model on."""
+    return {"": "gpu", CPU: "cpu"}.get(config.compile.topology, "tpu")
+
+
 def machine_of(topology: str, slices: int, config: Config) -> Machine:
     """Return the machine that a topology names: a TPU slice, cpu:DEVICES or a GPU and a number.
 

@@ -117,11 +117,11 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
         return layer.working + 2 * others * layer.key_values
 
     working: Number = width(sizes.layer)
-    kept_results = np.minimum(sizes.layer.results, sizes.residuals)
+    kept_results = np.minimum(sizes.layer.made, sizes.residuals)
     if not sizes.engine.one_program:
         # The results are among what is kept or computed again of the chunk.
         by_layer = sizes.config.pipeline.remat_layers
-        working = working - (kept_results if by_layer else sizes.layer.results)
+        working = working - (kept_results if by_layer else sizes.layer.made)
     elif sizes.is_unrolled:
         # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
         working = working - kept_results
@@ -143,7 +143,7 @@ def _logits(sizes: BlockSizes, tokens: Number) -> Number:
 def _stage_working(sizes: BlockSizes) -> Working:
     """Return what the units of a stage work with, with the weights that they gather."""
     layers = sizes.layers
-    recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
+    recomputed = np.maximum(sizes.layer.made - sizes.residuals, 0.0)
     if (pipeline := sizes.config.pipeline).remat_layers:
         # Without `remat_iterations` the inputs of layers are residuals.
         recomputed = pipeline.remat_iterations * sizes.config.model.embed_dim + sizes.offloaded

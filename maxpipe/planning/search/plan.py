@@ -236,7 +236,7 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
     outcome, facts = Outcome(), Facts(config)
     legality = Legality(config, request.machine.hosts)
-    if reason := legality.of_engine(block.engine):
+    if reason := legality.of_engine(block.engine) or legality.of_mesh(block.grid):
         return f"{OWN}: {reason}"
     priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:

@@ -14,9 +14,6 @@ import numpy as np
 
 from maxpipe.planning.stores import Number
 
-# Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
-ATTENTION_BACKWARD = 3.5
-
 
 class Units(NamedTuple):
     """Seconds of one layer for one microbatch.

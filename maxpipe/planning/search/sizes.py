@@ -55,6 +55,7 @@ class BlockSizes:
         self.held = along([s.held for s in savings], "policy")
         self.cheap = along([s.cheap for s in savings], "policy")
         self.recomputed = along([s.recomputed for s in savings], "policy")
+        self.scores_again = along([s.scores_again for s in savings], "policy")
         saves_all = along([s.saves_all for s in savings], "policy")
         # Layers that are compiled each by itself are gathered before a loop over microbatches.
         self.gathers_before_loop = self.is_unrolled * np.greater(self.microbatches, 1)

@@ -6,11 +6,12 @@ import numpy as np
 
 from maxpipe.planning.prefetch import IDLE_SHARE
 from maxpipe.planning.remat_cheap import KEY as REMAT_CHEAP
+from maxpipe.planning.search.attention import attention_seconds
 from maxpipe.planning.search.block import along
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes
-from maxpipe.planning.search.seconds import ATTENTION_BACKWARD, Units, roofline
+from maxpipe.planning.search.seconds import Units, roofline
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.traffic import layer_traffic
 from maxpipe.planning.stores import FLOAT32, Number
@@ -121,17 +122,15 @@ def _layer(
     products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
     # With few tokens the gradients of weights take longer to write than to compute.
     written = size * parameters.layer_gathered / machine.stream_rate(size)
-    length = sizes.config.data.sequence_length
-    masked = 1 + min(sizes.config.model.attention_block_size, length) / length
-    attention = masked * tokens * layer.attention_flops / machine.attention_peak()
+    attention = attention_seconds(sizes, machine, layer)
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     traffic = layer_traffic(sizes, machine, parameters, layer, stored)
-    forward = products + attention + between + traffic.keys + traffic.rows
+    forward = products + attention.forward + between + traffic.keys + traffic.rows
     return _Layer(
         forward + traffic.written + traffic.forward,
         products
-        + ATTENTION_BACKWARD * attention
+        + attention.backward
         + (2 + again) * between
         + traffic.keys
         + traffic.row_gradients

@@ -11,6 +11,7 @@ from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.auto_stages import fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.footprint import on_platform
 from maxpipe.planning.gather_mode import KEY as GATHER_MODE
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_in_steps
@@ -18,11 +19,12 @@ from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import ONE_HOST, Legality
-from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.machine import machine_of, platform_of
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import FIRST_STAGE, pattern
 from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.pricing import price
+from maxpipe.planning.search.request import placed
 from maxpipe.planning.search.search import Outcome, search
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Space
@@ -38,6 +40,7 @@ SIZES = {
     "data.sequence_length": 64,
     "data.global_batch_size": 32,
     "eval.every": 0,
+    "compile.topology": "v6e:2x4",
 }
 
 
@@ -292,8 +295,10 @@ def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_large
     priced = priced_configuration(config, request)
     # Of one program all stages hold as many, of several the fullest decides.
     is_one = config.pipeline.engine == "scheduled"
-    chosen = with_gather_mode(config, machine.tpu)
-    known = estimate(chosen, machine.tpu).total if is_one else fullest_stage_bytes(chosen)
+    chosen = on_platform(with_gather_mode(config, machine.tpu), "tpu")
+    known = fullest_stage_bytes(chosen, on_tpus=True)
+    if is_one:
+        known = estimate(chosen, machine.tpu).total
     assert priced.memory == pytest.approx(known, rel=0.01)
     even = priced_configuration(
         resolved({"model.num_layers": sum(layers), "pipeline.layers_per_stage": layers}), request
@@ -305,15 +310,17 @@ def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_large
 @pytest.mark.parametrize(
     ("topology", "does"), [("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)]
 )
-def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config, facts, topology, does):
+def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config, topology, does):
+    machine = machine_of(topology, 1, config)
+    config = placed(config, machine)
+    facts = Facts(config)
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
     block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
-    machine = machine_of(topology, 1, config)
     priced = price(block, legality, facts, machine, Outcome().fallen)
     index = int(np.flatnonzero(priced.legal)[0])
     candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
     resolved = update(resolve(candidate.config(config), 8, 1), {GATHER_MODE: "per_iteration"})
     assert gathers_in_steps(resolved, machine.tpu) is does
-    expected = estimate(resolved, machine.tpu).total
+    expected = estimate(on_platform(resolved, platform_of(config)), machine.tpu).total
     assert candidate.memory == pytest.approx(expected, rel=1e-9)

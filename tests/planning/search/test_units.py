@@ -12,6 +12,7 @@ from maxpipe.planning.remat_cheap import with_remat_cheap
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.traffic import residual_seconds
 from maxpipe.planning.search.units import units_of
 
 
@@ -89,6 +90,7 @@ def test_attention_computes_the_masked_half_of_the_blocks_on_the_diagonal():
 
     def forward(block):
         fixed = {"data.sequence_length": 1024, "model.attention_block_size": block}
+        fixed |= {"compile.topology": "v5p:2x2x2", "model.head_dim": 128}
         sizes = sizes_of("sequential", "", mesh={"stage": 1}, fixed=fixed)
         return float(np.ravel(units_of(sizes, machine).forward)[0]), sizes
 
@@ -109,3 +111,25 @@ def test_logits_move_through_memory_besides_the_heads_products(engine, schedule)
     heads = np.broadcast_to(units_of(sizes, machine).head, (2, 1, 1, 1, 3))[:, 0, 0, 0, 0]
     tokens = np.broadcast_to(sizes.tokens, (2, 1, 1, 1, 1)).reshape(-1)
     assert heads[0] - heads[1] == pytest.approx(16 * 4096 * (tokens[0] - tokens[1]) / machine.hbm)
+
+
+@pytest.mark.parametrize(
+    ("policy", "products", "passes"), [("none", 2, 3), ("minimal", 2.5, 4), ("full", 3, 4)]
+)
+def test_attention_that_holds_scores_takes_full_products_and_moves_its_scores(
+    policy, products, passes
+):
+    """A backward has two products for one, moves three times the bytes, and makes scores again."""
+    machine = machine_of("v5p:2x2x2", 1, Config())
+    long = {"data.sequence_length": 4096, "model.attention": "dot_product"}
+    sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=long, remat_policy=[policy])
+    length, heads = sizes.config.data.sequence_length, sizes.config.model.num_query_heads
+    channels = sizes.config.model.head_dim
+    scores = sizes.tokens * heads * length
+    computed = 2 * 2 * scores * channels / (machine.peak * machine.matrix_efficiency)
+    moved = 2 * (4 + sizes.itemsize) * scores / machine.hbm
+    units = units_of(sizes, machine)
+    assert np.all(units.forward > computed + moved)
+    read = 2 * residual_seconds(sizes, machine, sizes.residuals)  # out of the store
+    backward = np.broadcast_to(products * computed + passes * moved, units.input_gradient.shape)
+    assert units.input_gradient - read == pytest.approx(backward, rel=0.1)
