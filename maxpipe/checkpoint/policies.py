@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the state that it holds, or null
 RESUME = "checkpoint.resume"
-NEWEST = ("auto", "must")  # values of it that take the newest step
+AUTO = "auto"
+NEWEST = (AUTO, "must")  # values of it that take the newest step
 
 
 class SaveTimer:
@@ -151,7 +152,7 @@ def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | 
     """
     where = f" in {place}" if place else ""
     existing = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
-    if resume == "auto":
+    if resume == AUTO:
         return max(steps, default=None)
     if resume == "never":
         if steps:

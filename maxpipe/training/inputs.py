@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from maxpipe.checkpoint.going_back import step_since
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.policies import NEWEST, step_to_resume
+from maxpipe.checkpoint.policies import AUTO, NEWEST, step_to_resume
 from maxpipe.checkpoint.run_argument import find_step
-from maxpipe.checkpoint.steps import committed_steps
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_shape
 from maxpipe.config.load import Loaded, derive_known, simulated_mesh_problems
@@ -21,7 +22,7 @@ from maxpipe.config.model_places import MAXTEXT, RUN, maxtext_directory, run_of,
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import Split, open_sources
 from maxpipe.data.loader import open_tokenizer
-from maxpipe.devices.cluster import announced_processes, is_cluster
+from maxpipe.devices.cluster import announced_processes, is_cluster, job_of_process
 from maxpipe.migration.orbax_arrays import find_item
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.run_directory import RunDirectory
@@ -105,14 +106,26 @@ def _readers(config: Config) -> list[Part]:
 
 def _is_finished(config: Config) -> bool:
     """Return whether a step that ends the run is in its directory."""
-    newest = max(committed_steps(RunDirectory(config).checkpoints), default=0)
-    return config.checkpoint.resume in NEWEST and newest >= config.steps
+    store = _store(config)
+    newest = max(store.steps(), default=0)
+    return _resume(config, store) in NEWEST and newest >= config.steps
+
+
+def _store(config: Config) -> StepsDirectory:
+    return StepsDirectory(RunDirectory(config).checkpoints.absolute())  # as a checkpointer's
+
+
+def _resume(config: Config, store: StepsDirectory) -> str:
+    """Return the value of `checkpoint.resume` that this attempt of its job follows."""
+    resume = config.checkpoint.resume
+    step = step_since(resume, job_of_process(), store.steps(), store.record)
+    return resume if step is None else AUTO
 
 
 def _open_beginning(config: Config, open_weights: Callable[[Config], object]) -> None:
     """Open the initial weights of a run that has no checkpoint to continue from."""
-    directory = RunDirectory(config).checkpoints.absolute()  # as a checkpointer names it
-    if step_to_resume(config.checkpoint.resume, committed_steps(directory), str(directory)) is None:
+    store = _store(config)
+    if step_to_resume(_resume(config, store), store.steps(), str(store)) is None:
         open_weights(config)
 
 

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
+from maxpipe.checkpoint.going_back import followed
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import NEWEST
@@ -79,7 +80,13 @@ from maxpipe.training.initial_weights import (
 )
 from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
-from maxpipe.training.resuming import continue_loader, live_state, restore, step_to_continue
+from maxpipe.training.resuming import (
+    continue_loader,
+    followed_once,
+    live_state,
+    restore,
+    step_to_continue,
+)
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.step_ahead import build_with_step_ahead
@@ -159,6 +166,8 @@ def run(
     with naming_all_inputs(config):
         config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config, supervision.memory)
+    mark = followed(config.checkpoint.resume, job_of_process())
+    config = followed_once(config, checkpointer, job_of_process(), log)
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
@@ -173,6 +182,7 @@ def run(
             abstract = trainer.abstract_canonical()
             decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
         current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
+    current.meta |= mark
     supervision.progress.run_directory(directory.root)
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):

@@ -1,15 +1,18 @@
 """Continue a run from one of its steps: choose it, restore it, and put its state in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from maxpipe.checkpoint.going_back import Job, step_since
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import NEWEST, step_to_resume
+from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.devices import processes
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.continuity import (
     DOCUMENTS,
@@ -20,6 +23,26 @@ from maxpipe.training.continuity import (
 from maxpipe.training.run_directory import Meta
 from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
+
+
+def followed_once(
+    config: Config, checkpointer: Checkpointer, job: Job, log: Callable[[str], None]
+) -> Config:
+    """Return the configuration, to continue from the newest step if an earlier attempt has gone
+    back already: see `maxpipe.checkpoint.going_back`. All processes call this.
+    """
+    resume = config.checkpoint.resume
+    if resume in NEWEST:
+        return config
+    step = step_since(resume, job, checkpointer.resumable(), checkpointer.record)
+    step = processes.of_first_process(-1 if step is None else step)
+    if step < 0:
+        return config
+    log(
+        f"{RESUME}={resume} was followed by an earlier attempt of this job, which has reached step "
+        f"{step}: this one continues from the newest step"
+    )
+    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO))
 
 
 def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:

@@ -21,6 +21,7 @@
 # supervisor (maxpipe supervise); they start the training again on all workers when one is lost. output_dir has to be
 # a directory that all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from
 # here. LIBTPU_INIT_ARGS is handed on to the training; python -m maxpipe.compile prints the recommended one for a chip.
+# So is MAXPIPE_JOB, "NAME in ZONE" by default: with another one the training goes back to checkpoint.resume=STEP again.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -155,7 +156,7 @@ start() {
   everywhere "cd maxpipe
 if [ -f pid ] && kill -0 \$(cat pid) 2>/dev/null; then echo already running; exit; fi
 rm -f exit_code
-${flags}MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c '\"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.supervise -- .venv/bin/python -m maxpipe.train \
+${flags}MAXPIPE_JOB=$(quoted "${MAXPIPE_JOB:-$name in $zone}") MAXPIPE_DISTRIBUTED=1 nohup sh -c '\"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.supervise -- .venv/bin/python -m maxpipe.train \
 $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 }
 

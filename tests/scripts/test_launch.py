@@ -202,6 +202,7 @@ class TestTpuVm:
         self, fakes, tpu_vm, tmp_path, monkeypatch
     ):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_a=1 {AWKWARD}")
+        monkeypatch.setenv("MAXPIPE_JOB", AWKWARD)
         assert tpu_vm("run", "pod", "--", "a.yml", AWKWARD).returncode == 0
         (call,) = self.commands(fakes)
         remote = call[call.index("--command") + 1]
@@ -209,8 +210,8 @@ class TestTpuVm:
         python = worker / "maxpipe" / ".venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(
-            '#!/bin/bash\nprintf "%s\\0" "$@" "$LIBTPU_INIT_ARGS" >>words; echo . >>attempts; '
-            "sleep 1; exit 7\n"
+            '#!/bin/bash\nprintf "%s\\0" "$@" "$LIBTPU_INIT_ARGS" "$MAXPIPE_JOB" >>words; '
+            "echo . >>attempts; sleep 1; exit 7\n"
         )
         python.chmod(0o755)
         outputs = [
@@ -229,7 +230,8 @@ class TestTpuVm:
         assert (worker / "maxpipe" / "attempts").read_text() == ".\n"
         words = (worker / "maxpipe" / "words").read_text().split("\0")[:-1]
         training = [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
-        assert words == ["-m", "maxpipe.supervise", "--", *training, f"--xla_a=1 {AWKWARD}"]
+        variables = [f"--xla_a=1 {AWKWARD}", AWKWARD]
+        assert words == ["-m", "maxpipe.supervise", "--", *training, *variables]
         assert not list(tmp_path.rglob("pwned"))
 
     def test_resume_of_a_preempted_resource_recreates_it_and_runs(self, fakes, tpu_vm):

@@ -1,0 +1,126 @@
+"""Runs that go back to an earlier step, and are ended and started again at different times."""
+
+import os
+import signal
+
+import pytest
+from helpers.runs import assert_same_run, checkpoints, losses
+from helpers.supervised import SUPERVISED, trainer_of
+from helpers.training_process import TrainingProcess, command
+from helpers.training_process import run as finish
+
+from maxpipe import train
+
+HERE = (
+    "mesh.simulated_devices=0",
+    "mesh.ici.data=8",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=1",
+    "checkpoint.every=2",
+    "checkpoint.keep=100",
+    "steps=12",
+)
+BACK = "checkpoint.resume=2"
+FOLLOWED = "was followed by an earlier attempt of this job, which has reached step"
+
+
+def run(directory, *words):
+    return train.main(command(directory, *HERE, *words))
+
+
+@pytest.fixture
+def attempt(monkeypatch):
+    """Return a function that names job and attempt to the starts that follow."""
+
+    def _attempt(number, job="job"):
+        monkeypatch.setenv("MAXPIPE_JOB", job)
+        monkeypatch.setenv("MAXPIPE_ATTEMPT", str(number))
+
+    return _attempt
+
+
+def abandoned(root):
+    return sorted(path.name for path in (root / "checkpoints").glob("*abandoned*"))
+
+
+class TestOncePerJob:
+    def test_train_started_again_by_its_job_continues_after_going_back_once(
+        self, tmp_path, attempt, capsys
+    ):
+        root = tmp_path / "base"
+        assert run(tmp_path, "stop_after=8") == 0
+        attempt(1)
+        assert run(tmp_path, BACK, "stop_after=5") == 0
+        assert checkpoints(root) == [2, 4, 5]
+        assert abandoned(root) == ["4.abandoned", "6.abandoned", "8.abandoned"]
+        assert FOLLOWED not in capsys.readouterr().out
+        # The step to go back to need not be kept any longer.
+        attempt(2)
+        assert run(tmp_path, BACK, "stop_after=7", "checkpoint.keep=1") == 0
+        assert f"checkpoint.resume=2 {FOLLOWED} 5:" in capsys.readouterr().out
+        assert checkpoints(root) == [7]
+        attempt(3)
+        assert run(tmp_path, BACK) == 0
+        assert f"{FOLLOWED} 7:" in capsys.readouterr().out
+        assert checkpoints(root) == [7, 8, 10, 12]
+        assert len(abandoned(root)) == 3
+        assert sorted(losses(root)) == [*range(1, 13)]
+        attempt(4)
+        assert run(tmp_path, BACK) == 0
+        assert "is finished: step 12 is saved" in capsys.readouterr().out
+
+    def test_train_that_was_to_begin_anew_continues_in_later_attempts(
+        self, tmp_path, attempt, capsys
+    ):
+        words = ("checkpoint.resume=never", "stop_after=4")
+        attempt(1)
+        assert run(tmp_path, *words) == 0
+        attempt(2)
+        assert run(tmp_path, words[0], "stop_after=6") == 0
+        assert f"checkpoint.resume=never {FOLLOWED} 4:" in capsys.readouterr().out
+        attempt(1, job="another")
+        with pytest.raises(SystemExit):
+            run(tmp_path, words[0])
+        assert "never, but there are committed steps" in capsys.readouterr().err
+
+    def test_train_without_a_job_or_for_another_one_goes_back_each_time(
+        self, tmp_path, attempt, monkeypatch
+    ):
+        assert run(tmp_path, "stop_after=4") == 0
+        for job in ("", "one", "two"):
+            if job:
+                attempt(1, job)
+            assert run(tmp_path, BACK, "stop_after=4") == 0
+        for name in ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT"):
+            monkeypatch.delenv(name)
+        assert run(tmp_path, BACK, "stop_after=4") == 0
+        assert len(abandoned(tmp_path / "base")) == 4
+
+    def test_train_that_goes_back_in_attempts_has_the_bits_of_one_start(self, tmp_path, attempt):
+        assert run(tmp_path / "whole") == 0
+        assert run(tmp_path / "parts", "stop_after=6") == 0
+        for number in (1, 2, 3):
+            attempt(number)
+            assert run(tmp_path / "parts", BACK, f"stop_after={4 * number}") == 0
+        assert_same_run(tmp_path / "parts" / "base", tmp_path / "whole" / "base", 12)
+
+    @pytest.mark.slow
+    def test_train_supervised_that_has_gone_back_continues_from_memory_when_it_is_killed(
+        self, tmp_path
+    ):
+        words = command(
+            tmp_path,
+            *("mesh.simulated_devices=1", "mesh.ici.stage=1", "mesh.ici.fsdp=1"),
+            *("checkpoint.every=100", "checkpoint.keep=100", "steps=20000"),
+        )
+        assert finish(tmp_path / "first.log", [*words, "stop_after=300"])[0] == 0
+        back = ["checkpoint.resume=100", "checkpoint.replica_every=10", "stop_after=600"]
+        with TrainingProcess(tmp_path / "log", [*words, *back], program=SUPERVISED) as supervisor:
+            supervisor.wait_for(" 250/")
+            os.kill(trainer_of(supervisor.pid), signal.SIGKILL)
+            assert supervisor.wait() == 0, supervisor.output
+            output = supervisor.output
+        assert output.count(FOLLOWED) == 1
+        assert "is restored from replicas in memory; safe: steps 100, 200" in output
+        assert abandoned(tmp_path / "base") == ["200.abandoned", "300.abandoned"]
+        assert sorted(losses(tmp_path / "base")) == [*range(1, 601)]
