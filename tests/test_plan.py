@@ -246,7 +246,7 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
 
 
 def test_a_smaller_margin_is_a_remedy_with_which_the_plan_fits(capsys):
-    words = ["llama3-8b", "--topology", "H100:2", "--no-compile"]
+    words = ["llama3-8b", "--topology", "H100:2", "--no-compile", "data.packing=false"]
     assert plan.main([*words, "--memory-margin", "15%"]) == 3
     _, _, would_fit = capsys.readouterr().out.partition("what would fit:\n")
     margin = re.match(r"  less memory left free: --memory-margin (\d+%); closed forms", would_fit)

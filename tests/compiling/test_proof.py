@@ -16,13 +16,14 @@ from maxpipe.config.options import update
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
-from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Probed, Proof
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_table import as_json, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
+SIZES |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}  # of 128 channels
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def plan():
     config = replace(Config(), **SIZES)
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     machine = machine_of("v5p:2x2x1", 1, config)
+    config = placed(config, machine)
     choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
     choices["pipeline.fsdp_gather"] = ["per_iteration"]
     own = update(config, {"compile.topology": "v6e:2x2", "mesh.ici.fsdp": 4})

@@ -7,6 +7,7 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.planning.footprint import on_platform
 from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
@@ -27,6 +28,7 @@ SIZES = {
     "data.sequence_length": 64,
     "data.global_batch_size": 32,
     "eval.every": 0,
+    "compile.topology": "v5p:2x2x2",
 }
 MIXTURE = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
 FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
@@ -58,7 +60,8 @@ def drawn(config, facts):
 def by_table(candidate, config):
     """Return the bytes of the fullest stage."""
     resolved = resolve(candidate.config(config), 8, 1)
-    memory = StageMemory(resolved, build_table(resolved))
+    resolved = on_platform(resolved, "tpu")
+    memory = StageMemory(resolved, build_table(resolved), on_tpus=True)
     stages = candidate.grid.size("stage")
     layers = config.model.stacked_layers // (stages * candidate.repeats)
     return max(memory.bytes(stage, [layers] * candidate.repeats) for stage in range(stages))
