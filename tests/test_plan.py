@@ -210,6 +210,30 @@ def test_transfers_to_the_host_are_left_out_where_tensors_are_offloaded(remat, s
     assert ("transfers to the host's memory are not in these seconds" in printed) == says
 
 
+MLP_GATE = "pipeline.remat_tensors.mlp_gate"
+
+
+@pytest.mark.parametrize("policy", [[], ["--try", "pipeline.remat_policy=full,minimal"]])
+@pytest.mark.parametrize("word", [["--fix", f"{MLP_GATE}=device"], [f"{MLP_GATE}=device"]])
+def test_tensors_that_no_tried_policy_reads_are_refused(policy, word, capsys):
+    with pytest.raises(SystemExit) as end:
+        plan.main([*FROM, *word, *policy])
+    assert end.value.code == CONFIG_ERROR
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if MLP_GATE in line]
+    assert f"{' '.join(word)}: no policy that is tried reads it; add --fix" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--fix", f"{MLP_GATE}=remat"],
+        [f"{MLP_GATE}=device", "--try", "pipeline.remat_policy=full,custom"],
+    ],
+)
+def test_tensors_that_are_not_saved_or_that_a_policy_reads_are_taken(words):
+    assert plan.main([*FROM, *words, "--fix", "pipeline.engine=sequential"]) == 0
+
+
 def test_written_file_is_trained_by_a_command_that_a_shell_can_read(capsys, tmp_path):
     file = tmp_path / "the best.yml"
     words = [*FROM, "--fix", "pipeline.engine=sequential", "--import", "json"]

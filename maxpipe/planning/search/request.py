@@ -32,6 +32,7 @@ from maxpipe.planning.search.space import (
 from maxpipe.planning.search.words import problems_of, values_of
 
 TOPOLOGY = "--topology"
+_POLICY = "pipeline.remat_policy"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def request_of(arguments: Arguments) -> Request:
         machine, smallest = _machine(flags, config, loaded.sources)
     except ConfigError as error:
         problems += error.problems
+    problems += _unread_tensors(arguments, config, {*fixed}, choices)
     if config.model.lora.rank:
         message = "a plan counts all parameters as trained, and no adapters; plan with 0"
         problems.append(Problem("model.lora.rank", message))
@@ -186,11 +188,39 @@ def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
 
 def _of_policies(config: Config, choices: Mapping[str, Sequence[object]]) -> Config:
     """Return the configuration without tensors to save if no policy that is tried has any."""
-    policies = map(str, choices.get("pipeline.remat_policy", ()))
-    if any(REMAT_POLICIES[policy].by_tensor for policy in policies):
-        return config
+    return config if _reads_tensors(choices) else update(config, _unsaved())
+
+
+def _unread_tensors(
+    arguments: Arguments, config: Config, fixed: Set[str], choices: Mapping[str, Sequence[object]]
+) -> list[Problem]:
+    """Return a problem if the command line saves tensors, and no policy that is tried reads that.
+
+    What a file says of them is dropped, as the policies of candidates are others.
+    """
+    if _reads_tensors(choices):
+        return []
+    sources = arguments.loaded.sources
+    given = [
+        f"{'--fix ' if key in fixed else ''}{key}={value}"
+        for key, default in _unsaved().items()
+        if (key in fixed or sources.get(key) == COMMAND_LINE)
+        and (value := get(config, key)) != default
+    ]
+    if not given:
+        return []
+    remedy = f"add --fix {_POLICY}=custom, or leave it out"
+    return [Problem("", f"{', '.join(given)}: no policy that is tried reads it; {remedy}")]
+
+
+def _reads_tensors(choices: Mapping[str, Sequence[object]]) -> bool:
+    return any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(_POLICY, ()))
+
+
+def _unsaved() -> dict[str, object]:
+    """Return the keys that say which tensors are saved, with values that save none."""
     prefix = "pipeline.remat_tensors."
-    return update(config, {k: o.default for k, o in OPTIONS.items() if k.startswith(prefix)})
+    return {key: option.default for key, option in OPTIONS.items() if key.startswith(prefix)}
 
 
 def _machine(
