@@ -29,6 +29,7 @@ from maxpipe.devices.cluster import find_place
 from maxpipe.supervision.council import Policy
 from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.supervisor import supervise
+from maxpipe.telemetry.writers import unsaved_rows
 
 SILENT_SECONDS = 20.0
 
@@ -72,6 +73,7 @@ def status(run: Path) -> list[str]:
     if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
     steps = committed_steps(run / "checkpoints")
+    step = last_step(unsaved_rows(run / METRICS)) or last_step(run / METRICS)
     last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
     in_order = sorted(known["members"].items(), key=lambda member: int(member[0]))
     waiting = {*map(str, known["waiting"])}
@@ -79,7 +81,7 @@ def status(run: Path) -> list[str]:
     return [
         f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
         f"processes   {', '.join(members)}",
-        f"step        {last_step(run / METRICS)}",
+        f"step        {step}",
         f"checkpoint  {max(steps, default='none')}",
         f"restarts    {known['restarts']}{last_end}",
     ]

@@ -4,16 +4,15 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
-from maxpipe.checkpoint.digest import Summary, summaries
+from maxpipe.checkpoint.description import check_finite, describe
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointSaveError,
@@ -25,14 +24,18 @@ from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
-from maxpipe.checkpoint.reader import PARAMS, Restored, read_step
-from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
+from maxpipe.checkpoint.reader import Restored, read_step
+from maxpipe.checkpoint.record import ITERATOR, Record, read_record
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices import processes
 
 State = TypeVar("State")
+
+
+def _do_nothing() -> None:
+    """Do nothing where steps are set aside."""
 
 
 class Checkpointer:
@@ -93,6 +96,7 @@ class Checkpointer:
         if replicas is not None and replicas.warning:
             self._log(replicas.warning)
         self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
+        self._base: int | None = None  # step last restored
 
     @property
     def place(self) -> str:
@@ -161,10 +165,17 @@ class Checkpointer:
             # All of them skip it, or none: the digests below need every process.
             if self._replicas.is_behind:
                 return
-            record = Record(step, meta, _describe(step, arrays)).to_json()
+            record = Record(step, meta, describe(step, arrays)).to_json()
             self._replicas.start(step, arrays, record)
 
-    def save(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        state: object,
+        iterator: Array,
+        meta: dict[str, Any],
+        on_set_aside: Callable[[], None] = _do_nothing,
+    ) -> bool:
         """Start saving in the background, unless the step was just saved or restored.
 
         Waits for the previous save and for its copy to the mirror. After the return the arrays may
@@ -179,6 +190,8 @@ class Checkpointer:
           iterator: int64 [rows, columns] of all rows, as NumPy or as a global `jax.Array`.
           meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the
             evaluation loss of this state if it is known.
+          on_set_aside: called by the first save after a start or a restore when the steps ahead of
+            it are set aside and it can no longer be refused; this step is written after that.
 
         Returns:
           Whether a save was started.
@@ -200,15 +213,17 @@ class Checkpointer:
         # A save has to copy the state to the host, also in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
             # 3. Digests. A state that is not finite ends here, with nothing written.
-            record = Record(step, meta, _describe(step, arrays)).to_json()
+            record = Record(step, meta, describe(step, arrays)).to_json()
             self._latest = step
             # Policies need the loss of this step before its record is on disk.
             self._retention.note(step, meta)
             # Before the save has begun, a committed step of this number is one that it replaces.
+            # Only the first save after a start or a restore can have steps ahead of it.
+            if not self._writer.is_open:
+                with self._failures(may_be_committed=False):
+                    self._abandon_newer(step)
+                on_set_aside()
             with self._failures(may_be_committed=False):
-                # Only the first save after a start or a restore can have steps ahead of it.
-                if not self._writer.is_open:
-                    self._abandon_from(step)
                 self._writer.start(step, arrays, record)
         return True
 
@@ -275,6 +290,7 @@ class Checkpointer:
         # A step that is only in memory, or is damaged elsewhere, is still to be saved.
         is_saved = processes.of_first_process(int(self._is_saved(restored.step)))
         self._latest = restored.step if is_saved else None
+        self._base = restored.step
         if self._replicas is not None:
             # They are of steps that the run is about to repeat.
             self._replicas.drop(*(s for s in self._replicas.steps if s > restored.step))
@@ -323,10 +339,19 @@ class Checkpointer:
             self._writer.close()
         self._wait_for_mirror()
 
-    def _abandon_from(self, step: int) -> None:
-        """Set aside steps from `step` on, which a run that went back is about to write again."""
+    def _abandon_newer(self, step: int) -> None:
+        """Set aside steps after the restored one, which a run that went back makes again.
+
+        In ascending order: after a crash in between, the run continues from the newest one, to
+        which the rows of metrics still belong.
+
+        Args:
+          step: about to be written.
+        """
         if jax.process_index() == 0:
-            for newer in [s for s in self.steps() if s >= step]:
+            # A step that was restored from memory may be saved as well, but damaged.
+            first = step if self._base is None else min(step, self._base + 1)
+            for newer in [s for s in self.steps() if s >= first]:
                 target = self._set_aside(newer, ABANDONED)
                 self._log(
                     f"checkpoint {newer} lies ahead of this run and was set aside as {target}"
@@ -468,33 +493,3 @@ def _brief(text: str) -> str:
     """Return a message on one line; TensorStore's are long, with the reason at their end."""
     text = " ".join(text.split()).partition(" [source locations=")[0].partition(" [tensorstore")[0]
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
-
-
-def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
-    """Return the summaries of a state's arrays, which are all that a save needs to know of them.
-
-    Args:
-      step: finished steps.
-      arrays: by dotted path.
-
-    Raises:
-      StateNotFinite: a number is not finite, or so large a parameter that its norm is not.
-    """
-    summary_of = summaries(arrays)
-    names = [
-        name
-        for name, summary in summary_of.items()
-        if not (summary.has_finite_squares if PARAMS in name.split(".") else summary.is_finite)
-    ]
-    if names:
-        raise StateNotFinite(step, names)
-    return summary_of
-
-
-def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
-    """Return shape, dtype and digest of every array; raises as `check_finite`."""
-    summary_of = check_finite(step, arrays)
-    return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
-        for name, array in arrays.items()
-    }

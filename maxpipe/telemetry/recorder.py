@@ -42,6 +42,7 @@ class Recorder:
       run_dir: the run's directory, created if missing.
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
+      keeps_later: whether newer steps are saved, whose rows stay until `give_up_later`.
       tokens_per_step: tokens in a global batch.
       peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
         if the chip is unknown.
@@ -57,6 +58,7 @@ class Recorder:
         run_dir: Path,
         *,
         start_step: int,
+        keeps_later: bool = False,
         tokens_per_step: int,
         peak_seconds: float | None,
         is_main: bool = True,
@@ -83,7 +85,7 @@ class Recorder:
         is_required = config.telemetry.required
         self._metrics = Sink(
             str(run_dir / METRICS),
-            lambda: MetricsFile(run_dir / METRICS, start_step),
+            lambda: MetricsFile(run_dir / METRICS, start_step, keeps_later=keeps_later),
             is_required=is_required,
             print_line=self._console.print_line,
             tries_again=True,
@@ -171,6 +173,11 @@ class Recorder:
             for change in changes:
                 fields = step, change.key, change.before, change.now
                 self._metrics.use(methodcaller("write_change", *fields))
+
+    def give_up_later(self) -> None:
+        """Drop the rows of newer steps now, which have been set aside, if they were kept."""
+        if self._is_main:
+            self._metrics.use(MetricsFile.give_up_later)
 
     def evaluation(
         self,

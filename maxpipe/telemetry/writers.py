@@ -36,9 +36,15 @@ class MetricsFile:
     steps. It also drops lines that are not rows, which a crash may leave: they must not prevent an
     unattended restart. After a failed write the next row begins on a line of its own.
 
+    A start that goes back to an older step drops nothing at first: the newer steps are saved until
+    its own first save, and the next start may continue from them. Its rows go to the file of
+    `unsaved_rows`, which takes the place of the rows after `last_step` when `give_up_later` is
+    called. One that an earlier start has left, because it ended before that, is removed.
+
     Args:
       path: the file; made with its directory if it does not exist.
       last_step: step of the restored checkpoint, 0 for a new run.
+      keeps_later: whether newer steps are saved, of which the rows are kept for now.
 
     Raises:
       OSError: the file cannot be read or written, or is not a regular one; `write` likewise.
@@ -47,12 +53,17 @@ class MetricsFile:
       lost_seconds: step time in the dropped rows.
     """
 
-    def __init__(self, path: Path, last_step: int):
+    def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
-        self.lost_seconds = _drop_after(path, last_step) if path.exists() else 0.0
-        self._file = path.open("ab", buffering=0)
+        self._path, self._last_step = path, last_step
+        self._unsaved = unsaved_rows(path)
+        self._unsaved.unlink(missing_ok=True)
+        self._is_apart = keeps_later  # rows of this start are in a file of their own
+        self._is_given_up = False
+        self.lost_seconds = 0.0 if keeps_later else _drop_after(path, last_step)
+        self._file = (self._unsaved if keeps_later else path).open("ab", buffering=0)
         self._is_torn = False
 
     def write(self, row: Row) -> None:
@@ -63,7 +74,25 @@ class MetricsFile:
         """Append a row about a key whose value was changed after `step`."""
         self._append({"step": step, CHANGED: key, "before": before, "now": now})
 
+    def give_up_later(self) -> None:
+        """Replace the rows after `last_step` by those of this start, if they were kept.
+
+        If that fails, the next write tries again.
+        """
+        self._is_given_up = True
+        self._join()
+
+    def _join(self) -> None:
+        if not (self._is_apart and self._is_given_up):
+            return
+        self.lost_seconds = _drop_after(self._path, self._last_step, self._unsaved)
+        apart, self._file = self._file, self._path.open("ab", buffering=0)
+        self._is_apart = self._is_torn = False
+        apart.close()
+        self._unsaved.unlink(missing_ok=True)
+
     def _append(self, row: Mapping[str, object]) -> None:
+        self._join()
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._is_torn:
             line = b"\n" + line
@@ -83,11 +112,26 @@ def _finite_or_none(value: Value) -> object:
     return value if value is None or math.isfinite(value) else None
 
 
-def _drop_after(path: Path, last_step: int) -> float:
-    """Drop rows after `last_step` and lines that are not rows; return the dropped step time, s."""
+def unsaved_rows(path: Path) -> Path:
+    """Return where the rows are of a start that has gone back and has saved nothing yet.
+
+    Args:
+      path: of `metrics.jsonl`.
+    """
+    return path.with_suffix(f".unsaved{path.suffix}")
+
+
+def _drop_after(path: Path, last_step: int, added: Path | None = None) -> float:
+    """Drop rows after `last_step` and lines that are not rows; return the dropped step time, s.
+
+    Args:
+      path: the file.
+      last_step: the last one whose rows stay.
+      added: a file of rows that come after them.
+    """
     kept = []
     lost_seconds = 0.0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in _lines(path):
         row = _parse(line)
         if row is None:
             continue
@@ -97,8 +141,15 @@ def _drop_after(path: Path, last_step: int) -> float:
             kept.append(line)
         else:
             lost_seconds += seconds
-    write_atomically(path, kept)
+    if added is not None:
+        kept += [line for line in _lines(added) if _parse(line) is not None]
+    if kept or path.exists():
+        write_atomically(path, kept)
     return lost_seconds
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
 def _parse(line: bytes) -> tuple[int, float, bool] | None:

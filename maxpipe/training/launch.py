@@ -340,7 +340,7 @@ def start_run(
         skips = int(restored.state.skips)
         state = live_state(trainer, restored.state, changed)
         loader = continue_loader(loader, config, place, restored.iterator, meta)
-    recorder = build_recorder(config, mesh, directory, step)
+    recorder = build_recorder(config, mesh, directory, step, max(checkpointer.steps(), default=0))
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(config, step)
@@ -409,13 +409,16 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
         directory.publish(config)
 
 
-def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
-    """Build the telemetry of a run that continues after `step`."""
+def build_recorder(
+    config: Config, mesh: Mesh, directory: RunDirectory, step: int, newest: int
+) -> Recorder:
+    """Build the telemetry of a run that continues after `step`; `newest` is the newest saved one."""
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,
         directory.root,
         start_step=step,
+        keeps_later=newest > step,
         tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,

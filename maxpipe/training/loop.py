@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -211,7 +212,9 @@ def save(run: Run) -> None:
     """
     # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
-    _checkpoint(run, run.checkpointer.save)
+    # A crash on either side of this leaves rows that fit the newest checkpoint.
+    on_set_aside = run.recorder.give_up_later
+    _checkpoint(run, partial(run.checkpointer.save, on_set_aside=on_set_aside))
 
 
 def replicate(run: Run) -> None:

@@ -241,6 +241,37 @@ def test_save_after_going_back_abandons_newer_steps(checkpointer, directory, mes
     assert "30.abandoned" in messages[1]
 
 
+def test_save_after_going_back_abandons_every_step_after_the_restored_one(
+    checkpointer, directory, samples
+):
+    samples.save(checkpointer, 10, 15, 30)
+    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
+    samples.save(checkpointer, 20)
+    checkpointer.wait()
+    names = [entry.name for entry in StepsDirectory(directory).entries()]
+    assert names == ["10", "15.abandoned", "20", "30.abandoned"]
+
+
+def test_save_tells_that_steps_are_set_aside_once_before_it_writes_and_not_if_it_is_refused(
+    checkpointer, samples
+):
+    def save(step, state=None):
+        parts = state or samples.state(step), samples.iterator(step), samples.meta(step)
+        told = []
+        checkpointer.save(step, *parts, on_set_aside=lambda: told.append(checkpointer.steps()))
+        return told
+
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
+    with pytest.raises(StateNotFinite):
+        save(15, {"weight": np.array([np.nan])})
+    assert checkpointer.steps() == [10, 20, 30]
+    assert save(20) == [[10]]
+    assert save(30) == []
+    checkpointer.wait()
+    assert checkpointer.steps() == [10, 20, 30]
+
+
 def test_save_failed_set_aside_raises_and_can_be_repeated(
     checkpointer, directory, messages, samples, monkeypatch
 ):

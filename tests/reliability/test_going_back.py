@@ -10,6 +10,9 @@ from helpers.training_process import TrainingProcess, command
 from helpers.training_process import run as finish
 
 from maxpipe import train
+from maxpipe.checkpoint.orbax_writer import OrbaxWriter
+from maxpipe.checkpoint.steps import StepsDirectory
+from maxpipe.training.batches import BatchPlacer
 
 HERE = (
     "mesh.simulated_devices=0",
@@ -124,3 +127,80 @@ class TestOncePerJob:
         assert "is restored from replicas in memory; safe: steps 100, 200" in output
         assert abandoned(tmp_path / "base") == ["200.abandoned", "300.abandoned"]
         assert sorted(losses(tmp_path / "base")) == [*range(1, 601)]
+
+
+class Crash(BaseException):
+    """The end of a process, as far as a process can survive it."""
+
+
+def crash_at(monkeypatch, owner, name, call, start):
+    """Call `start`, and let the call of this number of a method, counted from 1, end it."""
+    original, calls = getattr(owner, name), []
+
+    def method(*arguments, **named):
+        calls.append(None)
+        if len(calls) == call:
+            raise Crash
+        return original(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, method)
+        with pytest.raises(Crash):
+            start()
+
+
+OTHER = "optimizer.learning_rate=0.01"  # so that the two ways from step 2 on have other losses
+
+
+class TestRowsOfMetrics:
+    @pytest.fixture(scope="class")
+    def first(self, tmp_path_factory):
+        """Return the losses of a run that never went back."""
+        directory = tmp_path_factory.mktemp("first")
+        assert run(directory) == 0
+        return losses(directory / "base")
+
+    @pytest.fixture(scope="class")
+    def second(self, tmp_path_factory):
+        """Return the losses of a run that went back to step 2 with another learning rate."""
+        directory = tmp_path_factory.mktemp("second")
+        assert run(directory, "stop_after=2") == 0
+        assert run(directory, OTHER) == 0
+        return losses(directory / "base")
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "call"),
+        [
+            (BatchPlacer, "__call__", 1),
+            (BatchPlacer, "__call__", 2),
+            (StepsDirectory, "set_aside", 2),
+        ],
+        ids=["while compiling", "before the first save", "while steps are set aside"],
+    )
+    def test_train_that_went_back_and_ended_early_leaves_the_rows_of_the_steps_that_stay(
+        self, tmp_path, monkeypatch, first, owner, name, call
+    ):
+        assert run(tmp_path, "stop_after=8") == 0
+        for _ in range(2):
+            crash_at(monkeypatch, owner, name, call, lambda: run(tmp_path, BACK, OTHER))
+            kept = {step: first[step] for step in range(1, 9)}
+            assert losses(tmp_path / "base") == kept
+            if name == "set_aside":
+                break  # what is saved as step 4 is set aside already
+        assert run(tmp_path) == 0
+        assert losses(tmp_path / "base") == first
+        assert not (tmp_path / "base" / "metrics.unsaved.jsonl").exists()
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "call"),
+        [(OrbaxWriter, "start", 1), (BatchPlacer, "__call__", 6)],
+        ids=["before the commit", "after the first save"],
+    )
+    def test_train_that_went_back_and_ended_after_its_first_save_has_the_rows_of_the_new_way(
+        self, tmp_path, monkeypatch, second, owner, name, call
+    ):
+        assert run(tmp_path, "stop_after=8") == 0
+        crash_at(monkeypatch, owner, name, call, lambda: run(tmp_path, BACK, OTHER))
+        assert abandoned(tmp_path / "base") == [f"{step}.abandoned" for step in (4, 6, 8)]
+        assert run(tmp_path, OTHER) == 0
+        assert losses(tmp_path / "base") == second

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from maxpipe.telemetry import writers
 from maxpipe.telemetry.writers import MetricsFile
 
 
@@ -62,6 +63,74 @@ def test_metrics_file_rows_of_changes_are_written_again_by_a_start_from_the_same
     assert rows(path) == expected
     MetricsFile(path, 3).close()
     assert rows(path) == expected
+
+
+BEFORE = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}', '{"step": 3, "loss": 1.5}']
+
+
+@pytest.fixture
+def gone_back(tmp_path):
+    """Return a file of three steps, opened by a start that has gone back to 1 and made one step."""
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*BEFORE, "torn", ""]))
+    file = MetricsFile(tmp_path / "metrics.jsonl", 1, keeps_later=True)
+    file.write({"step": 2, "loss": 2.25})
+    return file
+
+
+def test_metrics_file_of_a_start_that_goes_back_keeps_later_rows_until_they_are_given_up(
+    tmp_path, gone_back
+):
+    path = tmp_path / "metrics.jsonl"
+    assert path.read_text().splitlines()[:3] == BEFORE
+    assert rows(tmp_path / "metrics.unsaved.jsonl") == [{"step": 2, "loss": 2.25}]
+    gone_back.give_up_later()
+    gone_back.write({"step": 3, "loss": 2.0})
+    gone_back.give_up_later()
+    gone_back.close()
+    expected = [BEFORE[0], '{"step": 2, "loss": 2.25}', '{"step": 3, "loss": 2.0}']
+    assert path.read_text().splitlines() == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("keeps_later", [False, True])
+def test_metrics_file_reopened_without_giving_up_has_the_later_rows(
+    tmp_path, gone_back, keeps_later
+):
+    gone_back.close()
+    file = MetricsFile(tmp_path / "metrics.jsonl", 2 if keeps_later else 3, keeps_later=keeps_later)
+    if keeps_later:
+        file.write({"step": 3, "loss": 1.25})
+        file.give_up_later()
+    file.close()
+    last = '{"step": 3, "loss": 1.25}' if keeps_later else BEFORE[2]
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*BEFORE[:2], last]
+    assert keeps_later or not (tmp_path / "metrics.unsaved.jsonl").exists()
+
+
+def test_metrics_file_that_cannot_give_rows_up_tries_again_with_the_next_row(
+    tmp_path, gone_back, monkeypatch
+):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writers, "write_atomically", fail)
+    with pytest.raises(OSError, match="No space"):
+        gone_back.give_up_later()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:3] == BEFORE
+    monkeypatch.undo()
+    gone_back.write({"step": 3, "loss": 2.0})
+    assert [row["loss"] for row in rows(tmp_path / "metrics.jsonl")] == [3.0, 2.25, 2.0]
+    gone_back.close()
+
+
+def test_metrics_file_counts_step_time_as_lost_when_it_is_given_up(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))
+    file = MetricsFile(path, 1, keeps_later=True)
+    assert file.lost_seconds == 0
+    file.give_up_later()
+    assert file.lost_seconds == 1
+    file.close()
 
 
 def test_metrics_file_last_line_without_newline_is_dropped(tmp_path):

@@ -269,6 +269,7 @@ class TestFinishedStep:
         checkpointer.restore({"a": jax.ShapeDtypeStruct(rows.shape, rows.dtype)})
         assert checkpointer.save(4, *parts), "what is on the disk cannot be restored"
         checkpointer.close()
+        assert (checkpoints / "4.abandoned").exists()
         assert finished_step(config, checkpointer) == 4
 
     def test_finished_step_that_cannot_be_read_here_raises(self, config, monkeypatch):

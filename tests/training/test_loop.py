@@ -81,9 +81,11 @@ class Checkpointer:
     def check(self, step, state):
         self.notes.append(f"check {step}: {state}")
 
-    def save(self, step, state, rows, meta):
+    def save(self, step, state, rows, meta, on_set_aside):
         if step in self.not_finite:
             raise StateNotFinite(step, ["params.weight"])
+        if not self.losses:
+            on_set_aside()
         self.notes.append(f"save {step}: {state}, batch {rows[0, 0]}")
         self.losses[step] = meta["eval_loss"]
 
@@ -100,6 +102,9 @@ class Recorder:
 
     def print_line(self, text):
         self.notes.append(text)
+
+    def give_up_later(self):
+        self.notes.append("give up later rows")
 
     def time_account(self, step, seconds, down):
         self.notes.append(f"account of {step}")
@@ -228,6 +233,15 @@ def test_loop_at_the_last_step_evaluates_and_saves(run, notes):
     run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
     assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
+
+
+def test_loop_gives_later_rows_up_when_its_first_save_sets_steps_aside(run, notes):
+    run(**{"checkpoint.every": 2})
+    assert of(notes, "save", "give")[:2] == ["give up later rows", "save 2: state 2, batch 2"]
+    assert notes.count("give up later rows") == 1
+    notes.clear()
+    run(not_finite={2}, **{"checkpoint.every": 2})
+    assert of(notes, "give") == []
 
 
 def test_loop_whose_step_to_save_is_bad_saves_the_next_finite_one(run, notes):
