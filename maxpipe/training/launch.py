@@ -412,7 +412,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
 def build_recorder(
     config: Config, mesh: Mesh, directory: RunDirectory, step: int, newest: int
 ) -> Recorder:
-    """Build the telemetry of a run that continues after `step`; `newest` is the newest saved one."""
+    """Build the telemetry of a run that continues after `step`; `newest` is the last saved one."""
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,

@@ -99,9 +99,8 @@ def _colour(table: Table, first: np.ndarray, last: np.ndarray, chunk_offset: int
     chunk = column + chunk_offset
     stage = table.stage_of_chunk[chunk]
     order = np.lexsort((last, first, stage))
-    stage, microbatch, chunk, first, last = (
-        a[order] for a in (stage, microbatch, chunk, first, last)
-    )
+    units = (stage, microbatch, chunk, first, last)
+    stage, microbatch, chunk, first, last = (of_units[order] for of_units in units)
     slot = np.zeros(len(first), int)
     peak = np.zeros(table.num_stages, int)
     for s in range(table.num_stages):
