@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Knob, stage_knobs
+from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
@@ -26,12 +27,12 @@ from maxpipe.compiling.topology import neighbour_bandwidth
 from maxpipe.compiling.units import time_unit
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.devices.chips import chip_for, device_memory, tpu_of
+from maxpipe.devices.chips import Chip, chip_for, device_memory, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_platform
+from maxpipe.planning.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
 from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
@@ -188,9 +189,9 @@ class StagesReport:
             lines += map(collective_line, collectives)
         if self.predicted:
             lines += self.predicted.lines()
-            lines.append("  without the optimizer's update; parts are those of the busiest stage")
-            if any(program.offloaded for program in self.programs):
-                lines.append("  without transfers to the host's memory and back")
+            lines.append("  parts are those of the busiest stage")
+            lines.append("  the optimizer's update is a closed form, among the loop fusions")
+            lines += [f"  without {part}" for part in self.predicted.leaves_out]
             if self.schedule_words:
                 lines.append(f"  units of each stage, for maxpipe.schedule: {self.schedule_words}")
         lines.append(self._verdict())
@@ -272,10 +273,8 @@ def _stages(
     """Return the memory of each stage, given its programs."""
     table = run_table(config)
     memory = StageMemory(config, table)
-    sizes = [len(layers) for layers in trainer.engine.layer_index()]
     stages = []
-    for stage in range(table.num_stages):
-        of_stage = [n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
+    for stage, of_stage in enumerate(_layers_of_chunks(trainer, table)):
         working: list[float] = []
         reductions = [0.0]
         of_programs = [program for program in compiled if program.stage == stage]
@@ -290,6 +289,27 @@ def _stages(
         host = _host_bytes(table, stage, of_programs)
         stages.append(StageBytes(state, in_flight, max(working), max(reductions), host))
     return stages
+
+
+def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
+    """Return the layers of each stage's chunks."""
+    stages: list[list[int]] = [[] for _ in range(table.num_stages)]
+    chunks = zip(trainer.engine.layer_index(), table.stage_of_chunk.tolist(), strict=True)
+    for layers, stage in chunks:
+        stages[stage].append(len(layers))
+    return stages
+
+
+def _update_seconds(
+    config: Config, table: Table, trainer: StagesTrainer, chip: Chip, constants: Constants
+) -> list[float]:
+    """Return the seconds of each stage's update of its parameters, as a plan prices it."""
+    memory = StageMemory(config, table)
+    seconds = update_bytes(config) / (chip.memory_shares.float32 * constants.hbm_bandwidth)
+    return [
+        seconds * memory.updated_parameters(stage, sum(layers))
+        for stage, layers in enumerate(_layers_of_chunks(trainer, table))
+    ]
 
 
 def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
@@ -330,11 +350,13 @@ def _with_prediction(
         unknown = ["transfers between stages, over a network of unknown bandwidth"]
         return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))
     communication = transfer_bytes / bandwidth
-    predicted = predict_stages(table, timelines, basis, communication)
+    updates = _update_seconds(config, table, trainer, chip, constants)
+    predicted = predict_stages(table, timelines, basis, communication, updates)
     speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
     costs = unit_costs(table, timelines, communication)
     offloads = any(program.offloaded for program in report.programs)
-    left_out = [*predicted.leaves_out, *(["transfers to the host"] if offloads else [])]
+    left_out = ["transfers to the host"] * offloads
+    left_out += ["products of the optimizer"] * (config.optimizer.name == "muon")
     return replace(
         report,
         predicted=replace(predicted, speed=speed, leaves_out=left_out),

@@ -48,6 +48,12 @@ def optimizer_bytes(config: Config) -> float:
     return FLOAT32 * OPTIMIZERS[config.optimizer.name].moments
 
 
+def update_bytes(config: Config) -> float:
+    """Return the bytes that the optimizer's update moves for a parameter: all but its products."""
+    state = itemsize(config.model.param_dtype) + optimizer_bytes(config)
+    return 2 * state + FLOAT32  # read and written, and the gradient read
+
+
 def microbatch_tokens(config: Config) -> float:
     """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))

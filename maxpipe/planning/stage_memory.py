@@ -80,6 +80,10 @@ class StageMemory:
             gathered += self._parameters("embed", gathered=True)
         return at_rest + gathered * itemsize(model.dtype) + sums * FLOAT32
 
+    def updated_parameters(self, stage: int, layers: int) -> float:
+        """Return how many parameters the stage's optimizer updates on a device."""
+        return self._held(stage, layers, only_trained=True)[0]
+
     def _held(
         self, stage: int, layers: int, *, gathered: bool = False, only_trained: bool = False
     ) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.model import parameters
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
+from maxpipe.planning.flops import parameter_count
 from maxpipe.planning.footprint import (
     handed_over_width,
     logits_bytes,
@@ -289,3 +290,20 @@ def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight(
     for stage, in_flight in enumerate((4, 3, 2, 1)):
         difference = on_device.bytes(stage, [2]) - on_host.bytes(stage, [2])
         assert difference == pytest.approx((in_flight - 2) * residuals)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_update_every_parameter_once(tied):
+    """Tied embeddings are a copy on the stage of the head, which its optimizer leaves out."""
+    config, _ = trainer_of(
+        **{
+            "model.num_layers": 4,
+            "model.tie_embeddings": tied,
+            "pipeline.schedule": "1f1b",
+            "mesh.ici.stage": 4,
+            "mesh.ici.data": 2,
+        }
+    )
+    memory = StageMemory(config, build_table(config))
+    updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
+    assert updated == parameter_count(config.model)

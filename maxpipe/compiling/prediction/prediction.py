@@ -73,7 +73,7 @@ class Prediction:
       collectives: exposed seconds, the slowest first; their sum is a part.
       bubble: seconds of idle slots.
       has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
-      leaves_out: what a step also runs and neither seconds nor parts hold, such as "optimizer".
+      leaves_out: what a step also runs and neither seconds nor parts hold, in words.
       conditionals: how often they are taken.
       phases: in order.
       units: of a chunk; None where there are no units, or where they cannot be told apart.

@@ -1,6 +1,6 @@
 """Predict a step of the mpmd engine from the timelines of its units' programs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,18 +19,24 @@ from maxpipe.planning.simulate import COST_FIELDS, Costs, simulate
 
 
 def predict_stages(
-    table: Table, timelines: Mapping[UnitName, Timeline], basis: Basis, communication: float
+    table: Table,
+    timelines: Mapping[UnitName, Timeline],
+    basis: Basis,
+    communication: float,
+    updates: Sequence[float],
 ) -> Prediction:
     """Compose the units' times in the order of the schedule.
 
     What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
-    time alone. The optimizer's update and the start of the step are not in it.
+    time alone. All stages update their parameters when the last has its gradients, whose norm they
+    need; that counts as loop fusions priced by bytes. The start of the step is not in it.
 
     Args:
       table: the schedule, free-running.
       timelines: of the program of each unit, and of those that run once a step.
       basis: what they rest on.
       communication: seconds in which a unit's result gets to a neighbouring stage.
+      updates: seconds of the optimizer's update of each stage.
 
     Returns:
       The prediction without its speed; its parts, and what of them is guessed, are those of the
@@ -45,9 +51,9 @@ def predict_stages(
             once[table.stage_of_chunk[name.chunk]] += timeline.seconds
     work = run.work + once
     busiest = int(work.argmax())
-    makespan = float((run.last_end + once).max())
+    makespan = float((run.last_end + once).max()) + max(updates)
     parts = dict.fromkeys(Part, 0.0)
-    guessed = 0.0
+    parts[Part.LOOP_FUSIONS] = guessed = updates[busiest]
     waits: dict[tuple[str, str], float] = {}
     for name, timeline in timelines.items():
         if table.stage_of_chunk[name.chunk] != busiest:
@@ -67,9 +73,8 @@ def predict_stages(
             (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
             key=lambda time: -time.seconds,
         ),
-        bubble=makespan - float(work[busiest]),
+        bubble=makespan - float(work[busiest]) - updates[busiest],
         has_bubble_in_parts=False,
-        leaves_out=["optimizer"],
         unknown=unknown,
         guessed=guessed,
     )

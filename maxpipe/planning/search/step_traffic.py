@@ -4,10 +4,10 @@ These are the optimizer's update, casts, sums and zeros, and the switches of the
 The rates are those of `traffic`.
 """
 
-from maxpipe.planning.footprint import itemsize
+from maxpipe.planning.footprint import itemsize, update_bytes
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import kept_columns
-from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.traffic import gradient_parameters
 from maxpipe.planning.stores import FLOAT32, Number
 
@@ -16,8 +16,7 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     """Return the seconds of what a step moves besides its units."""
     parameters = sizes.parameters
     wide = machine.stream_rate(FLOAT32)
-    state = state_per_parameter(sizes.config)
-    update = (2 * state + FLOAT32) * sizes.weights.stored / wide
+    update = update_bytes(sizes.config) * sizes.weights.stored / wide
     seconds = update + _switch_seconds(sizes, machine)
     # Weights are cast once, or XLA moves the cast of all of them in front of the loops.
     is_cast_ahead: Number = float(sizes.config.model.narrows_parameters)

@@ -39,7 +39,7 @@ TIMELINES = {
 
 
 def test_stages_are_composed_in_the_order_of_the_schedule():
-    predicted = predict_stages(table(), TIMELINES, BASIS, communication=0.5)
+    predicted = predict_stages(table(), TIMELINES, BASIS, communication=0.5, updates=[0, 0])
     # F0 1, transfer 0.5, three times F1 and B1 (2 + 4), transfer 0.5, B0 2.
     assert predicted.seconds == pytest.approx(1 + 0.5 + 3 * 6 + 0.5 + 2)
     assert predicted.parts[Part.MATRIX_PRODUCTS] == pytest.approx(3 * (1 + 4))
@@ -48,7 +48,15 @@ def test_stages_are_composed_in_the_order_of_the_schedule():
     assert predicted.bubble == pytest.approx(predicted.seconds - 18)
     assert "bubble, besides the above" in "\n".join(predicted.lines())
     data = predicted.as_json()
-    assert (data["bubble_in_parts"], data["leaves_out"]) == (False, ["optimizer"])
+    assert (data["bubble_in_parts"], data["leaves_out"]) == (False, [])
+
+
+def test_stages_update_their_parameters_when_the_last_has_its_gradients():
+    predicted = predict_stages(table(), TIMELINES, BASIS, communication=0.5, updates=[1.5, 0.25])
+    # Stage 0 ends last, and its update takes longest; the busiest one waits for it.
+    assert predicted.seconds == pytest.approx(22 + 1.5)
+    assert predicted.parts[Part.LOOP_FUSIONS] == predicted.guessed == 0.25
+    assert sum(predicted.parts.values()) + predicted.bubble == pytest.approx(predicted.seconds)
 
 
 def test_stages_gather_and_reduce_once_a_step():
@@ -57,7 +65,7 @@ def test_stages_gather_and_reduce_once_a_step():
         UnitName("reduce", 0): timeline(0.0, wait=3.0),
         UnitName("reduce", 1): timeline(0.0, wait=2.0),
     }
-    predicted = predict_stages(table(), TIMELINES | ends, BASIS, communication=0.5)
+    predicted = predict_stages(table(), TIMELINES | ends, BASIS, communication=0.5, updates=[0, 0])
     # Stage 0 ends last; what stage 1 does at its end is hidden by it.
     assert predicted.seconds == pytest.approx(22 + 0.25 + 3)
     assert predicted.parts[Part.COLLECTIVES] == pytest.approx(3 * 1.0 + 2.0)
@@ -71,12 +79,12 @@ def test_stages_count_as_guessed_what_the_busiest_stage_has_no_estimate_for():
         return Timeline(seconds=seconds, spent=parts)
 
     units = TIMELINES | {UnitName("F", 0): guessed(0.5), UnitName("F", 1): guessed(1.5)}
-    assert predict_stages(table(), units, BASIS, 0.0).guessed == pytest.approx(3 * 1.5)
+    assert predict_stages(table(), units, BASIS, 0.0, [0, 0]).guessed == pytest.approx(3 * 1.5)
 
 
 def test_stages_with_a_unit_of_unknown_time_have_no_predicted_step():
     unknown = timeline(1.0, price=None)
-    predicted = predict_stages(table(), TIMELINES | {UnitName("F", 0): unknown}, BASIS, 0.0)
+    predicted = predict_stages(table(), TIMELINES | {UnitName("F", 0): unknown}, BASIS, 0.0, [0, 0])
     assert predicted.seconds is None
     assert predicted.unknown == ["matrix products without estimated_cycles: m"]
 
@@ -103,7 +111,8 @@ class TestTpu:
         assert report["fits"] is True
         assert len(report["stages"]) == 2
         predicted = report["predicted"]
-        assert predicted["unknown"] == []
+        assert predicted["unknown"] == predicted["leaves_out"] == []
+        assert "the optimizer's update is a closed form" in text
         busiest = sum(predicted["parts"].values())
         assert report["predicted_step_seconds"] == pytest.approx(busiest + predicted["bubble"])
         assert 0 < predicted["mfu"] < 1
