@@ -5,6 +5,7 @@ devices of its group differ, so that it cannot use the other links of a chip.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.devices.chips import Chip, coordinates, slice_of
+from maxpipe.devices.chips import Chip, coordinates, devices_per_chip, slice_of
 from maxpipe.planning.search.links import links_of
 
 PERMUTE = "collective-permute"
@@ -103,8 +104,10 @@ def links_along(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool =
     return _fewest_links(devices, chip, groups, between_neighbours=between_neighbours)
 
 
-def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> int:
-    """Return the links of a chip that the members of any of these groups can use.
+def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> float:
+    """Return the links that each member of any of these groups can use.
+
+    Devices of one chip that are in groups of their own share its links.
 
     Args:
       mesh, chip: as for `links_along`.
@@ -112,7 +115,9 @@ def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> int:
     """
     devices = list(mesh.devices.flat)
     first = [device for device in devices if slice_of(device) == slice_of(devices[0])]
-    return _fewest_links(first, chip, [np.array(group) for group in groups])
+    links = _fewest_links(first, chip, [np.array(group) for group in groups])
+    together = (Counter(coordinates(first[n]) for n in group) for group in groups)
+    return links * min(max(chips.values()) for chips in together) / devices_per_chip(first)
 
 
 def _fewest_links(

@@ -27,7 +27,7 @@ from maxpipe.compiling.topology import neighbour_bandwidth
 from maxpipe.compiling.units import time_unit
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.devices.chips import Chip, chip_for, device_memory, tpu_of
+from maxpipe.devices.chips import Chip, chip_for, device_memory, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import bubble_fraction, run_table
@@ -343,9 +343,8 @@ def _with_prediction(
     report = replace(
         report, program_seconds={name: timeline.seconds for name, timeline in timelines.items()}
     )
-    bandwidth = neighbour_bandwidth(
-        trainer.engine.meshes, constants.link_bandwidth, constants.dcn_bandwidth
-    )
+    link = constants.link_bandwidth / devices_per_chip(mesh.devices.reshape(-1).tolist())
+    bandwidth = neighbour_bandwidth(trainer.engine.meshes, link, constants.dcn_bandwidth)
     if bandwidth is None:
         unknown = ["transfers between stages, over a network of unknown bandwidth"]
         return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))

@@ -16,7 +16,7 @@ from maxpipe.devices.chips import GB, chip_of
 def torus(sizes, shape, names, slices=1):
     """A mesh whose devices lie in the torus in the order of their coordinates."""
     devices = [
-        SimpleNamespace(coords=coords, slice_index=index)
+        SimpleNamespace(coords=coords, slice_index=index, platform="tpu")
         for index in range(slices)
         for coords in product(*(range(size) for size in sizes))
     ]
@@ -69,6 +69,22 @@ def test_links_along_several_axes_are_those_of_all_their_dimensions():
 def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
     mesh = torus((4, 4, 4), (2, 64), ("data", "fsdp"), slices=2)
     assert group_links(mesh, chip_of("v5p"), groups) == links
+
+
+@pytest.mark.parametrize(
+    ("groups", "links"),
+    [
+        ([range(0, 16, 2), range(1, 16, 2)], 1.5),  # the devices of a chip are in two groups
+        ([range(16)], 3),
+        ([range(8), range(8, 16)], 2),
+        ([range(n, n + 2) for n in range(0, 16, 2)], 1),  # the bound stays finite
+    ],
+)
+def test_devices_of_a_chip_in_groups_of_their_own_share_its_links(groups, links):
+    chips = torus((2, 2, 2), (8,), ("fsdp",)).devices
+    devices = np.repeat(chips, 2)
+    mesh = SimpleNamespace(devices=devices, axis_names=("fsdp",))
+    assert group_links(mesh, chip_of("tpu7x"), groups) == links
 
 
 @pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])

@@ -30,7 +30,7 @@ from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, ar
 from maxpipe.compiling.links import PERMUTE, group_links
 from maxpipe.compiling.prediction.attention import attention_flops, is_attention
 from maxpipe.compiling.prediction.constants import Constants
-from maxpipe.devices.chips import Chip
+from maxpipe.devices.chips import Chip, devices_per_chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
 _HOST = "S(5)"  # memory space in the layout of arrays on the host
@@ -106,7 +106,8 @@ class Prices:
         self._chip = chip
         self._constants = constants
         self._slice_shape = slice_shape(mesh)
-        self._links: dict[tuple[int, ...], int] = {}
+        self._links: dict[tuple[int, ...], float] = {}
+        self._devices_per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
         self._contains: dict[str, bool] = {}
 
     def of(self, computation: Computation, instruction: Instruction) -> Price | None:
@@ -140,8 +141,9 @@ class Prices:
                 members = max(map(len, groups), default=1)
                 sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
                 axes = axes_of(groups, self._slice_shape)
-                # A permute sends to one neighbour, over one link.
-                links = 1 if kind == PERMUTE else self._links_of(groups)
+                # A permute sends to one neighbour, over one link of the chip.
+                one = 1 / self._devices_per_chip
+                links = one if kind == PERMUTE else self._links_of(groups)
                 seconds = sent / (links * self._constants.link_bandwidth)
                 # Permutes to different neighbours go over different links.
                 pairs = _PAIRS.search(candidate.attributes)
@@ -194,11 +196,11 @@ class Prices:
                 for inner in inside.instructions.values():
                     yield inside, inner
 
-    def _links_of(self, groups: Sequence[Sequence[int]]) -> int:
-        """Return the links of groups, which may be a part of a mesh axis each."""
+    def _links_of(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the links of a device in groups, which may be a part of a mesh axis each."""
         key: tuple[int, ...] = max(map(tuple, groups), key=len, default=())
         if len(key) < 2:
-            return self._chip.links
+            return self._chip.links / self._devices_per_chip
         if key not in self._links:
             self._links[key] = group_links(self._mesh, self._chip, groups)
         return self._links[key]

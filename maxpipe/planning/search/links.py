@@ -23,10 +23,16 @@ _SMALL_SLICES: dict[tuple[int, ...], tuple[int, ...]] = {
 
 
 class AxisLinks(NamedTuple):
-    """Links of a chip that collectives, and permutes to a neighbour, of a mesh axis use."""
+    """Links of a chip that a mesh axis uses.
+
+    Attributes:
+      collectives, permutes: used by collectives, and by permutes to a neighbour.
+      sharers: devices of a chip that are in groups of their own, and share these links.
+    """
 
     collectives: int
     permutes: int
+    sharers: int = 1
 
 
 def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dict[str, AxisLinks]:
@@ -41,14 +47,19 @@ def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dic
     if chip.torus is None:
         return {axis: AxisLinks(chip.links, chip.links) for axis in sizes}
     rings = chip.torus.rings(grid)
+    # Devices of one chip are as a further dimension, which has no links.
+    per_chip = max(1, math.prod(sizes.values()) // math.prod(grid))
     places = _small_slice_places(sizes, grid) if chip.torus.dimensions == 2 else None
     if places is None:
-        # Devices of one chip are as a further dimension, which has no links.
-        per_chip = math.prod(sizes.values()) // math.prod(grid)
-        places = {axis: [spans[:-1]] for axis, spans in _places(sizes, [*grid, per_chip]).items()}
+        places = {axis: [spans] for axis, spans in _places(sizes, [*grid, per_chip]).items()}
+    chips = len(grid)
     # The group with the fewest links decides. A permute goes to the next device, in one dimension.
     return {
-        axis: AxisLinks(max(1, min(links_of(spans, grid, rings) for spans in groups)), 1)
+        axis: AxisLinks(
+            max(1, min(links_of(spans[:chips], grid, rings) for spans in groups)),
+            1,
+            per_chip // math.prod(groups[0][chips:]),
+        )
         for axis, groups in places.items()
     }
 

@@ -113,7 +113,9 @@ class Machine(NamedTuple):
     def collective_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
         """Return the seconds that a device needs to send a byte in collectives along an axis."""
         at = MESH_AXES.index(axis)
-        within = 1 / (links[axis].collectives * LINK_EFFICIENCY * self.chip.link_bandwidth)
+        of_axis = links[axis]
+        rate = of_axis.collectives * LINK_EFFICIENCY * self.chip.link_bandwidth
+        within = of_axis.sharers / rate
         if grid.dcn[at] == 1:
             return within
         # Between slices each device sends its part of what the slice has reduced.
@@ -161,7 +163,9 @@ class Machine(NamedTuple):
         """Return the seconds that a device needs to send a byte to the next stage."""
         if grid.dcn[MESH_AXES.index("stage")] > 1:
             return self._dcn_cost()
-        return 1 / (links["stage"].permutes * LINK_EFFICIENCY * self.chip.link_bandwidth)
+        of_axis = links["stage"]
+        rate = of_axis.permutes * LINK_EFFICIENCY * self.chip.link_bandwidth
+        return of_axis.sharers / rate
 
     def _dcn_cost(self) -> float:
         """Return the seconds that a device needs to send a byte to another slice.

@@ -33,6 +33,33 @@ def test_machine_of_gpus_and_simulated_devices_is_one_host():
         assert (machine.devices, machine.slices, machine.hosts) == (devices, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axis", "links", "each"),
+    [
+        ({"fsdp": 8, "tensor": 2}, "fsdp", 2, 1),  # both devices of a chip are in a group
+        ({"fsdp": 8, "tensor": 2}, "tensor", 1, 2),  # those of a chip are in two groups
+        ({"stage": 2, "fsdp": 8}, "fsdp", 3, 2),
+        ({"fsdp": 16}, "fsdp", 3, 1),
+    ],
+)
+def test_devices_of_a_chip_in_groups_of_their_own_share_its_links(sizes, axis, links, each):
+    machine = machine_of("tpu7x:2x2x2", 1, Config())
+    grid = Grid(tuple(sizes.get(a, 1) for a in MESH_AXES), (1,) * len(MESH_AXES))
+    cost = machine.collective_cost(grid, machine.links(grid), axis)
+    link = 0.9 * machine.chip.ici_bandwidth / 6
+    assert cost == pytest.approx(each / (links * link))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "each"), [({"stage": 2, "tensor": 8}, 1), ({"data": 2, "stage": 4, "fsdp": 2}, 2)]
+)
+def test_devices_of_a_chip_on_one_stage_share_the_link_to_the_next(sizes, each):
+    machine = machine_of("tpu7x:2x2x2", 1, Config())
+    grid = Grid(tuple(sizes.get(a, 1) for a in MESH_AXES), (1,) * len(MESH_AXES))
+    link = 0.9 * machine.chip.ici_bandwidth / 6
+    assert machine.permute_cost(grid, machine.links(grid)) == pytest.approx(each / link)
+
+
 @pytest.mark.parametrize(("topology", "each"), [("v5p:2x2x1", 1), ("tpu7x:2x2x1", 2)])
 def test_devices_of_a_chip_share_its_part_of_the_network_between_slices(topology, each):
     machine = machine_of(topology, 2, Config())
