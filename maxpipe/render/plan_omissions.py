@@ -9,7 +9,8 @@ from maxpipe.planning.search.rows import Row
 
 def omission_lines(plan: Plan) -> list[str]:
     """Return the lines that are true of a plan."""
-    return [*_kernel_lines(plan), *_network_lines(plan), *_host_lines(plan)]
+    of_plan = [*_kernel_lines(plan), *_network_lines(plan), *_host_lines(plan)]
+    return [*of_plan, *_closed_form_lines(plan)]
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
@@ -41,3 +42,16 @@ def _host_lines(plan: Plan) -> list[str]:
     if not any(offloaded_names(row.config.pipeline) for row in shown):
         return []
     return ["transfers to the host's memory are not in these seconds"]
+
+
+def _closed_form_lines(plan: Plan) -> list[str]:
+    """Return what closed forms do not price; where compiled, one program has it."""
+    config, lines = plan.request.config, []
+    if config.optimizer.name == "muon":
+        lines.append("closed forms leave out the products of Muon's update: a step takes longer")
+    if (kind := config.model.quantisation) != "none":
+        lines.append(
+            f"closed forms price products in {kind} (model.quantisation) as those in "
+            f"{config.model.dtype}: a step may be shorter"
+        )
+    return lines

@@ -18,3 +18,18 @@ def test_scores_in_memory_are_a_line_with_the_reason(values, reason):
     lines = [line for line in omission_lines(small_plan("v5p:2x2x1", **values)) if "scores" in line]
     assert len(lines) == (reason is not None)
     assert all(reason in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, []),
+        ({"optimizer.name": "muon"}, ["Muon's update"]),
+        ({"model.quantisation": "int8"}, ["int8"]),
+        ({"model.quantisation": "fp8", "optimizer.name": "muon"}, ["Muon's update", "fp8"]),
+    ],
+)
+def test_what_closed_forms_do_not_price_is_a_line_each(values, words):
+    lines = [x for x in omission_lines(small_plan("v5p:2x2x1", **values)) if "closed forms" in x]
+    assert len(lines) == len(words)
+    assert all(word in line for word, line in zip(words, lines, strict=True))
