@@ -142,8 +142,8 @@ class Prices:
                 sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
                 axes = axes_of(groups, self._slice_shape)
                 # A permute sends to one neighbour, over one link of the chip.
-                one = 1 / self._devices_per_chip
-                links = one if kind == PERMUTE else self._links_of(groups)
+                share = 1 / self._devices_per_chip
+                links = share if kind == PERMUTE else self._links_of(groups)
                 seconds = sent / (links * self._constants.link_bandwidth)
                 # Permutes to different neighbours go over different links.
                 pairs = _PAIRS.search(candidate.attributes)
