@@ -81,15 +81,12 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     tiles = along(sizes.block.tiles, "tiles")
     flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
     peak = machine.peak * machine.matrix_efficiency
-    # The circular engine computes logits again. Every tile reads the weights, and adds to their
-    # gradients.
+    # The circular engine computes logits again. Every tile reads weights and adds to gradients.
     products = 4 if engine.is_differentiated else 3
     seconds = products * tiles * roofline(flops / tiles, peak, size * count, machine.hbm)
     logits = flops / (2 * sizes.config.model.embed_dim)
     seconds = seconds + _LOGIT_BYTES * logits / machine.hbm
-    sums = tiles * (tiles > 1)
-    if engine.has_stages:
-        sums = sums + 1  # over microbatches
+    sums = tiles * (tiles > 1) + int(engine.has_stages)  # the latter over microbatches
     seconds = seconds + 2 * FLOAT32 * count * sums / machine.stream_rate(FLOAT32)
     return seconds / (sizes.stages if engine.is_differentiated else 1)
 
