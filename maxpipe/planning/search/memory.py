@@ -6,7 +6,7 @@ import numpy as np
 
 from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import along
-from maxpipe.planning.search.facts import LayerCosts
+from maxpipe.planning.search.facts import Facts, LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.search.stages import stage_bytes
 from maxpipe.planning.stores import (
@@ -44,7 +44,7 @@ def memory_bytes(sizes: BlockSizes, working: Working | None = None) -> Number:
     working = working or working_of(sizes)
     if sizes.engine.one_program:
         return _program_bytes(sizes, working)
-    return stage_bytes(sizes, working.unit, working.head)
+    return stage_bytes(sizes, working.unit, working.head, _first_excess(sizes))
 
 
 def working_of(sizes: BlockSizes) -> Working:
@@ -110,13 +110,11 @@ def _store(sizes: BlockSizes) -> Store:
 
 
 def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
-    """Return the width of a chunk's work; of first dense layers, for so much of a microbatch."""
-    others = sizes.block.grid.size("context") - 1
+    """Return the width of a chunk's work; of first dense layers, for so much of a microbatch.
 
-    def width(layer: LayerCosts) -> float:
-        return layer.working + 2 * others * layer.key_values
-
-    working: Number = width(sizes.layer)
+    Where units are programs of their own it is that of chunks without these, see `_first_excess`.
+    """
+    working: Number = _layer_work(sizes, sizes.layer)
     kept_results = np.minimum(sizes.layer.made, sizes.residuals)
     if not sizes.engine.one_program:
         # The results are among what is kept or computed again of the chunk.
@@ -128,10 +126,26 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
     elif sizes.engine.has_stages:
         # What a backward holds and has not computed itself it reads in its store.
         working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
-    if sizes.facts.of_first_layers is None:
+    if sizes.facts.of_first_layers is None or not sizes.engine.one_program:
         return working
-    first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
-    return np.maximum(working, first_share * width(first))
+    return np.maximum(working, first_share * _first_work(sizes.facts.of_first_layers, sizes))
+
+
+def _first_excess(sizes: BlockSizes) -> Number:
+    """Return how many bytes more than other units those of the first dense layers work with."""
+    if sizes.facts.of_first_layers is None:
+        return 0.0
+    more = _first_work(sizes.facts.of_first_layers, sizes) - _working(sizes)
+    return sizes.tokens * sizes.itemsize * np.maximum(more, 0.0)
+
+
+def _first_work(of_first_layers: Facts, sizes: BlockSizes) -> float:
+    return _layer_work(sizes, of_first_layers.layer(sizes.block.grid.sizes))
+
+
+def _layer_work(sizes: BlockSizes, layer: LayerCosts) -> float:
+    """Return the width of what a layer's backward holds, with keys and values of all sequences."""
+    return layer.working + 2 * (sizes.block.grid.size("context") - 1) * layer.key_values
 
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:

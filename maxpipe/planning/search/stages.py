@@ -13,7 +13,7 @@ from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.stores import FLOAT32, Number
 
 
-def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
+def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number, first_excess: Number) -> Number:
     """Return the bytes on a device of the fullest stage, an array of the block's dimensions.
 
     Args:
@@ -21,6 +21,7 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
       unit: bytes that the largest unit of a middle chunk works with.
       logits: bytes of logits and their gradient, which the last chunk's stage works with before its
         backward begins.
+      first_excess: bytes that a unit of the first chunk works with besides, for first dense layers.
     """
     turns_back = sizes.of_pattern("turns_back")
     stages: dict[int, tuple[Number, Number]] = {
@@ -31,7 +32,7 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number) -> Number:
     totals = [
         _state(sizes, first, last)
         + _in_flight(sizes, place, first)
-        + np.maximum(unit, last * logits)
+        + np.maximum(unit + first * first_excess, last * logits)
         + _weights_of_ends(sizes, first, last)
         for place, (first, last) in stages.items()
     ]
