@@ -19,7 +19,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, unknown_tokens
+from maxpipe.data.tokenizers import Tokenizer, fits, load_tokenizer, unknown_tokens
 
 if TYPE_CHECKING:
     import grain
@@ -185,18 +185,14 @@ def source_names(data: DataConfig) -> list[str]:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """Return the tokenizer of a run, all of whose ids the model has.
-
-    A model of Hugging Face keeps its vocabulary, and may lack added tokens of its own tokenizer,
-    such as one that stands for an image. Documents with them are refused when they are read.
+    """Return the tokenizer of a run, which fits its model.
 
     Raises:
       ConfigError: it is not usable, or model.vocab_size is too small for it.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
-    unknown = unknown_tokens(tokenizer, config.model.num_token_ids)
-    if unknown is None or (unknown and not config.model.from_hf):
+    if not fits(tokenizer, config.model):
         message = (
             f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
             f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
@@ -210,7 +206,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
 def tokenizer_notes(config: Config) -> list[str]:
     """Return what is to be said of the tokenizer of a run."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
-    unknown = unknown_tokens(tokenizer, config.model.num_token_ids)
+    unknown = unknown_tokens(tokenizer, config.model)
     if not unknown:
         return []
     names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")

@@ -22,6 +22,7 @@ from maxpipe.config.model_places import (
     tokenizer_folder,
     tokenizer_path,
 )
+from maxpipe.config.sections import ModelConfig
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -162,16 +163,23 @@ def _local_path(value: str, cache_dir: str) -> str:
     return str(directory / name)
 
 
-def unknown_tokens(tokenizer: Tokenizer, num_ids: int) -> list[str] | None:
-    """Return the added tokens that a model of `num_ids` ids does not have.
+def fits(tokenizer: Tokenizer, model: ModelConfig) -> bool:
+    """Return whether a model has the ids of a tokenizer.
 
-    None if it lacks more than added ones, so that texts cannot be read with this tokenizer.
+    A model of Hugging Face keeps its vocabulary, and may lack added tokens of its own tokenizer,
+    such as one that stands for an image. Texts with them are refused when they are read.
     """
-    if tokenizer.vocab_size <= num_ids:
-        return []
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.needed_vocab_size <= num_ids:
-        return tokenizer.tokens_from(num_ids)
-    return None
+    needed = tokenizer.vocab_size
+    if model.from_hf and isinstance(tokenizer, HuggingFaceTokenizer):
+        needed = tokenizer.needed_vocab_size
+    return needed <= model.num_token_ids
+
+
+def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
+    """Return the added tokens that a model, which the tokenizer fits, does not have."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.tokens_from(model.num_token_ids)
+    return []
 
 
 def main_file(files: Sequence[Path]) -> Path | None:

@@ -14,9 +14,9 @@ from maxpipe.data.tokenizers import (
     Tokenizer,
     decode_all,
     encode_prompt,
+    fits,
     load_tokenizer,
     main_file,
-    unknown_tokens,
 )
 from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
 
@@ -47,12 +47,10 @@ def find_tokenizer(
             raise ConfigError(*problems) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
-    model_size = config.model.num_token_ids
-    unknown = unknown_tokens(tokenizer, model_size)
-    if unknown is None or (unknown and not config.model.from_hf):
+    if not fits(tokenizer, config.model):
         message = (
-            f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "
-            "it was trained with another"
+            f"{name_or_path} has {tokenizer.vocab_size} ids, the model "
+            f"{config.model.num_token_ids}: it was trained with another"
         )
         raise ConfigError(Problem("--tokenizer", message))
     return tokenizer

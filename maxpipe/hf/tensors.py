@@ -218,11 +218,17 @@ def spec_leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:
         yield tuple(str(key.key) for key in path), spec
 
 
-def tensor_names(rules: Sequence[Rule], num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor that a model's files have."""
+def rules_by_tensor(rules: Sequence[Rule], num_layers: int) -> dict[str, Rule]:
+    """Return a rule of every tensor that a model's files have, by the tensor's name."""
     return {
-        name: rule.tensor_shape
+        name: rule
         for rule in rules
         for layer in range(num_layers if rule.is_layer else 1)
         for name, _ in rule.tensors(layer)
     }
+
+
+def tensor_names(rules: Sequence[Rule], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that a model's files have."""
+    by_tensor = rules_by_tensor(rules, num_layers)
+    return {name: rule.tensor_shape for name, rule in by_tensor.items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.hf.safetensors import INDEX, WEIGHTS, write_file
-from maxpipe.hf.tensors import Rule
+from maxpipe.hf.tensors import Rule, rules_by_tensor
 
 
 class Entry(NamedTuple):
@@ -46,9 +46,7 @@ def plan_files(
     """
     entries = {
         name: Entry(rule.dtype or dtype, rule.tensor_shape)
-        for rule in rules
-        for layer in range(num_layers if rule.is_layer else 1)
-        for name, _ in rule.tensors(layer)
+        for name, rule in rules_by_tensor(rules, num_layers).items()
     }
     files: list[dict[str, Entry]] = [{}]
     size = 0

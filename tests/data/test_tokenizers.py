@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import ModelConfig
 from maxpipe.data.tokenizers import (
     encode_prompt,
+    fits,
     load_tokenizer,
     tokenizer_files,
     unknown_tokens,
@@ -125,11 +127,18 @@ def test_unknown_tokens_are_added_ones_above_the_model(tmp_path: Path) -> None:
     stored.save(str(path))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.vocab_size == num_own + 2
-    assert unknown_tokens(tokenizer, num_own + 2) == []
-    assert unknown_tokens(tokenizer, num_own + 1) == ["<audio>"]
-    assert unknown_tokens(tokenizer, num_own) == ["<image>", "<audio>"]
-    assert unknown_tokens(tokenizer, num_own - 1) is None
-    assert unknown_tokens(load_tokenizer("byte"), 258) is None
+
+    def model(num_ids: int, from_hf: str = "org/name") -> ModelConfig:
+        return ModelConfig(vocab_size=num_ids, from_hf=from_hf)
+
+    assert unknown_tokens(tokenizer, model(num_own + 2)) == []
+    assert unknown_tokens(tokenizer, model(num_own + 1)) == ["<audio>"]
+    assert unknown_tokens(tokenizer, model(num_own)) == ["<image>", "<audio>"]
+    assert fits(tokenizer, model(num_own))
+    assert not fits(tokenizer, model(num_own - 1))
+    assert not fits(tokenizer, model(num_own + 1, from_hf=""))
+    assert fits(tokenizer, model(num_own + 2, from_hf=""))
+    assert not fits(load_tokenizer("byte"), model(258))
 
 
 def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:

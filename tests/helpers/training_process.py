@@ -29,6 +29,13 @@ TINY = (
     "eval.every=0",
     "telemetry.log_every=1",
 )
+# On all devices that the test process has.
+DATA_PARALLEL = (
+    "mesh.simulated_devices=0",
+    "mesh.ici.data=8",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=1",
+)
 
 
 def command(output_dir: str | Path, *words: str) -> list[str]:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.runs import assert_same_run, checkpoints, saved
-from helpers.training_process import command, steps_of
+from helpers.training_process import DATA_PARALLEL, command, steps_of
 
 from maxpipe import train
 from maxpipe.config import OptimizerConfig
@@ -12,10 +12,7 @@ from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.spikes import SpikeFilter
 
 HERE = (
-    "mesh.simulated_devices=0",
-    "mesh.ici.data=8",
-    "mesh.ici.stage=1",
-    "mesh.ici.fsdp=1",
+    *DATA_PARALLEL,
     "checkpoint.every=2",
 )
 

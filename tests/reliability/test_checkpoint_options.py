@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 from helpers.runs import checkpoints, losses, rows, saved
-from helpers.training_process import command
+from helpers.training_process import DATA_PARALLEL, command
 
 from maxpipe import train
 from maxpipe.checkpoint.record import read_record
-
-HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 
 
 def main(tmp_path, *words):
     """Return the exit code."""
     try:
-        return train.main(command(tmp_path, *HERE, *words))
+        return train.main(command(tmp_path, *DATA_PARALLEL, *words))
     except SystemExit as end:
         return end.code
 

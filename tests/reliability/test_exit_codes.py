@@ -8,18 +8,16 @@ import errno
 
 import pytest
 from helpers.runs import checkpoints
-from helpers.training_process import command
+from helpers.training_process import DATA_PARALLEL, command
 
 from maxpipe import train
 from maxpipe.telemetry.writers import MetricsFile
-
-HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 
 
 def main(tmp_path, *words):
     """Return the exit code."""
     try:
-        return train.main(command(tmp_path, *HERE, "steps=2", *words))
+        return train.main(command(tmp_path, *DATA_PARALLEL, "steps=2", *words))
     except SystemExit as end:
         return end.code
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from helpers.runs import assert_same_run, checkpoints, losses
 from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import TrainingProcess, command
+from helpers.training_process import DATA_PARALLEL, TrainingProcess, command
 from helpers.training_process import run as finish
 
 from maxpipe import train
@@ -15,10 +15,7 @@ from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.training.batches import BatchPlacer
 
 HERE = (
-    "mesh.simulated_devices=0",
-    "mesh.ici.data=8",
-    "mesh.ici.stage=1",
-    "mesh.ici.fsdp=1",
+    *DATA_PARALLEL,
     "checkpoint.every=2",
     "checkpoint.keep=100",
     "steps=12",

@@ -6,12 +6,11 @@ import time
 
 import pytest
 from helpers.runs import checkpoints, saved
-from helpers.training_process import command, run
+from helpers.training_process import DATA_PARALLEL, command, run
 
 from maxpipe import generate, train
 from maxpipe.checkpoint.mirror import Mirror
 
-HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 MIRROR = "checkpoint.mirror=s3://runs"
 STEPS = ("steps=4", "checkpoint.every=1", "data.source=python_stdlib")
 
@@ -28,7 +27,7 @@ def bucket(s3):
 def main(tmp_path, *words):
     """Return the exit code."""
     try:
-        return train.main(command(tmp_path, *HERE, *STEPS, *words))
+        return train.main(command(tmp_path, *DATA_PARALLEL, *STEPS, *words))
     except SystemExit as end:
         return end.code
 
@@ -41,7 +40,7 @@ def keys(s3):
 def test_train_after_lost_disk_continues_exactly(tmp_path, bucket, capsys):
     assert main(tmp_path / "whole") == 0
     code, output = run(
-        tmp_path / "log", command(tmp_path / "lost", *HERE, *STEPS, MIRROR, "stop_after=2")
+        tmp_path / "log", command(tmp_path / "lost", *DATA_PARALLEL, *STEPS, MIRROR, "stop_after=2")
     )
     assert code == 0, output
     assert {"base/config.yml", "base/checkpoints/1.json", "base/checkpoints/2.json"} <= set(

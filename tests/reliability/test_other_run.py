@@ -4,19 +4,18 @@ import shutil
 
 import pytest
 from helpers.runs import checkpoints, losses, rows
-from helpers.training_process import command
+from helpers.training_process import DATA_PARALLEL, command
 
 from maxpipe import train
 from maxpipe.checkpoint.record import read_record, record_file
 
-HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
 
 
 def main(output_dir, *words):
     """Return the exit code."""
     try:
-        return train.main(command(output_dir, *HERE, *STEPS, *words))
+        return train.main(command(output_dir, *DATA_PARALLEL, *STEPS, *words))
     except SystemExit as end:
         return end.code
 
