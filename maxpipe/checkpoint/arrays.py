@@ -134,10 +134,16 @@ def load(
         yield finish_oldest()
 
 
+def files_in(directory: Path) -> dict[str, object]:
+    """Return TensorStore's specification of the files in a directory."""
+    # TensorStore refuses a path with `..` in it.
+    return {"driver": "file", "path": f"{directory.resolve()}/"}
+
+
 def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
     import tensorstore as ts
 
-    base = {"driver": "file", "path": f"{database}/"}
+    base = files_in(database)
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     return ts.open(spec, open=True, read=True, context=context).result()
 

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
-from maxpipe.checkpoint.arrays import Array, box_of
+from maxpipe.checkpoint.arrays import Array, box_of, files_in
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
 from maxpipe.devices import processes
@@ -170,7 +170,7 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
     codec = ts.CodecSpec({"driver": "zarr", "compressor": None})
     pending = []
     for name, array in arrays.items():
-        base = {"driver": "file", "path": f"{database}/"}
+        base = files_in(database)
         spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
         store = ts.open(
             spec,

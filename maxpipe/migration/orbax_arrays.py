@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxpipe.checkpoint.arrays import files_in
+
 if TYPE_CHECKING:
     import tensorstore as ts
 
@@ -89,12 +91,8 @@ def _names(metadata: Mapping[str, object]) -> dict[str, str]:
 def _place(item: Path, name: str) -> dict[str, object]:
     """Return TensorStore's specification of where an array's files lie."""
     if (item / DATABASE).is_file():
-        return {"driver": "ocdbt", "base": _files(item), "path": f"{name}/"}
-    return _files(item / name)
-
-
-def _files(directory: Path) -> dict[str, object]:
-    return {"driver": "file", "path": f"{directory.absolute()}/"}
+        return {"driver": "ocdbt", "base": files_in(item), "path": f"{name}/"}
+    return files_in(item / name)
 
 
 def _number(step: Path) -> tuple[bool, int]:

@@ -43,6 +43,15 @@ def test_read_step_other_dtype_raises_mismatch_naming_flag(saved, checkpointer):
     )
 
 
+def test_restore_path_with_parent_directories_reads_what_was_saved(
+    directory, saved, samples, monkeypatch
+):
+    (directory.parent / "inner").mkdir()
+    monkeypatch.chdir(directory.parent / "inner")
+    restored = Checkpointer(f"../{directory.name}", CheckpointConfig()).restore(saved)
+    samples.assert_restored(restored, 10)
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_read_step_convert_dtype_converts_floating_dtypes(
     saved, directory, messages, samples, sharded

@@ -19,7 +19,7 @@ from maxpipe import train
 from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError, load, replace, resolve
 from maxpipe.hf.origin import origin_of, read_origin
-from maxpipe.migration.orbax_arrays import find_item
+from maxpipe.migration.orbax_arrays import find_item, open_parameters
 from maxpipe.migration.parameter_names import Parameter
 from maxpipe.migration.read import read_maxtext
 from maxpipe.migration.stored_model import StoredModel
@@ -181,6 +181,12 @@ def test_directory_without_a_step_is_refused_with_what_to_give(config_of, tmp_pa
         shutil.copytree(item.parent, tmp_path / "checkpoints" / step)
     with pytest.raises(ValueError, match=r"has several steps; give one, as .*/10$"):
         find_item(tmp_path / "checkpoints")
+
+
+def test_open_parameters_path_with_parent_directories_finds_all_arrays():
+    item = GOLDEN / "llama2" / str(STEP) / "items"
+    around = item / ".." / "items"
+    assert open_parameters(around).keys() == open_parameters(item).keys()
 
 
 def test_damage_is_refused(config_of, tmp_path):
