@@ -15,11 +15,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.outputs import local_path
 from maxpipe.config.sections import DataConfig
 from maxpipe.config.terminal import emit
 from maxpipe.config.values import number
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(flags: argparse.Namespace) -> int:
-    size, out = _vocab_size(flags.vocab_size), Path(flags.out)
+    size, out = _vocab_size(flags.vocab_size), local_path("--out", flags.out)
     corpus = find_corpus(flags.files, flags.cache_dir)
     check_target(out)
     trained = train_tokenizer(corpus, size, out, shows_progress=sys.stderr.isatty())
@@ -53,6 +53,7 @@ def _train(flags: argparse.Namespace) -> int:
 
 
 def _encode(flags: argparse.Namespace) -> int:
+    out = local_path("--out", flags.out)
     for name in ("workers", "sequence_length"):
         if (value := getattr(flags, name)) < 1:
             flag = f"--{name.replace('_', '-')}"
@@ -66,7 +67,7 @@ def _encode(flags: argparse.Namespace) -> int:
     encoding = Encoding(
         corpus,
         flags.tokenizer,
-        Path(flags.out),
+        out,
         skips_bad=flags.on_bad_document == "skip",
         imports=tuple(flags.imports),
     )

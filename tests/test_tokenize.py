@@ -176,6 +176,11 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
         (["train", "{}/corpus", "--vocab-size=lots"], "--vocab-size: expected a whole number"),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/made/tokenizer.json"], "--out: "),
         (["train", "{}/corpus", "--vocab-size=1k", "--out={}/x.model"], "must end in .json"),
+        (
+            ["train", "{}/corpus", "--vocab-size=1k", "--out=gs://b/x.json"],
+            "--out: gs://b/x.json is",
+        ),
+        (["encode", "{}/corpus", "--tokenizer=byte", "--out=s3://b/t"], "--out: s3://b/t is a URL"),
         (["train", "{}/none", "--vocab-size=1k", "--out={}/x.json"], "FILES: no file at"),
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/corpus"], "--out: "),

@@ -45,6 +45,18 @@ def output_problems(
         taken.setdefault(place, f"{flag} writes")
 
 
+def local_path(flag: str, place: str) -> Path:
+    """Return the path that a flag names, below which a command makes what is missing.
+
+    Raises:
+      ConfigError: it is a URL, of which a path would be a directory called `gs:`.
+    """
+    if "://" in place:
+        message = f"{place} is a URL; write to a path of this machine, and copy what is there"
+        raise ConfigError(Problem(flag, message))
+    return Path(place)
+
+
 def is_device(file: str) -> bool:
     """Return whether a file takes what it is given without keeping it, such as /dev/stdout."""
     return Path(file).exists() and not Path(file).is_file()

@@ -85,7 +85,9 @@ def translate_run(t: Translator) -> None:
     elif profiler:
         t.note("profiler", "left out: telemetry.profile_steps writes traces of JAX's profiler")
     cache = t.text("jax_cache_dir")
-    if cache != "~/jax_cache":
+    if "://" in cache:
+        t.note("jax_cache_dir", "left out: the compilation cache is a directory, not a URL")
+    elif cache != "~/jax_cache":
         t.set("compile.cache_dir", os.path.expanduser(cache) or "off", "jax_cache_dir")
 
 

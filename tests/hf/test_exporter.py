@@ -67,6 +67,18 @@ def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_
     assert "no tokenizer" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--hf", "--safetensors", "--adapter"])
+def test_export_to_a_url_is_refused_instead_of_writing_below_a_directory_called_gs(
+    flag, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        export.main(["runs/base", flag, "gs://bucket/model"])
+    assert end.value.code == 2
+    assert f"{flag}: gs://bucket/model is a URL" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
     run, target = save_run(folder), tmp_path / "exports" / "exported"
     words = [run, "--hf", str(target)]

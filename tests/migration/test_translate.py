@@ -185,6 +185,7 @@ def test_run_has_maxtexts_defaults(translated):
             {"init_from": "maxtext:/x/9"},
         ),
         ("jax_cache_dir=", {"compile.cache_dir": "off"}),
+        ("jax_cache_dir=gs://bucket/cache", {"compile.cache_dir": ""}),
         (
             "profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4",
             {"telemetry.profile_steps": [5, 7]},

@@ -74,10 +74,14 @@ def check_init_from(c: Config) -> None:
         raise ConfigError(Problem("init_from", message))
 
 
-@rule("output_dir", "data.cache_dir")
+@rule("output_dir", "data.cache_dir", "compile.cache_dir")
 def check_directories(c: Config) -> None:
     """Refuse object stores where a directory is needed."""
-    directories = {"output_dir": c.output_dir, "data.cache_dir": c.data.cache_dir}
+    directories = {
+        "output_dir": c.output_dir,
+        "data.cache_dir": c.data.cache_dir,
+        "compile.cache_dir": c.compile.cache_dir,
+    }
     problems = []
     for key, path in directories.items():
         names = [os.fsencode(name) for name in path.split("/")]

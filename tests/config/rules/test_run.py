@@ -120,7 +120,7 @@ def test_learning_rate_steps_are_derived_from_steps(resolved, words, warmup, dec
     assert (optimizer.warmup_steps, optimizer.decay_steps) == (warmup, decay)
 
 
-@pytest.mark.parametrize("key", ["output_dir", "data.cache_dir"])
+@pytest.mark.parametrize("key", ["output_dir", "data.cache_dir", "compile.cache_dir"])
 def test_directory_in_an_object_store_is_refused(problems, key):
     """As a path, it would become a local directory of that name."""
     assert "'gs://bucket/runs' is not a directory" in problems(f"{key}=gs://bucket/runs")[key]
