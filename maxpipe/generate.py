@@ -23,6 +23,7 @@ from maxpipe.checkpoint.run_argument import (
 )
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
+from maxpipe.config.sections import MOST_SEED
 from maxpipe.supervision.signals import INTERRUPTED
 
 
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--seed",
-        type=_number(int, 0),
+        type=_number(int, 0, MOST_SEED),
         default=0,
         metavar="N",
         help="of the draws; default %(default)s",
@@ -139,7 +140,7 @@ def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str],
         if not least <= value <= most or value == math.inf:
             bounds = f"at least {least:g}"
             if most < math.inf:
-                bounds += f" and at most {most:g}"
+                bounds += f" and at most {most:.10g}"
             if value == math.inf:
                 bounds += " and finite"
             raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")

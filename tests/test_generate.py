@@ -141,6 +141,11 @@ def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
         ),
         (("--temperature=nan",), "a", "argument --temperature: must be at least 0; got nan"),
         (("--top-p=2",), "a", "argument --top-p: must be at least 1e-06 and at most 1; got 2"),
+        (
+            ("--seed=4294967296",),
+            "a",
+            "argument --seed: must be at least 0 and at most 4294967295; got 4294967296",
+        ),
         (("--max-tokens=many",), "a", "argument --max-tokens: invalid whole number value: 'many'"),
     ],
     ids=str,

@@ -29,6 +29,8 @@ from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions, OverLatents
 from maxpipe.sharding.rules import AxisRules
 
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
 # Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of N; with latent attention only keys, whose
 # first channels are the values.
 KeysValues = tuple[jax.Array, ...]
@@ -80,7 +82,9 @@ class Sampling:
         """Draw token ids, int32 [B], from logits, float32 [B,V]."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = logits / self.temperature
+        # The best is 0 at any temperature, and float32 has none below its smallest number.
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        logits = (logits - best) / max(self.temperature, _LEAST_TEMPERATURE)
         if 0 < self.top_k < logits.shape[-1]:
             least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]  # [B,1]
             logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -17,6 +17,7 @@ from maxpipe.checkpoint.run_argument import check_block, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
+from maxpipe.config.sections import MOST_SEED
 from maxpipe.data.chat_template import ChatTemplate, Message
 from maxpipe.data.tokenizers import Tokenizer
 from maxpipe.generation.chat import before, end_of_turn, find_chat_template, read_conversation
@@ -112,7 +113,11 @@ class Model:
         Raises:
           ValueError: they have another shape or dtype, or are no ids of the model.
         """
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            message = "expected rows of one length; pad the ends of shorter ones with any token"
+            raise ValueError(f"tokens: {message}") from None
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             shape = f"{ids.dtype} {list(ids.shape)}"
             raise ValueError(f"tokens: expected integers [B, T], such as [[1, 2, 3]]; got {shape}")
@@ -153,10 +158,12 @@ class Model:
           ValueError: an argument is out of range, or the prompt empty or too long.
         """
         _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        stops = [stop] if isinstance(stop, str) else stop
+        if "" in stops:
+            raise ValueError("stop: expected texts; one is empty, which every text contains")
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
             ids = read_prompt(prompt, self.tokenizer, self.config)
-        stops = [stop] if isinstance(stop, str) else stop
         sampling = Sampling(temperature, top_k, top_p)
         texts = self.stream(
             ids, sampling, seed=seed, max_tokens=max_tokens, stop=stops, stop_tokens=stop_tokens
@@ -327,7 +334,7 @@ def _check_numbers(
         "temperature": (temperature, 0 <= temperature < math.inf, "at least 0, and finite"),
         "top_k": (top_k, top_k >= 0, "at least 0; 0 = all tokens"),
         "top_p": (top_p, 0 < top_p <= 1, "above 0, and at most 1; 1 = all tokens"),
-        "seed": (seed, seed >= 0, "at least 0"),
+        "seed": (seed, 0 <= seed <= MOST_SEED, f"from 0 to {MOST_SEED}"),
     }
     for name, (value, is_legal, legal) in bounds.items():
         if not is_legal:

@@ -44,6 +44,13 @@ def test_sampling_draws_tokens_with_their_probability(sampling, expected):
     assert (drawn(sampling)[np.asarray(expected) == 0] == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-37, 1e-30])
+def test_sampling_at_a_temperature_near_zero_takes_the_most_likely_token(temperature):
+    logits = jnp.array([[-3.0, 0.0, 5.0, 7.0, -jnp.inf], [-9.0, -2.0, -4.0, -5.0, -jnp.inf]])
+    tokens = jax.jit(Sampling(temperature, top_k=4, top_p=0.9))(logits, jax.random.key(0))
+    assert tokens.tolist() == [3, 1]
+
+
 def test_sampling_depends_on_key_and_row():
     logits = jnp.zeros((8, 100))
     first, again, other = (Sampling()(logits, jax.random.key(k)) for k in (0, 0, 1))

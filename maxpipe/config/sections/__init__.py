@@ -24,6 +24,8 @@ from maxpipe.config.sections.training import (
     TelemetryConfig,
 )
 
+MOST_SEED = 2**32 - 1  # of a larger one JAX takes 32 bits
+
 
 @dataclass(frozen=True)
 class Config:
@@ -40,7 +42,7 @@ class Config:
         0,
         "seed of initial parameters, dropout and the order of documents",
         minimum=0,
-        maximum=2**32 - 1,
+        maximum=MOST_SEED,
     )
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
     stop_after: int = option(
