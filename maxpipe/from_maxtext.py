@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     translation = translate(read_maxtext(files, overrides), flags.devices)
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"# python -m maxpipe.from_maxtext {shlex.join(words)}")
+    command = f"python -m maxpipe.from_maxtext {shlex.join(words)}"
+    print("\n".join(f"# {line}" for line in command.splitlines()))
     print(translation.yaml, end="")
     return 0
 

@@ -17,6 +17,13 @@ def test_command_prints_a_file_that_loads(tmp_path, capsys):
     assert "note" not in printed.out
 
 
+def test_command_with_a_line_break_in_a_word_prints_a_file_that_loads(tmp_path, capsys):
+    assert main(["run_name=a\nsteps: 3", "--devices", "8"]) == 0
+    file = tmp_path / "mine.yml"
+    file.write_text(capsys.readouterr().out)
+    assert load(str(file)).config.run_name == "a-steps-3"
+
+
 @pytest.mark.parametrize(
     ("words", "problems"),
     [

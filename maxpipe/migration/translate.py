@@ -1,6 +1,7 @@
 """Translate a MaxText configuration into one that `maxpipe.train` accepts, or say why not."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
@@ -87,7 +88,9 @@ def _check_keys(t: Translator) -> None:
         limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
         if limit in MODEL_LIMITS and block_of(t) is None:
             continue
-        if limit and not same_value(value, limit.values[key]):
+        if isinstance(value, float) and not math.isfinite(value):
+            t.refuse(key, f"expected a finite number, got {value}")
+        elif limit and not same_value(value, limit.values[key]):
             if limit.blocks:
                 t.refuse(key, f"must be {_written(limit.values[key])}: {limit.advice}")
             else:

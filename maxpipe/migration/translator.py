@@ -1,5 +1,6 @@
 """Turn MaxText's values into maxpipe's, with notes, problems and origins."""
 
+import math
 from dataclasses import dataclass, field
 
 from maxpipe.config.errors import Problem
@@ -61,7 +62,7 @@ class Translator:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, f"expected a number, got {value}")
             return default
-        return value
+        return value if math.isfinite(value) else default  # `translate` refuses such values
 
     def integer(self, key: str, default: int = 0) -> int:
         """Return a whole number; None is the default, and anything else a problem."""
