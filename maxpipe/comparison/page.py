@@ -146,7 +146,9 @@ def _figures(runs: Sequence[Recorded]) -> str:
 def _differences(runs: Sequence[Recorded]) -> str:
     keys = differing_keys(runs)
     if not keys:
-        return "<p>The configurations are the same, but for names and places.</p>" * (len(runs) > 1)
+        num_known = sum(bool(run.settings) for run in runs)
+        text = "The configurations are the same, but for names and places."
+        return f"<p>{text}</p>" if num_known > 1 else ""
     heads = "".join(f"<th>{escape(text)}</th>" for text in ("run", *keys))
     rows = "".join(
         f"<tr><td>{escape(run.name)}</td>"

@@ -222,9 +222,13 @@ def _lookup(tree: object, key: str, default: object) -> object:
 
 
 def _number(value: object) -> Number:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _finite(values: Iterable[Number]) -> list[float]:

@@ -68,6 +68,23 @@ def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
     assert printed(capsys, "ls") == printed(capsys, "ls", "runs")
 
 
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_lost_configurations_are_not_called_the_same(two, capsys, num_lost):
+    for name in ("run-2", "run-10")[:num_lost]:
+        (two / name / "config.yml").unlink()
+    text = printed(capsys, "compare", two)
+    assert "without a readable config.yml: run-2" in text
+    assert "are the same" not in text + page_html(read_runs([str(two)]))
+
+
+def test_numbers_that_are_no_float_are_left_out(two):
+    row = f'{{"step": 9, "loss": 1{"0" * 400}}}\n'
+    with (two / "run-2" / "metrics.jsonl").open("a") as file:
+        file.write(row)
+    run = read_runs([str(two / "run-2")])[0]
+    assert (run.step, run.loss) == (9, None)
+
+
 def test_ls_takes_live_damaged_and_empty_runs(two, capsys):
     write_run(two / "torn", end='\n{"step": 7, "loss": 1')
     (two / "torn" / "config.yml").write_text("{")
