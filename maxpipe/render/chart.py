@@ -267,7 +267,7 @@ def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
 def _curves(run: Simulation, frame: Frame) -> list[str]:
     """Draw the chunks in flight over time, a step line for each stage."""
     table, top = run.table, frame.curves_top
-    peak = int(run.peak_in_flight.max())
+    peak = max(int(run.peak_in_flight.max()), 1)  # nothing is in flight if units take no time
     bottom = top + CURVES
     parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
     for value in _nice(peak, 4):

@@ -24,6 +24,7 @@ OTHER_COSTS = {
     "activation_bytes": "activation_bytes",
 }
 TIMES = (*UNIT_COSTS, "comm", "head")
+MOST_CELLS = 10**8  # of a table, which takes gigabytes
 KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 
@@ -216,6 +217,9 @@ def options_of(name: str, request: Request, *, lenient: bool) -> Options:
 
 def _check_schedule(name: str, options: Options, costs: Costs | None, collector: Collector) -> None:
     """Keep what can be known to be wrong with one schedule before it is built."""
+    sizes = options.stages, options.microbatches, options.repeats
+    if not collector.attempt(False, check_cells, *sizes):
+        return
     if not is_csv(name):
         collector.attempt(None, check_named, name, *options)
     if costs is not None and (is_csv(name) or name in SCHEDULES):
@@ -259,6 +263,21 @@ def parse_size(key: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise UsageError(f"{key}={value}: must be a whole number, at least 1")
     return int(value)
+
+
+def check_cells(stages: int, microbatches: int, repeats: int) -> bool:
+    """Return true: a table of these sizes fits into memory.
+
+    Raises:
+      UsageError: it does not.
+    """
+    cells = stages * (stages + microbatches) * repeats
+    if cells > MOST_CELLS:
+        raise UsageError(
+            f"stages={stages} microbatches={microbatches} repeats={repeats}: a table would have "
+            f"{cells:.3g} cells; give smaller ones, of at most {MOST_CELLS:.3g} in all"
+        )
+    return True
 
 
 def parse_switch(key: str, value: str) -> bool:

@@ -13,6 +13,7 @@ from maxpipe.render.request import (
     UNIT_COSTS,
     Collector,
     UsageError,
+    check_cells,
     chunk_costs,
     is_refused,
     no_key,
@@ -65,7 +66,8 @@ def parse_task(words: Sequence[str]) -> Task:
     defaults = {**SIZES, "repeats": REPEATS.get(placement, 1)}
     stages, microbatches, repeats = (defaults | sizes).values()
     costs = parse_costs(pairs, collector)
-    if not is_refused("stages", pairs, sizes):
+    is_small = collector.attempt(False, check_cells, stages, microbatches, repeats)
+    if is_small and not is_refused("stages", pairs, sizes):
         costs = collector.attempt(costs, chunk_costs, costs, stages, repeats)
     lockstep = None
     if "lockstep" in pairs:

@@ -93,6 +93,12 @@ def test_a_chart_holds_a_box_for_every_unit(name):
     )
 
 
+@pytest.mark.parametrize("time", [0, 1e-300])
+def test_a_chart_of_units_that_take_no_time_is_drawn(time):
+    result = run("zb_h1", 2, 3, costs=Costs(time, time, time, time))
+    assert ElementTree.fromstring(chart_svg(result)).tag == f"{SVG}svg"
+
+
 def test_boxes_are_where_their_times_are_and_no_two_on_a_stage_overlap():
     result = run("zb_h2", 3, 7, costs=Costs(1, 2, 1.5, 0.5, communication=0.2, head=0.3))
     root = ElementTree.fromstring(chart_svg(result))
