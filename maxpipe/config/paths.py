@@ -1,4 +1,6 @@
-"""Make paths in a YAML file relative to that file; those on the command line stay as they are.
+"""Make paths in a YAML file relative to that file, and a leading `~` the home directory.
+
+Paths on the command line stay relative to the working directory.
 
 A relative path that names nothing next to its file, but something in the working directory, means
 that. All paths of earlier versions were relative to the working directory.
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.files import COMMAND_LINE, Setting
 from maxpipe.config.model_places import CHATML, split_scheme
-from maxpipe.config.values import Raw
+from maxpipe.config.values import Raw, Scalar
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.
 LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
@@ -25,6 +27,16 @@ NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a p
     "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,
 }
+# Keys of one path that no reader expands: output_dir=~/runs would be a directory "~" here.
+HOMES = (
+    "output_dir",
+    "data.tokenizer",
+    "data.chat_template",
+    "pipeline.schedule",
+    "compile.cache_dir",
+    "compile.save",
+    "compile.load",
+)
 
 
 class Located(NamedTuple):
@@ -35,17 +47,26 @@ class Located(NamedTuple):
 
 
 def locate(settings: Mapping[str, Setting]) -> Located:
-    """Return the settings of files with their paths relative to the working directory."""
-    located = dict(settings)
+    """Return the settings with paths of files relative to the working directory, and no `~`."""
+    located = {
+        key: _at_home(setting) if key in HOMES else setting for key, setting in settings.items()
+    }
     remarks: list[str] = []
     for key in (*LISTS, MIXTURE, *NAMES):
-        setting = settings.get(key)
+        setting = located.get(key)
         if setting is None or setting.source == COMMAND_LINE:
             continue
         directory = os.path.dirname(setting.source.rpartition(":")[0])
         if directory not in ("", "."):
             located[key] = replace(setting, raw=_locate(key, setting.raw, directory, remarks))
     return Located(located, tuple(remarks))
+
+
+def _at_home(setting: Setting) -> Setting:
+    if not isinstance(setting.raw, Scalar) or setting.raw.text == "~":
+        return setting  # not one path; "~" alone is YAML's null. Both are refused later
+    text = os.path.expanduser(setting.raw.text)
+    return replace(setting, raw=replace(setting.raw, text=text))
 
 
 def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:

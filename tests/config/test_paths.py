@@ -3,6 +3,7 @@
 import pytest
 
 from maxpipe.config import load
+from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import resolve
 from maxpipe.config.printing import notes, to_yaml
 
@@ -103,3 +104,24 @@ def test_written_config_read_from_its_own_place_means_the_same(places):
     (here / "runs").mkdir()
     (here / "runs" / "config.yml").write_text(to_yaml(config))
     assert load("runs/config.yml").config == config
+
+
+def test_home_of_a_path_that_a_run_writes_or_reads_is_the_users(places, monkeypatch):
+    here, beside = places
+    monkeypatch.setenv("HOME", str(here / "home"))
+    (beside / "run.yml").write_text("output_dir: ~/runs\ndata: {tokenizer: ~/tokenizer.json}\n")
+    words = ["compile.cache_dir=~/cache", "compile.save=~/step"]
+    config = load("conf/run.yml", words).config
+    assert config.output_dir == f"{here}/home/runs"
+    assert config.data.tokenizer == f"{here}/home/tokenizer.json"
+    assert (config.compile.cache_dir, config.compile.save) == (
+        f"{here}/home/cache",
+        f"{here}/home/step",
+    )
+
+
+@pytest.mark.parametrize("value", ["[~/a]", "~"])
+def test_list_or_null_in_place_of_a_path_is_refused(places, value):
+    (places[1] / "run.yml").write_text(f"output_dir: {value}\n")
+    with pytest.raises(ConfigError, match="output_dir"):
+        load("conf/run.yml")
