@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.options import OPTIONS, SECTIONS
-from maxpipe.config.shipped import config_root, locate_base, shown_path
+from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key
+from maxpipe.config.shipped import SUFFIXES, config_root, locate_base, shown_path
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
@@ -83,7 +83,10 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
     problems: list[Problem] = []
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals or not key.strip():
+        if word.endswith(SUFFIXES) and not equals:
+            message = f"{word!r} is a second file; give one, which may inherit by `base: FILE`"
+            problems.append(Problem("", message, COMMAND_LINE))
+        elif not equals or not key.strip():
             problems.append(Problem("", f"{word!r} is not of the form key=value", COMMAND_LINE))
         elif key == "base":
             problems.append(
@@ -115,11 +118,12 @@ def nearest_files(path: str) -> list[str]:
         for p in root.glob(f"{below}*.{end}")
         if not any(part.startswith(".") for part in p.relative_to(root).parts)
     }
-    stem = Path(path).stem
-    ranked = sorted(
-        files, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f)
-    )
-    return ranked[:3]
+    stem = Path(path).stem.lower()
+
+    def likeness(file: str) -> float:
+        return difflib.SequenceMatcher(None, Path(file).stem.lower(), stem).ratio()
+
+    return sorted(files, key=lambda file: (-likeness(file), file))[:3]
 
 
 def _read(path: str, origin: str) -> Iterator[Setting]:
@@ -135,6 +139,9 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
         near = nearest_files(path)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
         raise ConfigError(Problem("", f"there is no file {path}{hint}", origin)) from None
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        raise ConfigError(Problem("", message, origin)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(Problem("", f"cannot read {path}: {error}", origin)) from None
     root = _compose(text, path)
@@ -188,9 +195,10 @@ def _compose(text: str, path: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
-        raise ConfigError(
-            Problem("", f"not valid YAML: {error.problem or error.context}", where)
-        ) from None
+        reason = error.problem or error.context or ""
+        if "'\\t'" in reason:
+            reason = "tabs cannot indent; use spaces"
+        raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
             Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)
@@ -284,6 +292,9 @@ def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting]
         if any("${" in _REFERENCE.sub("", text) for text in _texts(setting.raw)):
             problems.append(Problem(key, _refusal(setting.raw), setting.source))
             del settings[key]
+        elif unknown := _unknown_references(setting.raw):
+            problems += [Problem(key, message, setting.source) for message in unknown]
+            del settings[key]
     lengths: dict[str, int] = {}
     for key, setting in list(settings.items()):
         if _length(key, settings, lengths) > _MAX_CHARACTERS:
@@ -334,14 +345,21 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
                 value = OmegaConf.to_container(value, resolve=True)
             settings[key] = replace(setting, raw=_raw_value(value))
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = (
-                "references go in a circle"
-                if isinstance(error, RecursionError)
-                else str(error).splitlines()[0]
-            )
+            text = str(error).partition("\n")[0]
+            is_circle = isinstance(error, RecursionError) or text.startswith("Recursive")
+            reason = "references go in a circle" if is_circle else text
             problems.append(Problem(key, f"cannot follow the reference: {reason}", setting.source))
             del settings[key]
     return problems
+
+
+def _unknown_references(raw: Raw) -> list[str]:
+    references = [match[0] for text in _texts(raw) for match in _REFERENCE.finditer(text)]
+    return [
+        f"{reference}: {unknown_key(reference[2:-1])}"
+        for reference in references
+        if reference[2:-1] not in OPTIONS and reference[2:-1] not in SECTIONS
+    ]
 
 
 def _refusal(raw: Raw) -> str:

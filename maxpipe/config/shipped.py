@@ -34,12 +34,12 @@ def locate_config(word: str) -> str:
     """Return the path of the YAML file that a word names.
 
     A file that exists comes first; then `configs/...` and a name without a directory and suffix
-    mean a shipped configuration.
+    mean a shipped configuration, also where a directory is called so.
 
     Raises:
-      ConfigError: the word is a name, and no configuration is called so.
+      ConfigError: the word is a name, and no configuration is called so, or a directory.
     """
-    if os.path.exists(word):
+    if _is_file(word):
         return word
     path = Path(word)
     if path.suffix in SUFFIXES:
@@ -50,14 +50,25 @@ def locate_config(word: str) -> str:
     configs = shipped_configs()
     if word in configs:
         return shown_path(configs[word])
+    if os.path.isdir(word):
+        raise ConfigError(Problem("", f"{word} is a directory; {_file_in(path)}"))
     if len(path.parts) > 1:
         return word
-    near = difflib.get_close_matches(word.lower(), configs, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]}? " if near else ""
-    message = (
-        f"{word!r} is neither a file nor a preset; {guess}The presets are {', '.join(configs)}"
-    )
+    own = [word + suffix for suffix in SUFFIXES if _is_file(word + suffix)]
+    near = own or difflib.get_close_matches(word.lower(), configs, n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]}? the" if near else "the"
+    message = f"{word!r} is neither a file nor a preset; {guess} presets are {', '.join(configs)}"
     raise ConfigError(Problem("", message))
+
+
+def _is_file(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isdir(path)  # a pipe is one as well
+
+
+def _file_in(directory: Path) -> str:
+    """Return what to name in place of a directory: a run has the configuration it trained with."""
+    file = directory / "config.yml"
+    return f"did you mean {file}?" if file.is_file() else "name a YAML file"
 
 
 def names_config(word: str) -> bool:
@@ -69,7 +80,7 @@ def locate_base(directory: str, text: str) -> str:
     """Return the path that `base: text` names in a file of a directory, or the shipped one."""
     path = os.path.normpath(os.path.join(directory, text))
     configs = shipped_configs()
-    return shown_path(configs[text]) if text in configs and not os.path.exists(path) else path
+    return shown_path(configs[text]) if text in configs and not _is_file(path) else path
 
 
 def shown_path(file: Path) -> str:

@@ -20,6 +20,7 @@ def message(path, *words):
         ("run_name: !secret x\n", "tag '!secret' is not allowed"),
         ("steps: [1\n", r"not valid YAML: .*"),
         ("a\tb: {\n", "not valid YAML"),
+        ("model:\n\tnum_layers: 4\n", r"run.yml:2.*: tabs cannot indent; use spaces"),
         ("- steps\n", "a mapping of keys to values"),
         ("steps: 1\n---\nsteps: 2\n", "not valid YAML"),
         ("? [a]\n: 1\n", "a key must be a word"),
@@ -43,7 +44,7 @@ def test_file_nested_deeply_is_refused(write):
 def test_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "run.yml"
     path.write_bytes(b"\xff\xfe\x00steps")
-    assert "cannot read" in message(str(path))
+    assert f"{path} is not UTF-8 text (byte 0); save it as UTF-8" in message(str(path))
 
 
 def test_file_or_section_that_is_empty_is_accepted(write):
@@ -53,6 +54,12 @@ def test_file_or_section_that_is_empty_is_accepted(write):
 
 def test_file_missing_names_the_nearest(base, tmp_path):
     assert f"the nearest are {base}" in message(str(tmp_path / "bse.yml"))
+
+
+def test_file_missing_names_one_that_differs_in_case_alone(write, tmp_path):
+    write("a.yml", "steps: 3\n")
+    path = write("tiny.yml", "steps: 3\n")
+    assert f"the nearest are {path}, " in message(str(tmp_path / "TINY.yml"))
 
 
 def test_file_missing_is_looked_for_no_deeper_than_one_folder_below(tmp_path):
@@ -80,6 +87,7 @@ def test_base_in_a_circle_is_refused(write):
     [
         ("steps", "not of the form key=value"),
         ("=5", "not of the form key=value"),
+        ("other.yml", "'other.yml' is a second file; give one, which may inherit by `base: FILE`"),
         ("--steps=5", "without dashes: steps=5"),
         ("base=other.yml", "belongs in a YAML file"),
         ("steps=", "has no value"),

@@ -63,6 +63,18 @@ def test_reference_that_leads_nowhere_is_refused(base, value):
         load(base, [f"steps={value}", "optimizer.decay_steps=${steps}"])
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("${stpes}", r"\$\{stpes\}: unknown key; did you mean steps\?"),
+        ("${optimizer.decay_steps}", "references go in a circle"),
+    ],
+)
+def test_reference_that_leads_nowhere_says_why(base, value, expected):
+    with pytest.raises(ConfigError, match=expected):
+        load(base, [f"steps={value}", "optimizer.decay_steps=${steps}"])
+
+
 def test_reference_to_a_section_is_refused(base):
     with pytest.raises(ConfigError, match="takes a value, not a section"):
         load(base, ["seed=${model.rope_scaling}"])

@@ -46,13 +46,35 @@ def test_a_file_inherits_from_a_preset_by_name(elsewhere):
     ("word", "words"),
     [
         ("lama3-8b", ["'lama3-8b' is neither a file nor a preset", "did you mean llama3-8b?"]),
-        ("zzz", ["The presets are base, finetune, mixture, muon, "]),
+        ("zzz", ["preset; the presets are base, finetune, mixture, muon, "]),
     ],
 )
 def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere, word, words):
     with pytest.raises(ConfigError) as caught:
         load(word)
     assert [text for text in words if text not in str(caught.value)] == []
+
+
+def test_a_file_without_its_ending_is_answered_with_the_file(elsewhere):
+    (elsewhere / "tiny.yml").write_text("steps: 3\n")
+    with pytest.raises(ConfigError, match=r"did you mean tiny\.yml\?"):
+        load("tiny")
+
+
+def test_a_directory_hides_no_preset(elsewhere):
+    (elsewhere / "base").mkdir()
+    (elsewhere / "mine.yml").write_text("base: base\n")
+    assert load("base").config.run_name == load("mine.yml").config.run_name == "base"
+
+
+def test_a_run_in_place_of_a_file_is_answered_with_its_configuration(elsewhere):
+    run = elsewhere / "runs" / "tiny"
+    run.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="runs/tiny is a directory; name a YAML file"):
+        load("runs/tiny")
+    (run / "config.yml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean runs/tiny/config\.yml\?"):
+        load("runs/tiny")
 
 
 @pytest.mark.parametrize("word", ["--help", "steps=3"])
