@@ -1,7 +1,10 @@
 """The command: text on the terminal, and errors of bad input."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import reduce
 
 import jax
@@ -167,6 +170,14 @@ def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
             StepsDirectory(run_dir / "checkpoints"),
         )
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
+
+
+def test_command_writes_no_complaints_of_libtpu(run_dir):
+    # Where the variable is set JAX does not look for TPUs.
+    environment = {name: v for name, v in os.environ.items() if name != "JAX_PLATFORMS"}
+    words = [sys.executable, "-m", "maxpipe.generate", str(run_dir), "--prompt=a", "--max-tokens=1"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert "TPU_" not in done.stderr
 
 
 def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):

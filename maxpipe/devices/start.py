@@ -44,7 +44,7 @@ def start_jax(config: Config) -> None:
         else:
             jax.config.update("jax_num_cpu_devices", devices)
             start_threads(config, devices, announced_processes())
-            name_machine()
+    name_machine()
     start_processes(config.mesh.heartbeat_timeout_seconds)
     engine = ENGINES.get(derive_known(config).pipeline.engine)
     if processes.count() > 1 and engine and not engine.one_program and not has_started():

@@ -128,12 +128,13 @@ def test_a_machine_is_named_only_where_jax_has_found_no_tpu(monkeypatch, has_tpu
     assert os.environ == {"TPU_WORKER_HOSTNAMES": "mine"} | ({} if has_tpu else named)
 
 
-def test_simulated_devices_start_without_complaints_of_libtpu():
+@pytest.mark.parametrize("simulated", [0, 2])
+def test_jax_starts_without_complaints_of_libtpu(simulated):
     code = (
         "import jax\n"
         "from maxpipe.config import Config, replace\n"
         "from maxpipe.devices.start import start_jax\n"
-        "start_jax(replace(Config(), **{'mesh.simulated_devices': 2}))\n"
+        f"start_jax(replace(Config(), **{{'mesh.simulated_devices': {simulated}}}))\n"
         "jax.devices()"
     )
     # Where the variable is set JAX does not look for TPUs.
