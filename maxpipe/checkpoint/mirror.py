@@ -9,6 +9,7 @@ another program. Imports no JAX.
 """
 
 import contextlib
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 KEY = "checkpoint.mirror"
+_WHERE_RUNS_LIE = "runs lie in output_dir/run_name"
 CHECKPOINTS = "checkpoints"  # directory of the steps within that of a run
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
@@ -329,10 +331,29 @@ def open_steps(run: str, key: str) -> StepStore:
         return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
     inner = Path(run, CHECKPOINTS)
     path = inner if inner.is_dir() else Path(run)
-    if not path.is_dir():
-        message = f"there is no directory {run}; runs lie in output_dir/run_name"
+    message = "" if path == inner else _misnamed(path)
+    if message:
         raise ConfigError(Problem(key, message))
     return StepsDirectory(path)
+
+
+def _misnamed(path: Path) -> str:
+    """Return what to name in place of a path that is no run; "" if it may hold checkpoints."""
+    if not path.is_dir():
+        near = difflib.get_close_matches(path.name, _runs_in(path.parent), n=1)
+        remedy = f"did you mean {path.parent / near[0]}?" if near else _WHERE_RUNS_LIE
+        return f"there is no directory {path}; {remedy}"
+    if path.parent.name == CHECKPOINTS:
+        run = path.parent.parent
+        return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"
+    runs = _runs_in(path)
+    if runs:
+        return f"{path} is a directory of runs: name one of them, such as {path / runs[0]}"
+    return ""
+
+
+def _runs_in(directory: Path) -> list[str]:
+    return sorted(steps.parent.name for steps in directory.glob(f"*/{CHECKPOINTS}/"))
 
 
 def _is_inside(name: str) -> bool:

@@ -157,3 +157,22 @@ def test_command_without_steps_exits_with_2(run, capsys, monkeypatch, arguments,
     monkeypatch.chdir(run / "empty" if arguments[1] == "." else run)
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is a directory of runs: name one of them, such as"),
+        ("run/checkpoints/10", "is one checkpoint: name its run, "),
+        ("rum", "did you mean "),
+        ("elsewhere", "runs lie in output_dir/run_name"),
+    ],
+)
+def test_command_of_what_is_no_run_says_what_to_name(run, capsys, name, message):
+    runs = run / "runs"
+    (runs / "run").mkdir(parents=True)
+    (run / "checkpoints").rename(runs / "run" / "checkpoints")
+    assert main(["ls", str(runs / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert (f"{runs}/run" in error) == (name != "elsewhere")
