@@ -105,7 +105,7 @@ def test_encode_of_one_text_cuts_it_as_the_run_of_that_sequence_length(tmp_path,
     assert encode(path, "byte", tmp_path / "tokens", *words) == 0
     with pytest.raises(SystemExit):
         encode(path, "byte", tmp_path / "tokens")
-    assert "was begun with another sequence_length: choose" in capsys.readouterr().err
+    assert "which differs in sequence_length: choose" in capsys.readouterr().err
 
 
 def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypatch, capsys):
@@ -210,7 +210,7 @@ def test_encode_into_the_tokens_of_another_tokenizer_or_text_is_refused(
     for change, name in ((lambda: "byte", "tokenizer"), (lambda: trained, "contents")):
         with pytest.raises(SystemExit):
             encode(corpus, change(), out)
-        assert f"was begun with another {name}: choose another" in capsys.readouterr().err
+        assert f"which differs in {name}: choose another" in capsys.readouterr().err
         (corpus / "0.txt").write_text(TEXTS[0].replace("cat", "dog"))
     assert np.fromfile(out / "part-00000.bin", "<u2")[-1] == load_tokenizer(trained).eos_id
 

@@ -33,8 +33,9 @@ FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save
 _FLAG = "--sweep"
 _OWN = {
-    "run_name": "every run has a name of its own, which begins with run_name",
-    "output_dir": "the runs of a sweep are in one directory",
+    "run_name": "is no key to sweep over: each run is called run_name and its values; words after "
+    "--sweep are swept, so set run_name before it",
+    "output_dir": "is no key to sweep over: all runs of a sweep are in it; set it before --sweep",
 }
 _LONGEST_NAME = 200
 

@@ -146,8 +146,8 @@ class Encoding:
         changed = [name for name, value in record.items() if known.get(name) != value]
         if changed:
             message = (
-                f"{self.out} was begun with another {', '.join(changed)}: "
-                "choose another directory, or delete it"
+                f"{self.out} holds tokens of another encoding, which differs in "
+                f"{', '.join(changed)}: choose another directory, or delete it"
             )
             raise ConfigError(Problem(_OUT, message))
 

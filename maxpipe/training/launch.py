@@ -459,7 +459,7 @@ def _held_out(config: Config, eval_loader: Loader | None) -> str:
     """Return how many documents are held out, as the end of a line about the data."""
     if eval_loader is None or config.data.eval_path or config.data.mixture:
         return ""
-    count = f"{eval_loader.num_documents:,} of them are held out for evaluation"
+    count = f"held out for evaluation: {eval_loader.num_documents:,} of them"
     return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
 
 

@@ -139,5 +139,11 @@ def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
 
 
 def test_init_from_has_the_form_of_a_local_folder():
-    assert "is not of the form hf:DIR" in problems("init_from=/models/x")["init_from"]
-    assert "is not of the form hf:DIR" in problems("init_from=hf:")["init_from"]
+    assert (
+        "has none of the forms run:DIR (another run), hf:DIR"
+        in problems("init_from=/models/x")["init_from"]
+    )
+    assert (
+        "has none of the forms run:DIR (another run), hf:DIR"
+        in problems("init_from=hf:")["init_from"]
+    )

@@ -67,9 +67,9 @@ def check_init_from(c: Config) -> None:
     is_named = c.init_from.startswith(SCHEME) and folder and not folder.startswith("//")
     if c.init_from and not is_named and not is_url(folder):
         message = (
-            f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
-            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., "
-            "run:DIR, another run, or maxtext:DIR, a step of MaxText"
+            f"{c.init_from!r} has none of the forms run:DIR (another run), hf:DIR (a folder with "
+            "config.json and *.safetensors), hf:org/name (a model of the hub), s3://... or "
+            "gs://... (a folder as of hf:DIR), maxtext:DIR (a step of MaxText)"
         )
         raise ConfigError(Problem("init_from", message))
 
