@@ -81,7 +81,7 @@ def test_json_has_the_rows_in_order_and_no_seconds_of_an_unknown_machine(report)
     assert report["tried"] > sum(report["fallen"].values()) > 0
 
 
-def test_summary_counts_those_that_fit_and_those_that_fell(written, report):
+def test_summary_counts_those_that_fit_and_those_left_out(written, report):
     summary = (written / "printed.txt").read_text()
     fitting = report["tried"] - sum(report["fallen"].values())
     assert f"searched    {report['tried']:,} candidates in " in summary
@@ -355,13 +355,13 @@ def test_engines_without_a_fixed_value_are_left_out_and_counted(capsys, tmp_path
     rows = json.loads(file.read_text())["rows"]
     assert rows
     assert all(row["keys"] | fixed == row["keys"] for row in rows)
-    assert " fell: --fix pipeline.schedule: no stages\n" in capsys.readouterr().out
+    assert " left out: --fix pipeline.schedule: no stages\n" in capsys.readouterr().out
 
 
 def test_unrolled_layers_are_fixed_where_engines_take_them_and_others_are_counted(capsys):
     assert plan.main([*FROM, "--fix", "pipeline.scan_layers=false"]) == 0
     printed = capsys.readouterr().out
-    assert " fell: --fix pipeline.scan_layers: not for the circular engine\n" in printed
+    assert " left out: --fix pipeline.scan_layers: not for the circular engine\n" in printed
     assert "lockstep" not in printed
 
 
@@ -587,7 +587,7 @@ def test_values_with_which_nothing_is_legal_are_an_error_that_names_them(words, 
         plan.main([*FROM, *words])
     assert end.value.code == CONFIG_ERROR
     message = capsys.readouterr().err
-    assert f"{' '.join(words)}: nothing is legal; most fell for: " in message
+    assert f"{' '.join(words)}: nothing is legal; most are left out for: " in message
     assert "no multiple of pipeline.num_microbatches" in message
 
 
@@ -597,7 +597,9 @@ def test_nothing_legal_on_several_hosts_is_not_blamed_on_what_no_value_changes(c
     with pytest.raises(SystemExit) as end:
         plan.main([*words, "--fix", "pipeline.num_microbatches=7", "--fix", "mesh.ici.tensor=1"])
     assert end.value.code == CONFIG_ERROR
-    assert "most fell for: data.global_batch_size: no multiple of" in capsys.readouterr().err
+    assert (
+        "most are left out for: data.global_batch_size: no multiple of" in capsys.readouterr().err
+    )
 
 
 def test_devices_on_which_nothing_is_legal_are_an_error(capsys):
@@ -606,7 +608,7 @@ def test_devices_on_which_nothing_is_legal_are_an_error(capsys):
         plan.main(["base", "--topology", "cpu:7", "--no-compile"])
     assert end.value.code == CONFIG_ERROR
     message = capsys.readouterr().err
-    assert "7 devices: nothing is legal; most fell for: " in message
+    assert "7 devices: nothing is legal; most are left out for: " in message
     assert "give --topology another number of them" in message
 
 
@@ -624,7 +626,7 @@ def test_layers_outside_the_pipeline_tiles_and_another_batch_are_said(capsys):
     )
     cells = dict(zip(header, row, strict=False))
     assert (cells["V"], cells["tiles"]) == ("2 +1", "4")
-    assert f"{2 * batch} sequences a step are 2 times the file's {batch}: " in printed
+    assert f"{2 * batch} sequences a step are 2 times the file's {batch}, so with " in printed
 
 
 def test_values_that_are_given_twice_are_tried_once(tmp_path):
@@ -654,11 +656,11 @@ def test_a_value_of_a_mesh_that_is_no_number_of_devices_is_one_error(capsys):
     assert capsys.readouterr().err.endswith("1 problem found\n")
 
 
-def test_candidates_that_fell_are_counted_only_where_there_are_some(capsys):
+def test_candidates_left_out_are_counted_only_where_there_are_some(capsys):
     words = ["--fix", "mesh.ici.stage=4", "--try", "pipeline.schedule=gpipe,1f1b,lockstep_1f1b"]
     repeats = ["--try", "pipeline.num_repeats=3", "--no-compile"]
     plan.main(["llama3-8b", "--topology", "v5e:4x4", *words, *repeats])
-    assert " 0 fell" not in capsys.readouterr().out
+    assert " 0 left out" not in capsys.readouterr().out
 
 
 class TestTpu:

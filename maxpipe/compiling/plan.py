@@ -120,7 +120,7 @@ def _nothing_legal(plan: Plan) -> Problem:
         given, remedy = given_text(space, space.choices), "give other values, or leave some out"
     else:
         given, remedy = f"{devices} devices", f"give {TOPOLOGY} another number of them"
-    return Problem("", f"{given}: nothing is legal; most fell for: {reason}; {remedy}")
+    return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
 
 
 def _print(text: str) -> None:

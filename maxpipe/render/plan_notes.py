@@ -86,9 +86,10 @@ def _batch_lines(plan: Plan) -> list[str]:
     if chosen is None or chosen.candidate.batch == written.data.global_batch_size:
         return []
     batch, before = chosen.candidate.batch, written.data.global_batch_size
+    times = f"{batch / before:.3g}"
     return [
-        f"{batch} sequences a step are {batch / before:.3g} times the file's {before}: with "
-        f"steps={written.steps} a run has as many times the tokens; set steps for another length"
+        f"{batch} sequences a step are {times} times the file's {before}, so with "
+        f"steps={written.steps} a run reads {times} times as many tokens; steps changes that"
     ]
 
 

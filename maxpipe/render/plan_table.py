@@ -102,12 +102,14 @@ def _fastest(plan: Plan) -> float:
 
 
 def summary_lines(plan: Plan) -> list[str]:
-    """Return what was searched and why candidates fell."""
+    """Return what was searched and why candidates are left out."""
     request, outcome = plan.request, plan.outcome
     machine = request.machine
     margin = ""
     if machine.capacity:
-        margin = f", of whose {machine.capacity / GIB:.3g} GiB {request.margin:.0%} stay free"
+        margin = (
+            f", {machine.capacity / GIB:.3g} GiB each, of which {request.margin:.0%} stays free"
+        )
     fitting = outcome.tried - outcome.fallen.total()
     sequences = ", ".join(map(str, request.batches))
     length = request.config.data.sequence_length
@@ -119,9 +121,9 @@ def summary_lines(plan: Plan) -> list[str]:
     ]
     common = outcome.fallen.most_common()
     for reason, count in common[:_REASONS_SHOWN]:
-        lines.append(f"            {count:>11,} fell: {reason}")
+        lines.append(f"            {count:>11,} left out: {reason}")
     if others := sum(count for _, count in common[_REASONS_SHOWN:]):
-        lines.append(f"            {others:>11,} fell for other reasons")
+        lines.append(f"            {others:>11,} left out for other reasons")
     return lines
 
 
