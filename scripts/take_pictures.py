@@ -111,8 +111,9 @@ def photograph(address: str, picture: Path, height: int, milliseconds: int = 300
 def page_of(command: list[str], option: str, picture: Path, height: int) -> None:
     """Let a command write its page, and take a picture of that."""
     with tempfile.TemporaryDirectory() as directory:
-        page = Path(directory) / "page.html"
-        subprocess.run([*command, option, str(page)], check=True)
+        page = Path(directory) / f"{picture.stem}.html"
+        # There, since pages show the command that has made them.
+        subprocess.run([*command, option, page.name], check=True, cwd=directory)
         photograph(page.as_uri(), picture, height)
 
 
