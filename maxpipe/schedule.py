@@ -14,6 +14,7 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -23,6 +24,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.outputs import is_device
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
@@ -78,7 +80,9 @@ sys.modules[__name__].__class__ = _Schedule
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 for a wrong command line or file."""
     try:
-        launch(_arguments(argv))
+        arguments = _arguments(argv)
+        _refuse_replacing(arguments)
+        launch(arguments)
     except ConfigError as error:
         print_problems(error)
         return 2
@@ -89,6 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(reasons)} problems found", file=sys.stderr)
         return 2
     return 0
+
+
+def _refuse_replacing(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if a file is named that another flag writes, or that is read."""
+    used = {os.path.realpath(word): "is read" for word in arguments.words if os.path.isfile(word)}
+    for flag in ("csv", "svg", "html"):
+        file = getattr(arguments, flag)
+        if not file or is_device(file):
+            continue
+        place = os.path.realpath(file)
+        if place in used:
+            raise ValueError(f"--{flag}: would replace {file}, which {used[place]}; name another")
+        used[place] = f"--{flag} writes"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

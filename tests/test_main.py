@@ -43,7 +43,7 @@ def test_main_version_is_that_of_the_package(capsys):
 def test_main_unknown_command_ends_with_2_and_lists_the_commands(capsys):
     assert main(["trian"]) == 2
     shown = capsys.readouterr().err
-    assert "there is no command 'trian'" in shown
+    assert "there is no command 'trian'; did you mean train?" in shown
     assert "train" in shown
 
 

@@ -149,6 +149,18 @@ def test_schedule_with_bad_input_exits_with_2_and_names_the_key(argv, message, c
     assert captured.out == ""
 
 
+def test_schedule_that_would_replace_its_own_files_is_refused(capsys, tmp_path):
+    file = tmp_path / "mine.csv"
+    output(capsys, "gpipe", "--csv", str(file))
+    before = file.read_text()
+    assert main([str(file), "--svg", str(file)]) == 2
+    assert f"--svg: would replace {file}, which is read; name another" in capsys.readouterr().err
+    assert main(["gpipe", "--csv", str(tmp_path / "x"), "--html", str(tmp_path / "x")]) == 2
+    assert "which --csv writes" in capsys.readouterr().err
+    assert file.read_text() == before
+    assert main(["gpipe", "--csv", "/dev/null", "--svg", "/dev/null"]) == 0
+
+
 def refused(capsys, *argv):
     """Run the command, which is refused; return the keys of its problems."""
     assert main(argv) == 2
