@@ -68,6 +68,8 @@ class Family:
       windows: "none"; "all" where the layers are alike, with a window or without; "listed" where
         config.json lists the kind of each layer.
       activation_key: the key that names the MLP's activation.
+      rotates_part: whether a share of a head's channels may be rotated, `partial_rotary_factor`;
+        transformers' classes of other types rotate all of them, whatever that says.
       fuses_projections: whether query, key and value are one tensor, and gate and up another.
       expert_names: what tensors of experts are called, a key of `tensor_table.EXPERTS`.
     """
@@ -80,6 +82,7 @@ class Family:
     theta_local: ClassVar[float] = 0.0
     windows: ClassVar[str] = "none"
     activation_key: ClassVar[str] = "hidden_act"
+    rotates_part: ClassVar[bool] = False
     fuses_projections: ClassVar[bool] = False
     expert_names: ClassVar[str] = "mlp"
 
@@ -97,6 +100,12 @@ class Family:
         activation = str(c.get(self.activation_key) or c.get("hidden_act", "silu"))
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{self.activation_key} {activation!r} is no option of the MLP")
+        rope = read_rope(c, theta=self.theta, theta_local=self.theta_local)
+        if rope["rope_fraction"] != 1 and not self.rotates_part:
+            share = rope["rope_fraction"]
+            raise ValueError(
+                f"partial_rotary_factor {share} is no option, all channels are rotated"
+            )
         values = {
             **SHAPE_DEFAULTS,
             **{ours: int(c[theirs]) for ours, theirs in _SIZES.items()},
@@ -107,7 +116,7 @@ class Family:
             "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
             "mlp_activation": _ACTIVATIONS[activation],
             **self.fixed,
-            **read_rope(c, theta=self.theta, theta_local=self.theta_local),
+            **rope,
             **self.read(c),
         }
         return values | self._pattern(c)
@@ -130,7 +139,7 @@ class Family:
             self.activation_key: {v: k for k, v in _ACTIVATIONS.items()}[m.mlp_activation],
             "max_position_embeddings": max_position(m, sequence_length),
             **self._written_windows(m),
-            **write_rope(m, by_kind=bool(self.theta_local)),
+            **write_rope(m, by_kind=bool(self.theta_local), by_part=self.rotates_part),
             **self.write(m),
         }
         check_expressed(m, self.model(written), self.model_type)

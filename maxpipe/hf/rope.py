@@ -58,16 +58,19 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     return values
 
 
-def write_rope(m: ModelConfig, *, by_kind: bool) -> dict[str, object]:
+def write_rope(m: ModelConfig, *, by_kind: bool, by_part: bool = False) -> dict[str, object]:
     """Return both dialects of a resolved model's rotation.
 
     Args:
       m: the model.
       by_kind: whether the type has parameters for each kind of layer.
+      by_part: whether the type has a word for the share of channels that is rotated.
     """
     scaling = _written_scaling(m)
     # The class of some types takes the base from here only.
-    fraction = {} if m.rope_fraction == 1 else {"partial_rotary_factor": m.rope_fraction}
+    fraction = (
+        {} if m.rope_fraction == 1 or not by_part else {"partial_rotary_factor": m.rope_fraction}
+    )
     full = {"rope_type": "default", **scaling, "rope_theta": m.rope_theta, **fraction}
     written: dict[str, object] = {
         "rope_theta": m.rope_theta,

@@ -148,6 +148,7 @@ def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name
         ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
         ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
         ("deepseek_v3", {"model.attention_soft_cap": 5.0}, "no model.attention_soft_cap=5.0"),
+        ("llama", {"model.rope_fraction": 0.5}, "llama has no model.rope_fraction=0.5"),
     ],
 )
 def test_option_without_a_word_in_the_type_is_refused_by_its_name(name, change, message):
@@ -164,6 +165,7 @@ def test_option_without_a_word_in_the_type_is_refused_by_its_name(name, change, 
         ({"hidden_act": "relu"}, "'relu' is no option"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type 'dynamic'"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is no option"),
     ],
 )
 def test_what_no_option_expresses_is_refused(change, message):

@@ -123,6 +123,7 @@ class Glm4Moe(BiasedExperts):
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
+    rotates_part = True
     defaults: ClassVar = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,

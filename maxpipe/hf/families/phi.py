@@ -12,4 +12,5 @@ class Phi3(Family):
     architecture = "Phi3ForCausalLM"
     defaults: ClassVar = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
     windows = "all"
+    rotates_part = True
     fuses_projections = True
