@@ -145,6 +145,7 @@ def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name
         ("llama", {"model.logit_soft_cap": 30}, "llama has no model.logit_soft_cap=30"),
         ("qwen3", {"model.qk_norm": False}, "qwen3 has no model.qk_norm=False"),
         ("gemma2", {"model.embed_scale": 1.0}, "gemma2 has no model.embed_scale=1.0"),
+        ("gemma2", {"model.query_scale": 0.3}, "gemma2 has no model.query_scale=0.3"),
         ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
         ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
         ("deepseek_v3", {"model.attention_soft_cap": 5.0}, "no model.attention_soft_cap=5.0"),
@@ -185,6 +186,16 @@ def test_what_no_option_expresses_is_refused(change, message):
 def test_what_is_no_option_of_deepseek_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         family("deepseek_v3").model(recorded("deepseek_v3")["config"] | change)
+
+
+def test_query_scale_of_the_head_is_exported_as_a_whole_number():
+    """Classes of transformers refuse others, such as 7.999999999999999."""
+    for name in ("gemma2", "gemma3"):
+        for head_dim in (8, 12, 16):
+            model = resolved(name, recorded(name)["config"] | {"head_dim": head_dim})
+            model = dataclasses.replace(model, query_scale=0.0)
+            scalar = family(name).config(model, LENGTH)["query_pre_attn_scalar"]
+            assert (type(scalar), scalar) == (int, head_dim)
 
 
 def test_bias_that_training_updates_is_exported_as_one():

@@ -52,13 +52,11 @@ class Gemma2(Family):
         }
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
-        # A whole number as in published files, where the power is one but for rounding.
-        scalar = (m.query_scale or m.head_dim**-0.5) ** -2
-        if m.query_scale and round(scalar) ** -0.5 == m.query_scale:
-            scalar = round(scalar)
+        # transformers takes whole numbers only, so that other scales are refused.
+        scalar = round((m.query_scale or m.head_dim**-0.5) ** -2)
         return {
             "attention_bias": m.attention_bias,
-            "query_pre_attn_scalar": scalar,
+            "query_pre_attn_scalar": max(scalar, 1),
             "attn_logit_softcapping": m.attention_soft_cap or None,
             "final_logit_softcapping": m.logit_soft_cap or None,
             "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(m.mlp_activation, "silu"),
