@@ -167,6 +167,8 @@ class Family:
             return {}
         written: dict[str, Any] = {"sliding_window": m.attention_window or None}
         if self.windows == "listed":
+            # Some classes make the mask of a window also where no layer uses it.
+            written["sliding_window"] = m.attention_window or self.defaults.get("sliding_window")
             names = {ours: theirs for theirs, ours in _KINDS.items()}
             written["layer_types"] = [names[k.removesuffix("_nope")] for k in m.layer_kinds]
         return written

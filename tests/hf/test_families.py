@@ -198,6 +198,16 @@ def test_query_scale_of_the_head_is_exported_as_a_whole_number():
             assert (type(scalar), scalar) == (int, head_dim)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "gpt_oss"])
+def test_window_that_no_layer_uses_is_exported_as_that_of_the_type(name):
+    """Classes of transformers make its mask for every text, which takes a number."""
+    model = resolved(name, recorded(name)["config"])
+    model = dataclasses.replace(model, attention_window=0, layer_pattern=[], rope_theta_local=0.0)
+    written = family(name).config(model, LENGTH)
+    assert written["sliding_window"] == family(name).defaults["sliding_window"]
+    assert resolved(name, written) == model
+
+
 def test_bias_that_training_updates_is_exported_as_one():
     model = resolved("deepseek_v3", recorded("deepseek_v3")["config"])
     moe = dataclasses.replace(model.moe, selection_bias=False, bias_rate=1e-3)

@@ -199,3 +199,18 @@ def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, d
     record_hf.fill(model, is_gemma=CASES[name][0].startswith("gemma"))
     difference = torch_logits(model)[list(POSITIONS)] - np.asarray(golden["logits"])
     assert np.abs(difference).max() <= 1e-6 * golden["largest"]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "gpt_oss"])
+def test_config_json_without_windows_is_that_of_a_model_that_runs(name, tmp_path):
+    family = implementation(MODEL_TYPES[CASES[name][0]])()
+    values = {f"model.{key}": v for key, v in family.model(recorded(name)["config"]).items()}
+    no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}
+    values |= {f"model.{key}": value for key, value in no_windows.items()}
+    values |= {"model.query_scale": 0.0}
+    config = resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1)
+    (tmp_path / "config.json").write_text(json.dumps(family.config(config.model, LENGTH)))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    read.pad_token_id = 0
+    model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager").eval()
+    assert np.isfinite(torch_logits(model)).all()
