@@ -146,6 +146,7 @@ def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name
         ("qwen3", {"model.qk_norm": False}, "qwen3 has no model.qk_norm=False"),
         ("gemma2", {"model.embed_scale": 1.0}, "gemma2 has no model.embed_scale=1.0"),
         ("gemma2", {"model.query_scale": 0.3}, "gemma2 has no model.query_scale=0.3"),
+        ("gemma3", {"model.attention_soft_cap": 5.0}, "gemma3_text has no model.attention_soft_cap"),
         ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
         ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
         ("deepseek_v3", {"model.attention_soft_cap": 5.0}, "no model.attention_soft_cap=5.0"),
@@ -186,6 +187,11 @@ def test_what_no_option_expresses_is_refused(change, message):
 def test_what_is_no_option_of_deepseek_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         family("deepseek_v3").model(recorded("deepseek_v3")["config"] | change)
+
+
+def test_cap_of_scores_is_refused_where_transformers_applies_none():
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping 50\.0 is no option"):
+        family("gemma3").model(recorded("gemma3")["config"] | {"attn_logit_softcapping": 50.0})
 
 
 def test_query_scale_of_the_head_is_exported_as_a_whole_number():

@@ -64,7 +64,10 @@ class Gemma2(Family):
 
 
 class Gemma3(Gemma2):
-    """The text part of Gemma 3: five of six layers have a window and a rotation of their own."""
+    """The text part of Gemma 3: five of six layers have a window and a rotation of their own.
+
+    transformers' class keeps a cap of scores, but does not apply it.
+    """
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
@@ -78,3 +81,14 @@ class Gemma3(Gemma2):
     fixed: ClassVar = {**_FIXED, "qk_norm": True}
     theta = 1_000_000.0
     theta_local = 10_000.0
+
+    def read(self, c: Json) -> dict[str, object]:
+        if c["attn_logit_softcapping"]:
+            raise ValueError(
+                f"attn_logit_softcapping {c['attn_logit_softcapping']} is no option of its "
+                "attention, which caps no scores"
+            )
+        return super().read(c)
+
+    def write(self, m: ModelConfig) -> dict[str, Any]:
+        return {**super().write(m), "attn_logit_softcapping": None}
