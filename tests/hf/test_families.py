@@ -214,6 +214,16 @@ def test_window_that_no_layer_uses_is_exported_as_that_of_the_type(name):
     assert resolved(name, written) == model
 
 
+def test_scores_scaled_without_a_scale_of_rotations_are_exported_as_they_are_read():
+    """A file with mscale_all_dim alone: rotations have the factor that follows from yarn's."""
+    c = copy.deepcopy(recorded("deepseek_v3")["config"])
+    del c["rope_parameters"]["mscale"]
+    model = resolved("deepseek_v3", c)
+    assert (model.rope_scaling.attention_factor, model.rope_scaling.mscale_all_dim) == (0.0, 0.7)
+    written = family("deepseek_v3").config(model, LENGTH)
+    assert resolved("deepseek_v3", written) == model
+
+
 def test_bias_that_training_updates_is_exported_as_one():
     model = resolved("deepseek_v3", recorded("deepseek_v3")["config"])
     moe = dataclasses.replace(model.moe, selection_bias=False, bias_rate=1e-3)

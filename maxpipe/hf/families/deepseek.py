@@ -100,9 +100,12 @@ class DeepseekV3(BiasedExperts):
     def write(self, m: ModelConfig) -> dict[str, Any]:
         rope, scale = write_rope(m, by_kind=False), m.rope_scaling.mscale_all_dim
         if scale and rope["rope_scaling"]:
-            # The class of DeepSeek's own code divides the first by the second.
+            # Two equal scales leave rotations without a factor, besides the attention_factor; one
+            # alone leaves them the factor that follows from yarn's.
+            scales = {"mscale_all_dim": scale}
+            if m.rope_scaling.attention_factor:
+                scales["mscale"] = scale
             for name in ("rope_scaling", "rope_parameters"):
-                scales = {"mscale": scale, "mscale_all_dim": scale}
                 rope[name] = {**dict(rope[name]), **scales}  # type: ignore[call-overload]
         return {
             **super().write(m),
