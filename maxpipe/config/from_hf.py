@@ -5,6 +5,7 @@ line may only say the same.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import open_folder
 from maxpipe.config.options import OPTIONS
-from maxpipe.config.values import nearest
+from maxpipe.config.values import check_bounds, check_type, nearest
 
 KEY = "model.from_hf"
 FILE = "config.json"
@@ -58,10 +59,24 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
         raise ConfigError(Problem(key, message))
     try:
         values = implementation(MODEL_TYPES[model_type])().model(c)
+        _check(values)
     except (ValueError, TypeError, KeyError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(Problem(key, f"{source} of a {model_type}: {reason}")) from None
     return Shape(model_type, {f"model.{key}": value for key, value in values.items()}, source)
+
+
+def _check(values: Mapping[str, object]) -> None:
+    """Raise ValueError if a value breaks the bounds of its key, which no rule looks at again."""
+    for name, value in values.items():
+        option = OPTIONS[f"model.{name}"]
+        try:
+            check_type(option, value)
+            check_bounds(option, value)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"must be finite; got {value}")
+        except ValueError as error:
+            raise ValueError(f"{option.key} {error}") from None
 
 
 def read_config_json(folder: str, key: str = KEY) -> dict[str, Any]:

@@ -96,7 +96,10 @@ class Family:
         missing = [name for name in _SIZES.values() if name not in c]
         if missing:
             raise ValueError(f"has no {', '.join(missing)}")
-        heads = int(c["num_attention_heads"])
+        for name in _SIZES.values():
+            if type(c[name]) is not int or c[name] < 1:
+                raise ValueError(f"{name} is {c[name]!r}, not a whole number above 0")
+        heads = c["num_attention_heads"]
         activation = str(c.get(self.activation_key) or c.get("hidden_act", "silu"))
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{self.activation_key} {activation!r} is no option of the MLP")
@@ -108,8 +111,8 @@ class Family:
             )
         values = {
             **SHAPE_DEFAULTS,
-            **{ours: int(c[theirs]) for ours, theirs in _SIZES.items()},
-            "unpadded_vocab_size": int(c["vocab_size"]),
+            **{ours: c[theirs] for ours, theirs in _SIZES.items()},
+            "unpadded_vocab_size": c["vocab_size"],
             "num_kv_heads": int(c.get("num_key_value_heads") or heads),
             "head_dim": int(c.get("head_dim") or c["hidden_size"] // heads),
             "norm_eps": float(c.get("rms_norm_eps", 1e-6)),

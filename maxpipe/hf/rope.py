@@ -27,14 +27,15 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     Raises:
       ValueError: a kind of rotation that there is no option for.
     """
-    parameters = c.get("rope_parameters") or {}
+    parameters = _section(c, "rope_parameters")
     local: Json | None = None
     if _FULL in parameters or _SLIDING in parameters:
-        full, local = parameters.get(_FULL, {}), parameters.get(_SLIDING)
+        full = _section(parameters, _FULL)
+        local = _section(parameters, _SLIDING) if _SLIDING in parameters else None
     elif parameters:
         full = parameters
     else:
-        full = {"rope_theta": c.get("rope_theta", theta), **(c.get("rope_scaling") or {})}
+        full = {"rope_theta": c.get("rope_theta", theta), **_section(c, "rope_scaling")}
         if theta_local:
             local = {"rope_theta": c.get("rope_local_base_freq", c.get("rope_theta", theta_local))}
     base = float(full.get("rope_theta", c.get("rope_theta", theta)))
@@ -95,6 +96,14 @@ def max_position(m: ModelConfig, length: int) -> int:
     return max(length, scaled)
 
 
+def _section(c: Json, name: str) -> Json:
+    """Return the object that a key of config.json names, an empty one if it is null or absent."""
+    section = c.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{name} is {section!r}, not an object")
+    return section
+
+
 def _scaling(c: Json, rope: Json) -> dict[str, object]:
     """Return the keys of `model.rope_scaling` that differ from no scaling."""
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
@@ -102,11 +111,13 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
         return {}
     if kind == "su":
         kind = "longrope"
-    longest = float(c.get("max_position_embeddings", 0))
+    longest = float(c.get("max_position_embeddings") or 0)
     original = rope.get("original_max_position_embeddings")
     original = original or c.get("original_max_position_embeddings") or longest
     values: dict[str, object] = {"type": kind, "factor": float(rope.get("factor") or 0)}
     if kind in ("llama3", "yarn", "longrope"):
+        if not original:
+            raise ValueError(f"has neither max_position_embeddings nor the original one of {kind}")
         values["original_max_position"] = int(original)
         values["factor"] = values["factor"] or max(1.0, longest / original)
     if kind == "llama3":
@@ -121,6 +132,8 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
         values |= {name: [float(x) for x in rope[name]] for name in ("short_factor", "long_factor")}
     elif kind != "linear":
         raise ValueError(f"rope_type {kind!r} is none of default, linear, llama3, yarn, longrope")
+    elif not rope.get("factor"):
+        raise ValueError("rope_type 'linear' has no factor")
     return {f"rope_scaling.{name}": value for name, value in values.items()}
 
 

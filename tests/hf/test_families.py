@@ -194,6 +194,13 @@ def test_cap_of_scores_is_refused_where_transformers_applies_none():
         family("gemma3").model(recorded("gemma3")["config"] | {"attn_logit_softcapping": 50.0})
 
 
+def test_zero_that_would_be_a_divisor_is_refused_by_its_key():
+    for name, key in (("granite", "logits_scaling"), ("smollm3", "no_rope_layer_interval")):
+        c = {k: v for k, v in recorded(name)["config"].items() if k != "no_rope_layers"}
+        with pytest.raises(ValueError, match=f"{key} is 0"):
+            family(name).model(c | {key: 0})
+
+
 def test_query_scale_of_the_head_is_exported_as_a_whole_number():
     """Classes of transformers refuse others, such as 7.999999999999999."""
     for name in ("gemma2", "gemma3"):

@@ -113,7 +113,22 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ({"layer_types": ["linear_attention"] * 7}, "layer_types has linear_attention"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention makes it an encoder"),
-        ({"num_hidden_layers": "x"}, "of a gemma3_text: "),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number above 0"),
+        ({"vocab_size": None}, "vocab_size is None, not a whole number above 0"),
+        ({"rms_norm_eps": -1.0}, "model.norm_eps must be greater than 0; got -1.0"),
+        ({"rms_norm_eps": float("inf")}, "model.norm_eps must be finite; got inf"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' has no factor"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
+            "model.rope_scaling.factor must be at least 1; got 0.5",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": None},
+            "has neither max_position_embeddings nor the original one of yarn",
+        ),
     ],
 )
 def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder, changes, message):

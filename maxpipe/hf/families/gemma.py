@@ -41,6 +41,8 @@ class Gemma2(Family):
     def read(self, c: Json) -> dict[str, object]:
         if c.get("use_bidirectional_attention"):
             raise ValueError("use_bidirectional_attention makes it an encoder; attention is causal")
+        if c["query_pre_attn_scalar"] <= 0:
+            raise ValueError(f"query_pre_attn_scalar is {c['query_pre_attn_scalar']}, not above 0")
         bias = bool(c.get("attention_bias", False))
         return {
             "attention_bias": bias,

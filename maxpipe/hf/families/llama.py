@@ -83,6 +83,8 @@ class Granite(Llama):
     architecture = "GraniteForCausalLM"
 
     def read(self, c: Json) -> dict[str, object]:
+        if not c.get("logits_scaling", 1):
+            raise ValueError("logits_scaling is 0, by which logits would be divided")
         return {
             **super().read(c),
             "embed_scale": float(c.get("embedding_multiplier", 1)),
@@ -119,6 +121,8 @@ class SmolLm3(Llama):
 
     def kinds(self, c: Json) -> list[str]:
         number, interval = c["num_hidden_layers"], c["no_rope_layer_interval"]
+        if not (c.get("no_rope_layers") or interval):
+            raise ValueError("no_rope_layer_interval is 0, so that no layer is without rotation")
         is_rotated = c.get("no_rope_layers") or [(i + 1) % interval for i in range(number)]
         # By the class's rule windows lie in the layers without a rotation.
         kinds = listed_kinds(c) or ["global" if rotated else "local" for rotated in is_rotated]
