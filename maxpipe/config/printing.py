@@ -11,7 +11,7 @@ from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.batches import data_shards, least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO
+from maxpipe.config.values import AUTO, as_written
 
 _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
@@ -30,6 +30,8 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     unused: dict[tuple[str, str | int], tuple[str, ...]] = {
         ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
         ("eval.every", 0): ("eval.batches", "eval.batches_per_source"),
+        ("model.qk_norm", False): ("model.qk_norm_scope",),
+        ("model.attention_window", 0): ("model.rope_theta_local",),
     }
     for name, optimizer in OPTIMIZERS.items():
         unused["optimizer.name", name] = tuple(f"optimizer.{key}" for key in optimizer.unused)
@@ -188,8 +190,11 @@ def _without_effect(c: Config) -> list[str]:
     for (switch, value), keys in unused_keys().items():
         if get(c, switch) == value:
             lines += [
-                f"{key} has no effect with {switch}={value}" for key in keys if is_set(c, key)
+                f"{key} has no effect with {switch}={as_written(value)}"
+                for key in keys
+                if is_set(c, key)
             ]
+    lines += _idle_scaling(c)
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
@@ -198,6 +203,20 @@ def _without_effect(c: Config) -> list[str]:
         if is_set(c, "checkpoint.keep"):
             lines.append("checkpoint.keep has no effect with checkpoint.every=0")
     return lines
+
+
+def _idle_scaling(c: Config) -> list[str]:
+    """Return a line for every key of `model.rope_scaling` that the kind of scaling does not read."""
+    scaling, key = c.model.rope_scaling, "model.rope_scaling"
+    reason = f"{key}.type={scaling.type}"
+    if scaling.factor == 1 and scaling.type != "longrope":
+        reason = f"{key}.factor=1"
+    return [
+        f"{name} has no effect with {reason}"
+        for name in OPTIONS
+        if name.startswith(f"{key}.") and is_set(c, name)
+        if not scaling.reads(name.rpartition(".")[2])
+    ]
 
 
 def _pipeline_notes(c: Config) -> list[str]:

@@ -5,22 +5,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from maxpipe.config.sections import ModelConfig
+from maxpipe.config.sections import ModelConfig, RopeScalingConfig
 
-_READERS: Mapping[str, tuple[str, ...]] = {
-    "type": ("linear", "llama3", "yarn", "longrope"),
-    "factor": ("linear", "llama3", "yarn", "longrope"),
-    "original_max_position": ("llama3", "yarn", "longrope"),
-    "low_freq_factor": ("llama3",),
-    "high_freq_factor": ("llama3",),
-    "beta_fast": ("yarn",),
-    "beta_slow": ("yarn",),
-    "truncate": ("yarn",),
-    "attention_factor": ("yarn", "longrope"),
-    "mscale_all_dim": ("yarn",),
-    "short_factor": ("longrope",),
-    "long_factor": ("longrope",),
-}
+_SCALING = {f"rope_scaling.{f.name}": f.name for f in fields(RopeScalingConfig)}
 
 
 def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: str) -> None:
@@ -38,7 +25,7 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
         actual: Any = m
         for name in key.split("."):
             actual = getattr(actual, name)
-        if key.startswith("rope_scaling.") and not _reads(m, key):
+        if key in _SCALING and not m.rope_scaling.reads(_SCALING[key]):
             continue
         if key == "mlp_dim" and m.moe.experts and not m.first_dense_layers:
             continue  # no layer has a dense MLP
@@ -55,13 +42,6 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
             is_same = math.isclose(actual, value, rel_tol=1e-9)
         if not is_same:
             raise ValueError(f"{model_type} has no model.{key}={actual}")
-
-
-def _reads(m: ModelConfig, key: str) -> bool:
-    """Return whether the model's kind of scaling reads this key of `model.rope_scaling`."""
-    name, scaling = key.rpartition(".")[2], m.rope_scaling
-    is_scaled = scaling.factor != 1 or scaling.type == "longrope"
-    return name == "factor" or (is_scaled and scaling.type in _READERS[name])
 
 
 def _kinds_of(values: Mapping[str, object]) -> tuple[str, ...]:

@@ -91,6 +91,33 @@ def test_notes_name_keys_that_another_key_switches_off(base, switch, key, value)
     assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["model.qk_norm_scope=full"], "model.qk_norm=false"),
+        (["model.rope_theta_local=500"], "model.attention_window=0"),
+        (["model.rope_scaling.type=yarn"], "model.rope_scaling.factor=1"),
+        (
+            ["model.rope_scaling.beta_fast=16", "model.rope_scaling.factor=2"],
+            "model.rope_scaling.type=llama3",
+        ),
+        (
+            ["model.rope_scaling.length=long", "model.rope_scaling.factor=2"],
+            "model.rope_scaling.type=llama3",
+        ),
+    ],
+)
+def test_notes_name_keys_of_the_model_that_it_does_not_read(base, words, reason):
+    line = f"{words[0].partition('=')[0]} has no effect with {reason}"
+    assert line in notes(resolve(load(base, words), 4))
+    reading = {
+        "model.qk_norm=false": ["model.qk_norm=true"],
+        "model.attention_window=0": ["model.attention_window=64"],
+    }.get(reason, ["model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"])
+    lines = notes(resolve(load(base, [*words, *reading]), 4))
+    assert not [line for line in lines if f"with {reason}" in line]
+
+
 def test_notes_prefetch_without_shards_has_no_effect(base):
     words = ["pipeline.engine=scheduled", "pipeline.schedule=lockstep_1f1b"]
     words += ["mesh.ici.stage=2", "pipeline.fsdp_prefetch=true"]

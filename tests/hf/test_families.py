@@ -146,7 +146,11 @@ def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name
         ("qwen3", {"model.qk_norm": False}, "qwen3 has no model.qk_norm=False"),
         ("gemma2", {"model.embed_scale": 1.0}, "gemma2 has no model.embed_scale=1.0"),
         ("gemma2", {"model.query_scale": 0.3}, "gemma2 has no model.query_scale=0.3"),
-        ("gemma3", {"model.attention_soft_cap": 5.0}, "gemma3_text has no model.attention_soft_cap"),
+        (
+            "gemma3",
+            {"model.attention_soft_cap": 5.0},
+            "gemma3_text has no model.attention_soft_cap",
+        ),
         ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
         ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
         ("deepseek_v3", {"model.attention_soft_cap": 5.0}, "no model.attention_soft_cap=5.0"),

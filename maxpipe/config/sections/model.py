@@ -1,5 +1,6 @@
 """Configure the model: its shape and the options of its decoder block, `model.*`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
@@ -16,6 +17,22 @@ from maxpipe.config.sections.lora import (
 DTYPES = ("float32", "bfloat16")
 QUANTISATIONS = ("none", "int8", "fp8")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
+
+# Kinds of scaling that read a key of `model.rope_scaling`; `factor` is read by all.
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "type": ("linear", "llama3", "yarn", "longrope"),
+    "original_max_position": ("llama3", "yarn", "longrope"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn", "longrope"),
+    "mscale_all_dim": ("yarn",),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
+    "length": ("longrope",),
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,11 @@ class RopeScalingConfig:
         "with type=longrope, which of the two lists is used; auto decides by data.sequence_length",
         choices=("auto", "short", "long"),
     )
+
+    def reads(self, name: str) -> bool:
+        """Return whether the rotation depends on the key of this name."""
+        is_scaled = self.factor != 1 or self.type == "longrope"
+        return name == "factor" or (is_scaled and self.type in _READERS[name])
 
 
 @dataclass(frozen=True)
