@@ -265,10 +265,12 @@ class Model:
             if token in ends:
                 break
             text = text_stream.add(token)
+            earlier, written = len(written), written + text
+            # A token may hold more than the end of what ends the text.
+            if reached := [written.index(end) + len(end) for end in stop if end in written]:
+                yield text[: min(reached) - earlier]
+                return
             yield text
-            written += text
-            if any(end in written for end in stop):
-                break
         yield text_stream.finish()
 
     @cached_property

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.hf_folder import write_byte_pairs
 from helpers.runs import write_config
 
 import maxpipe
@@ -10,6 +11,7 @@ from maxpipe import generate
 from maxpipe.builder import build_trainer
 from maxpipe.data.loader import make_loader
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.generation import model as model_module
 from maxpipe.generation.decoding import Decoder
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
@@ -104,6 +106,20 @@ def test_generate_writes_what_the_command_writes(run, model, options, capsys):
     text = model.generate(PROMPT, max_tokens=20, **options)
     assert capsys.readouterr().out == f"{PROMPT}{text}\n"
     assert text or "stop_tokens" in options
+
+
+@pytest.mark.parametrize("stop", ["\n", ["\n\n\n", "b\n"], "ab\n"])
+def test_generate_ends_right_after_a_stop_that_is_a_part_of_a_token(
+    run, tmp_path, monkeypatch, stop
+):
+    path = write_byte_pairs(tmp_path, "ab\n\n" * 9, ["<s>"], size=300)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    with_pairs = maxpipe.load_model(run.directory, tokenizer=str(path))
+    ids = with_pairs.tokenizer.encode("\n\n").tolist()
+    assert len(ids) == 1
+    written = [*with_pairs.tokenizer.encode("ab").tolist(), *ids, *ids]
+    monkeypatch.setattr(model_module, "generate", lambda *_, **__: iter(written))
+    assert with_pairs.generate("a", stop=stop) == "ab\n"
 
 
 def test_generate_traces_the_model_once_for_many_prompts_and_seeds(model, monkeypatch):
