@@ -34,6 +34,7 @@ from maxpipe.telemetry.console import open_bar
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
+    local_path("--cache-dir", flags.cache_dir)
     import_variants(flags.imports)
     return _train(flags) if flags.action == "train" else _encode(flags)
 
