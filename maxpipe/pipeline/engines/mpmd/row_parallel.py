@@ -28,6 +28,7 @@ from jax.tree_util import KeyPath
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.manual import BATCH_AXES, Gather, psum
+from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, only, without
 
 
@@ -78,15 +79,17 @@ def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
     """Return the mesh axes over which units are manual.
 
     There are none if a stage has all rows together, unless its weights are prepared once. An axis
-    over which rules lay something else than rows, tokens and the dimensions of a parameter stays
-    with the partitioner.
+    over which rules lay something else than rows, the dimensions of a parameter, and for `context`
+    tokens, stays with the partitioner.
 
     Args:
       rules: logical axis rules of a stage.
       once: whether parameters are prepared once a step, for which units are manual also where each
         of these axes has one device.
     """
-    laid = axes_of(rules.spec(("activation_batch", "activation_length")))
+    laid = axes_of(rules.spec(("activation_batch",)))
+    # Attention across the parts of a sequence is written for one axis; elsewhere XLA divides it.
+    laid |= axes_of(rules.spec(("activation_length",))) & {CONTEXT_AXIS}
     layers = axes_of(rules.spec(("layers_per_stage",)))
     several = {axis for axis in BATCH_AXES if axis in laid and axis not in layers}
     is_single = all(rules.mesh.shape[axis] == 1 for axis in BATCH_AXES)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxpipe.compiling.collectives import axes_of, groups_of
 from maxpipe.compiling.hlo import parse
 from maxpipe.config import ConfigError
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.pipeline.engines.mpmd.row_parallel import (
     RowParallel,
     check_gather,
@@ -75,6 +76,14 @@ def config_of(**values):
 )
 def test_gradients_of_devices_with_their_own_rows_equal_sequential(values):
     config = config_of(**values)
+    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def test_sequences_over_an_axis_without_attention_across_it_equal_sequential():
+    """XLA divides tokens over fsdp, for a device's own ones are not all that it attends to."""
+    changes = {"activation_batch": ["data"], "activation_length": ["context", "fsdp"]}
+    rules = [[name, changes.get(name, axes)] for name, axes in DEFAULT_RULES]
+    config = config_of(**{"mesh.ici.data": 2, "sharding.logical_axis_rules": rules})
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
@@ -196,6 +205,10 @@ RULES = {
     [
         ({}, AXES),
         ({"activation_batch": ["data"]}, ("data", "context")),
+        (
+            {"activation_batch": ["data"], "activation_length": ["context", "fsdp"]},
+            ("data", "context"),
+        ),
         ({"layers_per_stage": ["fsdp"]}, ("data", "expert", "context")),
         ({"activation_batch": ["tensor"]}, ()),
     ],
