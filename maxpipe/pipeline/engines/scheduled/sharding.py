@@ -15,6 +15,7 @@ from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import ROW_AXES, is_manual, manual_part
 from maxpipe.pipeline.outside import spec_for_use
+from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.rules import AXIS_RULES_KEY
 
 
@@ -50,7 +51,16 @@ def check_rules(engine_inputs: EngineInputs) -> None:
             f"them over {_names(axes)}; use [activation_batch, [{', '.join(row_axes)}]]"
         )
 
-    # 2. Layers lie over stage, and repeats and the layers of a chunk over nothing: a device loops
+    # 2. Tokens of a sequence lie over context alone: attention gathers over no other manual axis.
+    axes = _manual_axes(rules.spec(("activation_length",))) - {CONTEXT_AXIS}
+    if axes:
+        problems.append(
+            f"the scheduled engine splits sequences over {CONTEXT_AXIS} alone, but "
+            f"activation_length lays them over {_names(axes)}; use [activation_length, "
+            f"[{CONTEXT_AXIS}]]"
+        )
+
+    # 3. Layers lie over stage, and repeats and the layers of a chunk over nothing: a device loops
     # over all V x L layers of its stage.
     for name in LAYER_AXES:
         required = [name] if name == "stage" and shape["stage"] > 1 else []
@@ -61,7 +71,7 @@ def check_rules(engine_inputs: EngineInputs) -> None:
                 f"{_names(axes)}; use [{name}, [{', '.join(required)}]]"
             )
 
-    # 3. Rows of the embedding table, its vocabulary, lie over no manual axis: every device looks up
+    # 4. Rows of the embedding table, its vocabulary, lie over no manual axis: every device looks up
     # any token, in its own columns.
     table = engine_inputs.program.specs["embed"]["embedding"]
     axes = _manual_axes(PartitionSpec(rules.spec(table.axes, table.shape)[0]))

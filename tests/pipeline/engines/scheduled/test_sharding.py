@@ -30,6 +30,8 @@ def inputs_with(rules):
     [
         (["activation_batch", []], "[activation_batch, [fsdp]]"),
         (["activation_batch", ["stage", "fsdp"]], "[activation_batch, [fsdp]]"),
+        (["activation_length", ["stage"]], "[activation_length, [context]]"),
+        (["activation_length", ["context", "stage"]], "[activation_length, [context]]"),
         (["stage", []], "[stage, [stage]]"),
         (["stage", ["fsdp"]], "[stage, [stage]]"),
         (["repeat", ["fsdp"]], "[repeat, []]"),
@@ -52,6 +54,7 @@ def test_check_rules_of_another_layout_names_rule_and_remedy(rule, remedy):
         [],
         [["activation_batch", ["fsdp", "data"]]],
         [["activation_batch", ["data", "fsdp", "expert"]]],
+        [["activation_length", ["context", "tensor"]]],
         [["embed", []], ["outer_embed", ["fsdp"]]],
         [["mlp", ["fsdp"]], ["embed", ["tensor"]]],
     ],
