@@ -91,7 +91,9 @@ def read_cells(path: Path) -> CsvFile:
       ScheduleError: it cannot be read, or a cell is neither a unit nor something to ignore.
     """
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\r\n").splitlines()))
+        # Spreadsheets begin a file with a byte order mark, which this encoding drops.
+        text = path.read_text(encoding="utf-8-sig")
+        rows = list(csv.reader(text.rstrip("\r\n").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         if isinstance(error, csv.Error):

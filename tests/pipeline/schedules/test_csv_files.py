@@ -87,6 +87,13 @@ def test_load_csv_of_a_v_table_recognises_the_placement(path):
     assert table.stage_of_chunk.tolist() == [0, 1, 1, 0]
 
 
+def test_load_csv_of_a_file_that_begins_with_a_byte_order_mark_loads_as_without(path):
+    """Spreadsheets write one."""
+    text = to_csv(load_schedule("1f1b", 2, 2))
+    path.write_text(text, encoding="utf-8-sig")
+    assert to_csv(load_csv(path, 2, 2, 1)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
