@@ -206,7 +206,7 @@ def _without_effect(c: Config) -> list[str]:
 
 
 def _idle_scaling(c: Config) -> list[str]:
-    """Return a line for every key of `model.rope_scaling` that the kind of scaling does not read."""
+    """Return a line for each key of `model.rope_scaling` that its type does not read."""
     scaling, key = c.model.rope_scaling, "model.rope_scaling"
     reason = f"{key}.type={scaling.type}"
     if scaling.factor == 1 and scaling.type != "longrope":
