@@ -24,7 +24,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
-from maxpipe.config.outputs import is_device
+from maxpipe.config.outputs import output_problems
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 for a wrong command line or file."""
     try:
         arguments = _arguments(argv)
-        _refuse_replacing(arguments)
+        _check_files(arguments)
         launch(arguments)
     except ConfigError as error:
         print_problems(error)
@@ -95,17 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refuse_replacing(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if a file is named that another flag writes, or that is read."""
-    used = {os.path.realpath(word): "is read" for word in arguments.words if os.path.isfile(word)}
-    for flag in ("csv", "svg", "html"):
-        file = getattr(arguments, flag)
-        if not file or is_device(file):
-            continue
-        place = os.path.realpath(file)
-        if place in used:
-            raise ValueError(f"--{flag}: would replace {file}, which {used[place]}; name another")
-        used[place] = f"--{flag} writes"
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if a file cannot be written, or would replace another or what is read."""
+    files = {f"--{flag}": getattr(arguments, flag) for flag in ("csv", "svg", "html")}
+    if problems := [*output_problems(files, [*filter(os.path.isfile, arguments.words)])]:
+        raise ConfigError(*problems)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -396,7 +396,7 @@ def test_files_that_were_read_are_not_replaced(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             plan.main([str(file), *FROM[1:], "--write", str(read)])
         assert end.value.code == CONFIG_ERROR
-        assert f"would replace {read}, which the configuration reads" in capsys.readouterr().err
+        assert f"would replace {read}, which is read" in capsys.readouterr().err
     assert file.read_text() == "base: base.yml\n"
 
 

@@ -33,7 +33,7 @@ def output_problems(
       read: files that must stay.
       replaced: flags and keys whose file is replaced by a new one, see `unwritable`.
     """
-    taken = {os.path.realpath(file): "the configuration reads" for file in read}
+    taken = {os.path.realpath(file): "is read" for file in read}
     for flag, file in files.items():
         if not file:
             continue

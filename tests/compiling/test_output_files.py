@@ -36,7 +36,7 @@ def test_files_of_their_own_with_the_endings_of_what_they_hold_are_accepted(tmp_
         ({"profile_trace": "one.gz"}, r"--profile-trace: writes \.json\.gz or \.json, which .*gz"),
         ({"json": "a", "hlo": "a"}, r"--hlo: would replace .*/a, which --json writes"),
         ({"json": "a", "save": "a"}, r"--json: would replace .*/a, which compile\.save writes"),
-        ({"json": "tiny.yml"}, r"--json: would replace .*tiny\.yml, which the configuration reads"),
+        ({"json": "tiny.yml"}, r"--json: would replace .*tiny\.yml, which is read"),
     ],
 )
 def test_files_with_other_endings_or_two_uses_are_refused(tmp_path, files, message):

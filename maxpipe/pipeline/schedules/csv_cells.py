@@ -91,9 +91,8 @@ def read_cells(path: Path) -> CsvFile:
       ScheduleError: it cannot be read, or a cell is neither a unit nor something to ignore.
     """
     try:
-        # Spreadsheets begin a file with a byte order mark, which this encoding drops.
-        text = path.read_text(encoding="utf-8-sig")
-        rows = list(csv.reader(text.rstrip("\r\n").splitlines()))
+        # utf-8-sig drops the byte order mark that spreadsheets write.
+        rows = list(csv.reader(path.read_text("utf-8-sig").rstrip("\r\n").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         if isinstance(error, csv.Error):
