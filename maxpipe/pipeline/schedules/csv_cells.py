@@ -132,8 +132,7 @@ def _check_size(path: Path, file: CsvFile) -> None:
 
 def _parts(text: str) -> list[str]:
     """Return the units of a cell: one, or those of an overlap, which are of different kinds."""
-    match = OVERLAP.fullmatch(text)
-    if not match:
+    if not (match := OVERLAP.fullmatch(text)):
         return [text] if text else []
     parts = [part.strip() for part in match[1].split(";")]
     kinds = [CELL.fullmatch(part) for part in parts]
