@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.record import ITERATOR, Leaf
+from maxpipe.storage.local_files import files_in
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -132,12 +133,6 @@ def load(
             yield finish_oldest()
     while pending:
         yield finish_oldest()
-
-
-def files_in(directory: Path) -> dict[str, object]:
-    """Return TensorStore's specification of the files in a directory."""
-    # TensorStore refuses a path with `..` in it.
-    return {"driver": "file", "path": f"{directory.resolve()}/"}
 
 
 def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":

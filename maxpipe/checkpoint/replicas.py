@@ -32,10 +32,11 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
-from maxpipe.checkpoint.arrays import Array, box_of, files_in
+from maxpipe.checkpoint.arrays import Array, box_of
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
 from maxpipe.devices import processes
+from maxpipe.storage.local_files import files_in
 
 
 class Replicas:

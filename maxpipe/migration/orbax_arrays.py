@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxpipe.checkpoint.arrays import files_in
+from maxpipe.storage.local_files import files_in
 
 if TYPE_CHECKING:
     import tensorstore as ts

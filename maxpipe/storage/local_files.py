@@ -238,3 +238,9 @@ def _zstd_pieces(path: str) -> Iterator[bytes]:
 
 def _damaged(path: str, reason: str) -> ConfigError:
     return ConfigError(Problem(_PATH, f"{path} cannot be unpacked: {reason}"))
+
+
+def files_in(directory: Path) -> dict[str, object]:
+    """Return TensorStore's specification of the files in a directory."""
+    # TensorStore refuses a path with `..` in it.
+    return {"driver": "file", "path": f"{directory.resolve()}/"}
