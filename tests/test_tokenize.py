@@ -183,7 +183,7 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
         (["encode", "{}/corpus", "--tokenizer=byte", "--out=s3://b/t"], "--out: s3://b/t is a URL"),
         (
             ["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--cache-dir=gs://b"],
-            "--cache-",
+            "--cache-dir: gs://b is a URL",
         ),
         (["train", "{}/none", "--vocab-size=1k", "--out={}/x.json"], "FILES: no file at"),
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),

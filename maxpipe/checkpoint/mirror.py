@@ -9,7 +9,6 @@ another program. Imports no JAX.
 """
 
 import contextlib
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from maxpipe.checkpoint.steps import (
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.config.values import nearest
 from maxpipe.storage.lease_places import LeaseObjects
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 KEY = "checkpoint.mirror"
-_WHERE_RUNS_LIE = "runs lie in output_dir/run_name"
 CHECKPOINTS = "checkpoints"  # directory of the steps within that of a run
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
@@ -340,9 +339,8 @@ def open_steps(run: str, key: str) -> StepStore:
 def _misnamed(path: Path) -> str:
     """Return what to name in place of a path that is no run; "" if it may hold checkpoints."""
     if not path.is_dir():
-        near = difflib.get_close_matches(path.name, _runs_in(path.parent), n=1)
-        remedy = f"did you mean {path.parent / near[0]}?" if near else _WHERE_RUNS_LIE
-        return f"there is no directory {path}; {remedy}"
+        guess = nearest(path.name, _runs_in(path.parent))
+        return f"there is no directory {path}{guess or '; runs lie in output_dir/run_name'}"
     if path.parent.name == CHECKPOINTS:
         run = path.parent.parent
         return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"

@@ -23,7 +23,7 @@ def comparison_text(runs: Sequence[Recorded]) -> str:
     if unknown:
         text += f"\nwithout a readable config.yml: {', '.join(unknown)}\n"
     keys = differing_keys(runs)
-    if len(unknown) > len(runs) - 2:
+    if len(runs) - len(unknown) < 2:
         return text
     if not keys:
         return f"{text}\nthe configurations are the same, but for names and places\n"
