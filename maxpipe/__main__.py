@@ -3,6 +3,7 @@
 `maxpipe train` is `python -m maxpipe.train`, and so on. Each command prints its own help.
 """
 
+import difflib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -48,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asks_for_help = not words or words[0] in ("-h", "--help")
     stream = sys.stdout if asks_for_help else sys.stderr
     if not asks_for_help:
-        from maxpipe.config.values import nearest  # not before Ctrl-C is expected
-
-        guess = nearest(words[0], [*COMMANDS])
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        guess = f"; did you mean {near[0]}?" if near else ""
         print(f"maxpipe: there is no command {words[0]!r}{guess}", file=stream)
     lines = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
     print("usage: maxpipe COMMAND ...", "", "commands:", *lines, sep="\n", file=stream)
