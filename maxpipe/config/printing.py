@@ -11,7 +11,8 @@ from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.batches import data_shards, least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO, as_written
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.config.values import AUTO, as_written, nearest
 
 _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
@@ -194,7 +195,7 @@ def _without_effect(c: Config) -> list[str]:
                 for key in keys
                 if is_set(c, key)
             ]
-    lines += _idle_scaling(c)
+    lines += [*_idle_scaling(c), *_idle_axis_rules(c)]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
@@ -216,6 +217,17 @@ def _idle_scaling(c: Config) -> list[str]:
         for name in OPTIONS
         if name.startswith(f"{key}.") and is_set(c, name)
         if not scaling.reads(name.rpartition(".")[2])
+    ]
+
+
+def _idle_axis_rules(c: Config) -> list[str]:
+    """Return a line for each rule of a logical axis that no array of maxpipe's own has."""
+    known = [str(axis) for axis, _ in DEFAULT_RULES]
+    return [
+        f"sharding.logical_axis_rules: no array of maxpipe has the logical axis {axis!r}"
+        f"{nearest(axis, known)}; its rule has no effect, except on layers of your own"
+        for axis, _ in c.sharding.logical_axis_rules
+        if axis not in known
     ]
 
 

@@ -1,10 +1,13 @@
 """Configs written to disk can be read back; sources and automatic decisions are shown."""
 
+import json
+
 import pytest
 import yaml
 
 from maxpipe.config import Config, load, notes, print_config, resolve, to_yaml
 from maxpipe.config.options import OPTIONS
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ODD = [
     "run_name=007",
@@ -116,6 +119,15 @@ def test_notes_name_keys_of_the_model_that_it_does_not_read(base, words, reason)
     }.get(reason, ["model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"])
     lines = notes(resolve(load(base, [*words, *reading]), 4))
     assert not [line for line in lines if f"with {reason}" in line]
+
+
+def test_notes_a_rule_of_a_logical_axis_that_no_array_has(base):
+    rules = [*DEFAULT_RULES, ["activation_lenght", ["context"]]]
+    lines = notes(resolve(load(base, [f"sharding.logical_axis_rules={json.dumps(rules)}"]), 4))
+    (line,) = [line for line in lines if "logical axis" in line]
+    assert "no array of maxpipe has the logical axis 'activation_lenght'" in line
+    assert "activation_length" in line
+    assert "has no effect" in line
 
 
 def test_notes_prefetch_without_shards_has_no_effect(base):

@@ -8,7 +8,7 @@ from maxpipe.config.sections.fields import option
 
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 
-DEFAULT_RULES: list[object] = [
+DEFAULT_RULES: list[list[str | list[str]]] = [
     ["activation_batch", ["data", "fsdp", "expert"]],
     ["activation_length", ["context"]],
     ["activation_stage", ["stage"]],
