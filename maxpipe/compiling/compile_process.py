@@ -21,6 +21,7 @@ from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
 from maxpipe.planning.search.rows import Proof
 from maxpipe.planning.search.seconds import Seconds
+from maxpipe.supervision.ending import die_with_parent
 from maxpipe.supervision.signals import handling, numbers_to_pass_on
 
 
@@ -99,7 +100,11 @@ def _exit_code(
     processes: list[subprocess.Popen[bytes]] = []
     with _ending(processes) as told:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=die_with_parent(os.getpid()),
         )
         processes.append(process)
         try:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -19,29 +18,21 @@ compile_configuration("", print)
 """
 
 
-def started(path):
-    """Return the number that another process writes into a file."""
-    for _ in range(600):
-        if path.exists() and (text := path.read_text()).endswith("\n"):
-            return int(text)
-        time.sleep(0.05)
-    raise AssertionError("nothing was started")
-
-
-def test_the_compiler_ends_when_the_plan_is_told_to_end(tmp_path):
-    compiler, number = tmp_path / "compiler", tmp_path / "number"
-    compiler.write_text(f"#!/bin/sh\necho $$ > {number}\nexec sleep 60\n")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_compiler_ends_with_the_plan(number, code, tmp_path):
+    compiler, held = tmp_path / "compiler", tmp_path / "held"
+    compiler.write_text(f"#!/bin/sh\nexec 3> {held}\necho begun >&3\nexec sleep 60\n")
     compiler.chmod(0o755)
-    plan = subprocess.Popen([sys.executable, "-c", PROGRAM, str(compiler)])
-    try:
-        child = started(number)
-        plan.terminate()
-        assert plan.wait(60) == 128 + signal.SIGTERM
-        with pytest.raises(ProcessLookupError):
-            os.kill(child, 0)
-    finally:
-        plan.kill()
-        plan.wait()
+    os.mkfifo(held)
+    with (
+        subprocess.Popen(["cat", held], stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen([sys.executable, "-c", PROGRAM, compiler]) as plan,
+    ):
+        assert reader.stdout.readline() == "begun\n"
+        plan.send_signal(number)
+        assert plan.wait(60) == code
+        assert reader.wait(20) == 0  # the compiler does not hold the file any more
 
 
 @pytest.mark.parametrize("moment", ["start", "wait"])
