@@ -255,14 +255,14 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     )
     assert "closed forms alone\n" in printed
     assert f"not written {best}: nothing fits" in printed
-    assert re.search(r"gradients alone are [\d,]+ GiB, which at least \d+ v5p hold: ", printed)
+    assert re.search(r"gradients alone need [\d,]+ GiB, at least \d+ v5p: ", printed)
     assert not best.exists()
     text = page.read_text()
     assert "<h1>Plan for llama3-405b on v5p:2x2x1</h1>" in text
     assert "nothing fits: by closed forms the least is " in text
     assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in text
     assert text.count("<h2>") == 1  # no pictures where there is nothing to draw
-    assert "found to be no help, each alone: fewer tokens, offloading\n" in printed
+    assert "none of these helps by itself: fewer tokens, offloading\n" in printed
     assert "trying      --topology v5p:4x4x8\n" in printed
     assert "what would fit:\n  more chips: --topology v5p:4x4x8\n" in printed
     larger = ["llama3-405b", "--topology", "v5p:4x4x8", "--no-compile"]
@@ -407,7 +407,7 @@ def test_nothing_fits_on_eight_gpus_and_no_more_are_proposed(tmp_path, capsys):
     assert json.loads(file.read_text())["remedies_in_vain"] == ["fewer tokens", "offloading"]
     printed = capsys.readouterr().out
     assert "nothing fits" in printed
-    assert printed.endswith("found to be no help, each alone: fewer tokens, offloading\n")
+    assert printed.endswith("none of these helps by itself: fewer tokens, offloading\n")
 
 
 def test_kinds_of_remedies_for_which_there_was_no_time_are_named(tmp_path, capsys, monkeypatch):

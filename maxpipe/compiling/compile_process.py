@@ -71,11 +71,13 @@ def report_of(
         variables = {**os.environ, **(environment or {})}
         with log.open("wb") as output:
             code = _exit_code(command, variables, output, note)
-        if code < 0:
-            name = signal.Signals(-code).name
-            return f"the compiler was ended by {name}; this machine may have too little memory"
+        if code == -signal.SIGKILL:
+            return "the compiler was ended by SIGKILL; this machine may have too little memory"
         if code not in (FITS, DOES_NOT_FIT) or not report.exists():
-            return _last_problem(log.read_text(encoding="utf-8", errors="replace"))
+            problem = _last_problem(log.read_text(encoding="utf-8", errors="replace"))
+            if code < 0:
+                return f"the compiler was ended by {signal.Signals(-code).name}: {problem}"
+            return problem
         content: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
         return content
 
@@ -185,9 +187,11 @@ def _parts(report: dict[str, object], step: float) -> Seconds:
 def _last_problem(text: str) -> str:
     """Return the first mistake of a configuration, whole, for remedies are at its end.
 
-    Without one it is the start of the last line.
+    Without one it is the start of the compiler's failed check, or else of the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if problem := next((line for line in lines if line.startswith("config error")), None):
         return problem
+    if failure := next((line for line in lines if "Check failed" in line), None):
+        return failure[:200]
     return lines[-1][:200] if lines else "no output"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
+from maxpipe.config.errors import ConfigError
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.terminal import ignore_note
 from maxpipe.config.values import words_of
@@ -140,8 +141,6 @@ def knobs(
     """
 
     def memory_of(config: Config) -> float:
-        if not ENGINES[config.pipeline.engine].one_program:
-            raise ValueError("its memory is estimated otherwise")
         return estimate(with_gather_mode(config, tpu), tpu).total
 
     return _effective(written, resolved, (num_devices, num_slices), memory_of)
@@ -161,8 +160,6 @@ def stage_knobs(
     """
 
     def memory_of(config: Config) -> float:
-        if ENGINES[config.pipeline.engine].one_program:
-            raise ValueError("its memory is estimated otherwise")
         config = choose_stages(on_platform(config, "tpu") if tpu else config, None, ignore_note)
         return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
 
@@ -176,12 +173,15 @@ def _effective(
     memory_of: Callable[[Config], float],
 ) -> list[Knob]:
     """Return the changes that save memory by an estimate, the most effective first."""
-    now = memory_of(resolved)
+    now, one_program = memory_of(resolved), ENGINES[resolved.pipeline.engine].one_program
     effective = []
     for changes in _changes(resolved):
         try:
-            saves = now - memory_of(resolve(replace(written, **changes), *devices))
-        except ValueError:
+            changed = resolve(replace(written, **changes), *devices)
+            if ENGINES[changed.pipeline.engine].one_program != one_program:
+                continue  # the estimate is not of such an engine
+            saves = now - memory_of(changed)
+        except ConfigError:
             continue
         if saves > LEAST_SAVING * now:
             effective.append(Knob(words_of(changes), saves))

@@ -91,7 +91,9 @@ def _not_compiled_for(kind: str, count: str = "") -> str:
         return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={count}"
     if kind in GPUS:
         words = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{count}"
-        return f"names GPUs, for which maxpipe.compile is not; {words} predicts by closed forms"
+        return (
+            f"names GPUs, which maxpipe.compile does not support; {words} predicts by closed forms"
+        )
     return ""
 
 

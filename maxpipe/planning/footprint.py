@@ -340,8 +340,8 @@ def working_width(config: Config, *, on_tpus: bool = False) -> float:
 
     These are all tensors, and the gradients of those that one product reads. Keys and values are
     those of whole sequences, and tokens at experts those of all devices that share these, each with
-    its gradient. So has each array of scores, see `made_width`, but on TPUs, where XLA computes
-    the gradients of scores within the products that read them.
+    its gradient. Each array of scores (see `made_width`) also has a gradient, except on TPUs, where
+    XLA computes the gradients of scores within the products that read them.
 
     Args:
       config: resolved, with its kernels chosen.

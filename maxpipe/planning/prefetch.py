@@ -63,7 +63,7 @@ def tpu_for_gathers(
         is_open = is_auto and engine.takes(KEY) and size("fsdp") > 1
     if tpu is None and devices[0].platform == "tpu" and is_open:
         kind = devices[0].device_kind
-        note(f"weights are prepared in every iteration on auto: the memory of {kind} is not known")
+        note(f"auto prepares weights in every iteration, as the memory of {kind} is unknown")
     return tpu
 
 

@@ -4,7 +4,7 @@ import math
 
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.amounts import MARGIN
+from maxpipe.planning.search.amounts import MARGIN, largest_margin
 from maxpipe.planning.search.plan import Plan
 from maxpipe.planning.search.request import TOPOLOGY
 
@@ -22,7 +22,7 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     elif probed := [row.probed.memory for row in misfits if row.probed]:
         line = f"{_none_of(len(probed), 'probed')}; {_NO_OTHER}: "
         if capacity is not None and min(probed) <= capacity:
-            line += f"{MARGIN} {math.floor(100 * (1 - min(probed) / capacity))}%, or "
+            line += f"{MARGIN} {largest_margin(min(probed), capacity)}%, or "
         lines, by = [f"{line}compile whole steps, without --probe"], _CLOSED
     else:
         least = plan.outcome.least
@@ -36,7 +36,7 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     if would_fit:
         lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
     if vain:
-        lines.append(f"found to be no help, each alone: {', '.join(vain)}")
+        lines.append(f"none of these helps by itself: {', '.join(vain)}")
     if unfinished:
         lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
     return lines
@@ -67,7 +67,7 @@ def _state_lines(plan: Plan) -> list[str]:
         return []
     what = "parameters, optimizer state and gradients alone"
     chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
-    line = f"{what} are {state / GIB:,.0f} GiB, which at least {chips} {chip} hold"
+    line = f"{what} need {state / GIB:,.0f} GiB, at least {chips} {chip}"
     if not machine.is_compilable:
         return [line]
     *_, largest = slices_of(chip)

@@ -131,6 +131,16 @@ def test_a_compiler_that_is_killed_is_no_problem_of_the_configuration(tmp_path, 
     assert "ended by SIGKILL; this machine may have too little memory" in proof.failure
 
 
+def test_a_compiler_that_aborts_is_answered_with_its_failed_check(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    failure = "F0000 target.cc:12] Check failed: shape.rank() == 2"
+    compiler.write_text(f"#!/bin/sh\necho '{failure}'\necho '@ 0x7f main'\nkill -ABRT $$\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    proof = compile_process.compile_configuration("", print)
+    assert proof.failure == f"not compiled: the compiler was ended by SIGABRT: {failure}"
+
+
 def test_a_process_that_takes_long_is_noted_ever_less_often(monkeypatch):
     class Slow:
         def __init__(self, *args, **options):

@@ -50,7 +50,7 @@ def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devic
         ("tpu", ["neither cpu nor a chip and its grid", "v5p-128"]),
         ("x100-8", ["neither cpu nor a chip and its grid"]),
         ("cpu:8", ["'cpu:8'", "use compile.topology=cpu mesh.simulated_devices=8"]),
-        ("H100:8", ["names GPUs, for which maxpipe.compile is not", "--topology H100:8"]),
+        ("H100:8", ["names GPUs, which maxpipe.compile does not support", "--topology H100:8"]),
         ("h100-8", ["names GPUs", "--topology H100:8"]),
         ("h100x8", ["names GPUs", "--topology H100:8"]),
         ("v5p128", ["did you mean v5p-128?"]),

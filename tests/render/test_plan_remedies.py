@@ -65,7 +65,7 @@ def test_remedies_in_vain_are_named_next_to_what_would_fit(plan):
     assert lines == [
         "what would fit by closed forms:",
         "  more chips: --topology v5e:2x4",
-        "found to be no help, each alone: fewer tokens",
+        "none of these helps by itself: fewer tokens",
         "not tried to the end, for lack of time: offloading",
     ]
 
@@ -83,11 +83,11 @@ def test_as_many_chips_as_hold_the_state_are_one_slice_or_several(plan, chips, a
     machine = plan.request.machine._replace(capacity=capacity)
     request = dataclasses.replace(plan.request, machine=machine)
     line = nothing_fits_lines(dataclasses.replace(plan, request=request, rows=()))[-1]
-    assert line.endswith(f", which at least {chips} v5e hold: {advice}")
+    assert line.endswith(f", at least {chips} v5e: {advice}")
     if "--smallest" in advice:  # which was searched, if more chips were in vain
         vain = dataclasses.replace(
             plan, request=request, rows=(), remedies=Remedies([], ["more chips"])
         )
         *_, line, last = nothing_fits_lines(vain)
-        assert line.endswith(f"at least {chips} v5e hold")
-        assert last == "found to be no help, each alone: more chips"
+        assert line.endswith(f"at least {chips} v5e")
+        assert last == "none of these helps by itself: more chips"

@@ -29,6 +29,11 @@ def share_of(text: str) -> float:
     return share
 
 
+def largest_margin(memory: float, capacity: float) -> int:
+    """Return the largest margin, in percent of a device's bytes, with which so many fit."""
+    return math.floor(100 * (1 - memory / capacity))
+
+
 def batches_of(
     config: Config, flags: argparse.Namespace, choices: dict[str, list[object]]
 ) -> tuple[int, ...]:
@@ -53,13 +58,14 @@ def batches_of(
     if flags.max_global_batch is None:
         return (first,)
     most = _number(LARGEST, flags.max_global_batch)
-    if most < first:
-        raise ValueError(f"{LARGEST} {most}: is less than the {first} sequences of a step")
     if most > MOST_TIMES * first:
         legal = f"at most {MOST_TIMES} times the {first} sequences of a step, {MOST_TIMES * first}"
         raise ValueError(f"{LARGEST} {most}: give {legal}")
     if most < 2 * first:
-        raise ValueError(f"{LARGEST} {most}: the next batch to try has {2 * first} sequences")
+        raise ValueError(
+            f"{LARGEST} {most}: after the {first} sequences of a step, the next batch to try has "
+            f"{2 * first}; give at least that, or leave {LARGEST} out"
+        )
     _check_batch(LARGEST, most)
     return tuple(first * 2**n for n in range((most // first).bit_length()))
 

@@ -1,11 +1,10 @@
 """Find what would help when nothing fits."""
 
-import math
 import time
 from dataclasses import replace
 
 from maxpipe.config.terminal import Note
-from maxpipe.planning.search.amounts import MARGIN
+from maxpipe.planning.search.amounts import MARGIN, largest_margin
 from maxpipe.planning.search.attempts import Attempt, attempts_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, Remedies, problem_of
@@ -51,7 +50,7 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     for number, (kind, attempts) in enumerate(useful.items()):
         left = max(end - time.perf_counter(), 0.0)
         trial = _Trial(facts, note, left / (len(useful) - number))
-        last = next((a for a in attempts if trial.ends_with(a)), None)
+        last = next((a for a in attempts if trial.ends_at(a)), None)
         if last is None:
             vain.append(kind)
         elif trial.is_over:
@@ -78,7 +77,7 @@ class _Trial:
         self._deadline = time.perf_counter() + seconds
         self.is_over = False
 
-    def ends_with(self, attempt: Attempt) -> bool:
+    def ends_at(self, attempt: Attempt) -> bool:
         """Return whether something fits that passes the configuration's checks, or time is over."""
         request = attempt.request
         self._note(f"trying      {attempt.words}")
@@ -103,7 +102,7 @@ def _smaller_margin(plan: Plan) -> list[str]:
         return []
     if not limit < least.memory <= capacity or problem_of(least.config(request.config), request):
         return []
-    percent = math.floor(100 * (1 - least.memory / capacity))
+    percent = largest_margin(least.memory, capacity)
     proof = ", and --compile 1 proves it" if request.machine.is_compilable else ""
     return [f"less memory left free: {MARGIN} {percent}%; closed forms are coarse{proof}"]
 
@@ -117,7 +116,7 @@ def refusing_margin(plan: Plan) -> float | None:
     memories = [row.candidate.memory for row in plan.misfits if _is_refused(row)]
     if capacity is None or not memories:
         return None
-    percent = _MARGIN_STEP * (math.floor(100 * (1 - min(memories) / capacity) / _MARGIN_STEP) + 1)
+    percent = _MARGIN_STEP * (largest_margin(min(memories), capacity) // _MARGIN_STEP + 1)
     return percent / 100 if percent < 100 else None
 
 
