@@ -1,7 +1,6 @@
 """Read what runs have recorded in their directories, live ones as well. Imports no JAX."""
 
 import json
-import math
 import re
 import statistics
 import sys
@@ -13,6 +12,7 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS
+from maxpipe.config.values import is_finite
 from maxpipe.telemetry.recorder import METRICS
 
 CONFIG, HISTORY = "config.yml", "config_history"
@@ -224,11 +224,7 @@ def _lookup(tree: object, key: str, default: object) -> object:
 def _number(value: object) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if is_finite(value) else None
 
 
 def _finite(values: Iterable[Number]) -> list[float]:

@@ -5,7 +5,6 @@ line may only say the same.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import open_folder
 from maxpipe.config.options import OPTIONS
-from maxpipe.config.values import check_bounds, check_type, nearest
+from maxpipe.config.values import check_bounds, check_type, is_finite, nearest
 
 KEY = "model.from_hf"
 FILE = "config.json"
@@ -58,9 +57,11 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
         )
         raise ConfigError(Problem(key, message))
     try:
+        if wrong := [k for k, v in c.items() if isinstance(v, int | float) and not is_finite(v)]:
+            raise ValueError(f"{', '.join(wrong)} must be finite")
         values = implementation(MODEL_TYPES[model_type])().model(c)
         _check(values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(Problem(key, f"{source} of a {model_type}: {reason}")) from None
     return Shape(model_type, {f"model.{key}": value for key, value in values.items()}, source)
@@ -73,7 +74,7 @@ def _check(values: Mapping[str, object]) -> None:
         try:
             check_type(option, value)
             check_bounds(option, value)
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not is_finite(value):
                 raise ValueError(f"must be finite; got {value}")
         except ValueError as error:
             raise ValueError(f"{option.key} {error}") from None

@@ -6,7 +6,7 @@ So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -114,10 +114,24 @@ def check_bounds(option: Option, value: Any) -> None:
         raise ValueError(f"must be {' and '.join(broken)}{derived}; got {value}")
 
 
-def nearest(value: str, choices: list[str]) -> str:
-    """Return `; did you mean X?` with the choice most like `value`, or nothing if none is."""
+def closest(value: str, choices: Sequence[str]) -> str | None:
+    """Return the choice that is most like `value`, or None if no choice is like it."""
     matches = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return matches[0] if matches else None
+
+
+def nearest(value: str, choices: Sequence[str]) -> str:
+    """Return `; did you mean X?` with the choice most like `value`, or nothing if none is."""
+    choice = closest(value, choices)
+    return f"; did you mean {choice}?" if choice else ""
+
+
+def is_finite(value: float) -> bool:
+    """Return whether a float can hold a number: not NaN, infinite, or an integer too large."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def as_written(value: object) -> str:

@@ -107,7 +107,8 @@ class Family:
         if rope["rope_fraction"] != 1 and not self.rotates_part:
             share = rope["rope_fraction"]
             raise ValueError(
-                f"partial_rotary_factor {share} is no option, all channels are rotated"
+                f"partial_rotary_factor={share} is not supported: models of this type rotate all "
+                "channels"
             )
         values = {
             **SHAPE_DEFAULTS,

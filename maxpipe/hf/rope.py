@@ -117,7 +117,9 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
     values: dict[str, object] = {"type": kind, "factor": float(rope.get("factor") or 0)}
     if kind in ("llama3", "yarn", "longrope"):
         if not original:
-            raise ValueError(f"has neither max_position_embeddings nor the original one of {kind}")
+            raise ValueError(
+                f"{kind} needs original_max_position_embeddings or max_position_embeddings"
+            )
         values["original_max_position"] = int(original)
         values["factor"] = values["factor"] or max(1.0, longest / original)
     if kind == "llama3":

@@ -97,13 +97,8 @@ class StoredTensor:
     offset: int
 
     @property
-    def is_readable(self) -> bool:
-        """Return whether NumPy has the dtype."""
-        return self.dtype in _DTYPES
-
-    @property
     def num_bytes(self) -> int:
-        """Return the size of a readable tensor."""
+        """Return the size of a tensor whose dtype NumPy has."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     @property
@@ -207,18 +202,26 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
         files = folder.open(names)
     except FileNotFoundError as error:
         raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
-    tensors: dict[str, StoredTensor] = {}
+    holders: dict[str, dict[str, StoredTensor]] = {}  # of each tensor, by file
     problems: list[str] = []
     for name, file in zip(names, files, strict=True):
         try:
-            stored = read_header(file)
-            # Of a tensor that several files have the index says which counts.
-            own = {n: tensor for n, tensor in stored.items() if weight_map.get(n, name) == name}
-            if both := sorted(own.keys() & tensors.keys()):
-                problems.append(f"{file} has {_some(both)}, and so has {tensors[both[0]].file}")
-            tensors |= own
+            for tensor, stored in read_header(file).items():
+                holders.setdefault(tensor, {})[name] = stored
         except SafetensorsError as error:
             problems += error.problems
+    tensors: dict[str, StoredTensor] = {}
+    unclear: dict[tuple[str, ...], list[str]] = {}  # tensors, by the files that hold them
+    for tensor, held in sorted(holders.items()):
+        # Of a tensor that several files have the index says which counts.
+        counts = weight_map.get(tensor) if len(held) > 1 else next(iter(held))
+        if counts in held:
+            tensors[tensor] = held[counts]
+        else:
+            unclear.setdefault(tuple(held), []).append(tensor)
+    problems += [
+        f"{folder}: {_some(both)} in each of {' and '.join(held)}" for held, both in unclear.items()
+    ]
     if problems:
         raise SafetensorsError(*problems)
     if lost := sorted({*weight_map} - tensors.keys()):

@@ -1,13 +1,13 @@
 """Translate a MaxText configuration into one that `maxpipe.train` accepts, or say why not."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
 from maxpipe.config.maxtext_limits import MODEL_LIMITS, idle_of, limit_of
+from maxpipe.config.values import is_finite
 from maxpipe.migration.blocks import block_of
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
@@ -88,7 +88,7 @@ def _check_keys(t: Translator) -> None:
         limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
         if limit in MODEL_LIMITS and block_of(t) is None:
             continue
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, int | float) and not is_finite(value):
             t.refuse(key, f"expected a finite number, got {value}")
         elif limit and not same_value(value, limit.values[key]):
             if limit.blocks:

@@ -1,11 +1,11 @@
 """Turn MaxText's values into maxpipe's, with notes, problems and origins."""
 
-import math
 from dataclasses import dataclass, field
 
 from maxpipe.config.errors import Problem
 from maxpipe.config.maxtext import KEYS
 from maxpipe.config.maxtext_limits import Value
+from maxpipe.config.values import is_finite
 from maxpipe.migration.defaults import DEFAULTS
 from maxpipe.migration.read import MaxTextConfig
 
@@ -62,7 +62,7 @@ class Translator:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, f"expected a number, got {value}")
             return default
-        return value if math.isfinite(value) else default  # `translate` refuses such values
+        return value if is_finite(value) else default  # `translate` refuses such values
 
     def integer(self, key: str, default: int = 0) -> int:
         """Return a whole number; None is the default, and anything else a problem."""

@@ -117,7 +117,12 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number above 0"),
         ({"vocab_size": None}, "vocab_size is None, not a whole number above 0"),
         ({"rms_norm_eps": -1.0}, "model.norm_eps must be greater than 0; got -1.0"),
-        ({"rms_norm_eps": float("inf")}, "model.norm_eps must be finite; got inf"),
+        ({"rms_norm_eps": float("inf")}, "of a gemma3_text: rms_norm_eps must be finite"),
+        ({"head_dim": 10**400}, "head_dim must be finite"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 10**400}},
+            "int too large to convert to float",
+        ),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' has no factor"),
@@ -127,7 +132,7 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ),
         (
             {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": None},
-            "has neither max_position_embeddings nor the original one of yarn",
+            "yarn needs original_max_position_embeddings or max_position_embeddings",
         ),
     ],
 )

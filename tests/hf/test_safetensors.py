@@ -94,6 +94,14 @@ class TestFolder:
         np.testing.assert_array_equal(tensors["a"].read(), first)
         np.testing.assert_array_equal(tensors["c"].read(), second)
 
+    def test_tensor_in_another_file_than_the_index_says_is_read(self, tmp_path):
+        write(tmp_path / "one.safetensors", {"a": TENSORS["c"]})
+        write(tmp_path / "two.safetensors", {"b": TENSORS["c"] + 1})
+        weight_map = {"a": "two.safetensors", "b": "one.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        tensors = read_folder(LocalFolder(tmp_path))
+        np.testing.assert_array_equal(tensors["a"].read(), TENSORS["c"])
+
     def test_model_in_one_file_leaves_out_other_files(self, tmp_path):
         write(tmp_path / "consolidated.safetensors", {"other": TENSORS["c"]})
         write(tmp_path / "model.safetensors", {"a": TENSORS["a.weight"]})
@@ -103,7 +111,7 @@ class TestFolder:
     def test_tensor_in_two_files_without_an_index_is_refused(self, tmp_path):
         for name in ("one", "two"):
             write(tmp_path / f"{name}.safetensors", {"a": TENSORS["c"], name: TENSORS["c"]})
-        with pytest.raises(SafetensorsError, match=r"two\.safetensors has a, and so has \S*one\."):
+        with pytest.raises(SafetensorsError, match=r"a in each of one\.\S* and two\.\S*"):
             read_folder(LocalFolder(tmp_path))
 
     def test_index_that_names_what_is_not_there_is_refused(self, tmp_path):

@@ -298,6 +298,7 @@ def test_words_set_our_keys(translated, words, values):
         ("compile_topology=x100-8", 0, "compile_topology", "v5p-128 as the cloud names it"),
         ("steps=many", 8, "steps", "expected a number, got many"),
         ("steps=.inf", 8, "steps", "expected a finite number, got inf"),
+        (f"steps=1{'0' * 400}", 8, "steps", "expected a finite number, got 1000"),
         ("per_device_batch_size=.nan", 8, "per_device_batch_size", "a finite number, got nan"),
         ("learning_rate=.inf", 8, "learning_rate", "expected a finite number, got inf"),
         ("packing=perhaps", 8, "data.packing", "expected true or false"),

@@ -87,8 +87,8 @@ class Gemma3(Gemma2):
     def read(self, c: Json) -> dict[str, object]:
         if c["attn_logit_softcapping"]:
             raise ValueError(
-                f"attn_logit_softcapping {c['attn_logit_softcapping']} is no option of its "
-                "attention, which caps no scores"
+                f"attn_logit_softcapping={c['attn_logit_softcapping']} is not supported: this type "
+                "does not cap attention scores"
             )
         return super().read(c)
 
