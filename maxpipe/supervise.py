@@ -73,7 +73,11 @@ def status(run: Path) -> list[str]:
     if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
     steps = committed_steps(run / "checkpoints")
-    step = last_step(unsaved_rows(run / METRICS)) or last_step(run / METRICS)
+    apart = unsaved_rows(run / METRICS)
+    if apart.exists():
+        step = last_step(apart) or "none since it went back"
+    else:
+        step = last_step(run / METRICS)
     last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
     in_order = sorted(known["members"].items(), key=lambda member: int(member[0]))
     waiting = {*map(str, known["waiting"])}

@@ -33,6 +33,16 @@ def test_status_shows_members_in_order_and_the_last_step_however_long_its_row(tm
     assert lines[4] == "restarts    2; the last attempt: process 1 ended by SIGKILL"
 
 
+def test_status_after_going_back_shows_the_steps_of_this_start(tmp_path):
+    (tmp_path / "supervisor.json").write_text(json.dumps(STATUS))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 300, "loss": 1.0}\n')
+    apart = tmp_path / "metrics.unsaved.jsonl"
+    apart.touch()
+    assert supervise.status(tmp_path)[2] == "step        none since it went back"
+    apart.write_text('{"step": 101, "loss": 2.0}\n')
+    assert supervise.status(tmp_path)[2] == "step        101"
+
+
 def test_status_of_another_directory_says_which_one_is_meant(tmp_path):
     with pytest.raises(ConfigError, match="RUN_DIR is <output_dir>/<run_name> of a run under"):
         supervise.status(tmp_path)

@@ -135,11 +135,16 @@ def load(
         yield finish_oldest()
 
 
+def array_spec(database: Path, name: str) -> dict[str, object]:
+    """Return TensorStore's specification of an array in a database."""
+    base = files_in(database)
+    return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+
+
 def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
     import tensorstore as ts
 
-    base = files_in(database)
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    spec = array_spec(database, name)
     return ts.open(spec, open=True, read=True, context=context).result()
 
 

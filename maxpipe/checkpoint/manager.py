@@ -34,10 +34,6 @@ from maxpipe.devices import processes
 State = TypeVar("State")
 
 
-def _do_nothing() -> None:
-    """Do nothing where steps are set aside."""
-
-
 class Checkpointer:
     """Saves and restores the checkpoints of one run.
 
@@ -174,7 +170,7 @@ class Checkpointer:
         state: object,
         iterator: Array,
         meta: dict[str, Any],
-        on_set_aside: Callable[[], None] = _do_nothing,
+        on_set_aside: Callable[[], None] | None = None,
     ) -> bool:
         """Start saving in the background, unless the step was just saved or restored.
 
@@ -222,7 +218,8 @@ class Checkpointer:
             if not self._writer.is_open:
                 with self._failures(may_be_committed=False):
                     self._abandon_newer(step)
-                on_set_aside()
+                if on_set_aside is not None:
+                    on_set_aside()
             with self._failures(may_be_committed=False):
                 self._writer.start(step, arrays, record)
         return True

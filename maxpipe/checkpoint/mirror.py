@@ -31,7 +31,7 @@ from maxpipe.checkpoint.steps import (
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
-from maxpipe.config.values import nearest
+from maxpipe.config.values import closest
 from maxpipe.storage.lease_places import LeaseObjects
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
@@ -339,9 +339,12 @@ def open_steps(run: str, key: str) -> StepStore:
 def _misnamed(path: Path) -> str:
     """Return what to name in place of a path that is no run; "" if it may hold checkpoints."""
     if not path.is_dir():
-        guess = nearest(path.name, _runs_in(path.parent))
-        return f"there is no directory {path}{guess or '; runs lie in output_dir/run_name'}"
-    if path.parent.name == CHECKPOINTS:
+        guess = closest(path.name, _runs_in(path.parent))
+        remedy = (
+            f"did you mean {path.parent / guess}?" if guess else "runs lie in output_dir/run_name"
+        )
+        return f"there is no directory {path}; {remedy}"
+    if path.parent.name == CHECKPOINTS and path.name.isdigit():
         run = path.parent.parent
         return f"{path} is one checkpoint: name its run, {run}; commands take the step as --step"
     runs = _runs_in(path)

@@ -32,11 +32,10 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
-from maxpipe.checkpoint.arrays import Array, box_of
+from maxpipe.checkpoint.arrays import Array, array_spec, box_of
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
 from maxpipe.devices import processes
-from maxpipe.storage.local_files import files_in
 
 
 class Replicas:
@@ -171,10 +170,8 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
     codec = ts.CodecSpec({"driver": "zarr", "compressor": None})
     pending = []
     for name, array in arrays.items():
-        base = files_in(database)
-        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
         store = ts.open(
-            spec,
+            array_spec(database, name),
             create=True,
             dtype=ts.dtype(np.dtype(array.dtype).name),
             shape=array.shape,

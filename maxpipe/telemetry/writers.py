@@ -20,9 +20,9 @@ from typing import cast
 from maxpipe.storage.local_files import write_atomically
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
-# What tensorboardX imports where it is installed, for features of which none is used here. PyTorch
-# alone takes seconds.
-NOT_NEEDED = ("torch", "boto3", "comet_ml", "google.cloud.storage")
+# What tensorboardX imports where it is installed, for features of which none is used here; each
+# takes seconds.
+NOT_NEEDED = ("torch", "comet_ml")
 
 Value = float | int | None | list[float]  # a list has a number for each layer, or stage
 Row = Mapping[str, Value]
@@ -50,7 +50,7 @@ class MetricsFile:
       OSError: the file cannot be read or written, or is not a regular one; `write` likewise.
 
     Attributes:
-      lost_seconds: step time in the dropped rows.
+      lost_seconds: step time in the dropped rows, and in those of a start that had saved nothing.
     """
 
     def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
@@ -59,10 +59,11 @@ class MetricsFile:
             raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self._path, self._last_step = path, last_step
         self._unsaved = unsaved_rows(path)
+        given_up = sum(row[1] for row in map(_parse, _lines(self._unsaved)) if row)
         self._unsaved.unlink(missing_ok=True)
         self._is_apart = keeps_later  # rows of this start are in a file of their own
         self._is_given_up = False
-        self.lost_seconds = 0.0 if keeps_later else _drop_after(path, last_step)
+        self.lost_seconds = given_up + (0.0 if keeps_later else _drop_after(path, last_step))
         self._file = (self._unsaved if keeps_later else path).open("ab", buffering=0)
         self._is_torn = False
 
@@ -85,7 +86,7 @@ class MetricsFile:
     def _join(self) -> None:
         if not (self._is_apart and self._is_given_up):
             return
-        self.lost_seconds = _drop_after(self._path, self._last_step, self._unsaved)
+        self.lost_seconds += _drop_after(self._path, self._last_step, self._unsaved)
         apart, self._file = self._file, self._path.open("ab", buffering=0)
         self._is_apart = self._is_torn = False
         apart.close()
@@ -113,7 +114,7 @@ def _finite_or_none(value: Value) -> object:
 
 
 def unsaved_rows(path: Path) -> Path:
-    """Return where the rows are of a start that has gone back and has saved nothing yet.
+    """Return the file for the rows of a start that went back and has not saved yet.
 
     Args:
       path: of `metrics.jsonl`.

@@ -164,7 +164,7 @@ def test_command_without_steps_exits_with_2(run, capsys, monkeypatch, arguments,
     [
         ("", "is a directory of runs: name one of them, such as"),
         ("run/checkpoints/10", "is one checkpoint: name its run, "),
-        ("rum", "rum; did you mean run?"),
+        ("rum", "rum; did you mean "),
         ("elsewhere", "runs lie in output_dir/run_name"),
     ],
 )
@@ -175,4 +175,11 @@ def test_command_of_what_is_no_run_says_what_to_name(run, capsys, name, message)
     assert main(["ls", str(runs / name)]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert (f"{runs}/run" in error) == (name in ("", "run/checkpoints/10"))
+    assert (f"{runs}/run" in error) == (name in ("", "run/checkpoints/10", "rum"))
+
+
+def test_run_in_a_directory_called_checkpoints_is_no_checkpoint(tmp_path, capsys):
+    new = tmp_path / "checkpoints" / "new"
+    new.mkdir(parents=True)
+    assert main(["ls", str(new)]) == 2
+    assert "is one checkpoint" not in capsys.readouterr().err

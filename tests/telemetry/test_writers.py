@@ -133,6 +133,21 @@ def test_metrics_file_counts_step_time_as_lost_when_it_is_given_up(tmp_path):
     file.close()
 
 
+def test_metrics_file_counts_steps_of_a_start_that_had_saved_nothing_as_lost(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))
+    apart = tmp_path / "metrics.unsaved.jsonl"
+    apart.write_text("".join(f'{{"step": {i}, "step_seconds": 2.0}}\n' for i in (2, 3)))
+    file = MetricsFile(path, 3)
+    file.close()
+    assert file.lost_seconds == 4
+    apart.write_text('{"step": 2, "step_seconds": 2.0}\n')
+    file = MetricsFile(path, 1, keeps_later=True)
+    file.give_up_later()
+    file.close()
+    assert file.lost_seconds == 3
+
+
 def test_metrics_file_last_line_without_newline_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}')
@@ -160,13 +175,13 @@ def test_metrics_file_damaged_lines_are_dropped_and_others_kept(tmp_path, line):
 
 def test_tensorboard_loads_no_packages_of_which_it_uses_nothing(tmp_path):
     """Where PyTorch is installed, its import would be most of the time of a start."""
-    for name in ("torch", "boto3"):
+    for name in ("torch", "comet_ml"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError('was loaded')\n")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from pathlib import Path; from maxpipe.telemetry.writers import TensorBoard\n"
         f"TensorBoard(Path({str(tmp_path / 'events')!r}), last_step=0).close()\n"
-        "assert not {'torch', 'boto3'} & sys.modules.keys()\n"
+        "assert not {'torch', 'comet_ml'} & sys.modules.keys()\n"
         "import torch\n"
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
