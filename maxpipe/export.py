@@ -23,7 +23,7 @@ from maxpipe.checkpoint.run_argument import (
 )
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
-from maxpipe.config.outputs import local_path
+from maxpipe.config.outputs import check_local
 from maxpipe.config.sections.model import DTYPES
 from maxpipe.supervision.signals import INTERRUPTED
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--file-size is for --hf; --adapter writes one file of weights")
     flags.file_size = flags.file_size or FILE_SIZE
     for name in ("hf", "safetensors", "adapter"):
-        local_path(f"--{name}", getattr(flags, name) or "")
+        check_local(f"--{name}", getattr(flags, name) or "")
     import_variants(flags.imports)
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
     try:

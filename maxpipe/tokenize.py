@@ -15,11 +15,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import add_import_flag, import_variants
-from maxpipe.config.outputs import local_path
+from maxpipe.config.outputs import check_local
 from maxpipe.config.sections import DataConfig
 from maxpipe.config.terminal import emit
 from maxpipe.config.values import number
@@ -34,13 +35,14 @@ from maxpipe.telemetry.console import open_bar
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
-    local_path("--cache-dir", flags.cache_dir)
+    check_local("--cache-dir", flags.cache_dir)
+    check_local("--out", flags.out)
     import_variants(flags.imports)
     return _train(flags) if flags.action == "train" else _encode(flags)
 
 
 def _train(flags: argparse.Namespace) -> int:
-    size, out = _vocab_size(flags.vocab_size), local_path("--out", flags.out)
+    size, out = _vocab_size(flags.vocab_size), Path(flags.out)
     corpus = find_corpus(flags.files, flags.cache_dir)
     check_target(out)
     trained = train_tokenizer(corpus, size, out, shows_progress=sys.stderr.isatty())
@@ -54,7 +56,7 @@ def _train(flags: argparse.Namespace) -> int:
 
 
 def _encode(flags: argparse.Namespace) -> int:
-    out = local_path("--out", flags.out)
+    out = Path(flags.out)
     for name in ("workers", "sequence_length"):
         if (value := getattr(flags, name)) < 1:
             flag = f"--{name.replace('_', '-')}"

@@ -197,7 +197,7 @@ def _compose(text: str, path: str) -> yaml.Node | None:
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
         reason = error.problem or error.context or ""
         if "'\\t'" in reason:
-            reason = "tabs cannot indent; use spaces"
+            reason = "a tab where YAML allows only spaces"
         raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(

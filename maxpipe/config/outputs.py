@@ -45,8 +45,8 @@ def output_problems(
         taken.setdefault(place, f"{flag} writes")
 
 
-def local_path(flag: str, place: str) -> Path:
-    """Return the path that a flag names, below which a command makes what is missing.
+def check_local(flag: str, place: str) -> None:
+    """Check that a flag names a path of this machine, which a command makes if it is missing.
 
     Raises:
       ConfigError: it is a URL, of which a path would be a directory called `gs:`.
@@ -54,7 +54,6 @@ def local_path(flag: str, place: str) -> Path:
     if "://" in place:
         message = f"{place} is a URL; write to a path of this machine, and copy what is there"
         raise ConfigError(Problem(flag, message))
-    return Path(place)
 
 
 def is_device(file: str) -> bool:

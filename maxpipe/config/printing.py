@@ -224,8 +224,8 @@ def _idle_axis_rules(c: Config) -> list[str]:
     """Return a line for each rule of a logical axis that no array of maxpipe's own has."""
     known = [str(axis) for axis, _ in DEFAULT_RULES]
     return [
-        f"sharding.logical_axis_rules: no array of maxpipe has the logical axis {axis!r}"
-        f"{nearest(axis, known)}; its rule has no effect, except on layers of your own"
+        f"sharding.logical_axis_rules: the rule of {axis!r} has no effect, except on layers of "
+        f"your own: no array of maxpipe has that logical axis{nearest(axis, known)}"
         for axis, _ in c.sharding.logical_axis_rules
         if axis not in known
     ]

@@ -19,7 +19,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.tokenizers import Tokenizer, fits, load_tokenizer, unknown_tokens
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, needed_ids, unknown_tokens
 
 if TYPE_CHECKING:
     import grain
@@ -192,10 +192,11 @@ def open_tokenizer(config: Config) -> Tokenizer:
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
-    if not fits(tokenizer, config.model):
+    needed = needed_ids(tokenizer, config.model)
+    if needed > config.model.num_token_ids:
         message = (
             f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
-            f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
+            f"data.tokenizer={data.tokenizer} needs at least {needed}"
         )
         is_padded = config.model.num_token_ids < config.model.vocab_size
         key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
@@ -210,7 +211,8 @@ def tokenizer_notes(config: Config) -> list[str]:
     if not unknown:
         return []
     names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-    return [f"the model lacks {len(unknown)} of its tokens, which no text may hold: {names}"]
+    what = f"{len(unknown)} of the tokenizer's tokens"
+    return [f"the model has no ids for {what}; texts must not have them: {names}"]
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

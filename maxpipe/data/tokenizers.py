@@ -163,16 +163,15 @@ def _local_path(value: str, cache_dir: str) -> str:
     return str(directory / name)
 
 
-def fits(tokenizer: Tokenizer, model: ModelConfig) -> bool:
-    """Return whether a model has the ids of a tokenizer.
+def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
+    """Return how many token ids a tokenizer needs a model to have.
 
     A model of Hugging Face keeps its vocabulary, and may lack added tokens of its own tokenizer,
     such as one that stands for an image. Texts with them are refused when they are read.
     """
-    needed = tokenizer.vocab_size
     if model.from_hf and isinstance(tokenizer, HuggingFaceTokenizer):
-        needed = tokenizer.needed_vocab_size
-    return needed <= model.num_token_ids
+        return tokenizer.needed_vocab_size
+    return tokenizer.vocab_size
 
 
 def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:

@@ -14,9 +14,9 @@ from maxpipe.data.tokenizers import (
     Tokenizer,
     decode_all,
     encode_prompt,
-    fits,
     load_tokenizer,
     main_file,
+    needed_ids,
 )
 from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
 
@@ -47,9 +47,10 @@ def find_tokenizer(
             raise ConfigError(*problems) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
-    if not fits(tokenizer, config.model):
+    needed = needed_ids(tokenizer, config.model)
+    if needed > config.model.num_token_ids:
         message = (
-            f"{name_or_path} has {tokenizer.vocab_size} ids, the model "
+            f"{name_or_path} needs {needed} ids, the model has "
             f"{config.model.num_token_ids}: it was trained with another"
         )
         raise ConfigError(Problem("--tokenizer", message))

@@ -2,8 +2,8 @@
 
 Libtpu (0.0.42 to 0.0.50) makes one gather among all chips of a v4 or v5p slice whose three
 dimensions are closed a sum of arrays padded with zeros, which fills them first and sends every byte
-twice; a scatter becomes a sum of whole arrays. Gathers along one or two dimensions it makes as they
-are. Where some of several axes cross slices, these go first: between slices the network of a host
+twice; a scatter becomes a sum of whole arrays. It keeps gathers along one or two dimensions.
+Where some of several axes cross slices, these go first: between slices the network of a host
 is an order of magnitude slower than the links within one.
 
 Letters: n devices of the axis, k of them on a line.

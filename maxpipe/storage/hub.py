@@ -42,8 +42,9 @@ class HubFolder:
         return self._model
 
     def names(self) -> list[str]:
-        """Return the names of files that are in no folder of the model, where others may have
-        checkpoints of its training; without a network, of those in the cache.
+        """Return the names of the files at the top level; without a network, of those in the cache.
+
+        Folders are left out, since they may hold checkpoints of the model's training.
         """
         try:
             names = self._library.list_repo_files(self._id, revision=self._revision)

@@ -101,7 +101,7 @@ def run_command(main: Callable[[], int]) -> None:
 
 @contextmanager
 def saying_if_possible() -> Iterator[None]:
-    """Let what is done next be done also where the reader of a stream has ended, or it is closed.
+    """Suppress errors of writing to a stream that is closed or has no reader.
 
     Ctrl-C ends the `tee` of a pipe as well, and a terminal may be gone.
     """

@@ -35,8 +35,8 @@ def numbers_to_pass_on() -> list[signal.Signals]:
 def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Answer signals with a handler for as long as the context lasts; only the main thread can.
 
-    The handlers of before come back in reverse order, so that of `numbers_to_pass_on` Ctrl-C, whose
-    own handler raises, is the last that is replaced and the first that is restored.
+    The previous handlers are restored in reverse order, so that of `numbers_to_pass_on` Ctrl-C,
+    whose own handler raises, is the last that is replaced and the first that is restored.
     """
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:

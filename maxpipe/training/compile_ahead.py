@@ -17,6 +17,7 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.elastic import Hosts
 from maxpipe.config.load import Loaded, resolve
+from maxpipe.config.terminal import ignore_note
 from maxpipe.devices import processes
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
@@ -95,17 +96,14 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
     if not ENGINES[config.pipeline.engine].one_program:
         reason = f"the {config.pipeline.engine} engine has a program for each stage"
         raise ConfigError(Problem("pipeline.engine", reason))
-    config = choose_stages(config, device_memory(devices), _ignore)
+    # Decisions are noted by the attempt that needs the step.
+    config = choose_stages(config, device_memory(devices), ignore_note)
     mesh = build_mesh(config, devices)
     file = step_file(config, hosts.processes)
     if holds(str(file), config, mesh):
         return None
-    trainer = cast(StepTrainer, build_trainer(config, mesh, note=_ignore))
-    compiled = compile_step(config, mesh, trainer, _ignore, OPTIONS.get(devices[0].platform))
+    trainer = cast(StepTrainer, build_trainer(config, mesh, note=ignore_note))
+    compiled = compile_step(config, mesh, trainer, ignore_note, OPTIONS.get(devices[0].platform))
     file.parent.mkdir(parents=True, exist_ok=True)
     write(str(file), compiled.executable, config, mesh)
     return file
-
-
-def _ignore(decision: str) -> None:
-    """Do nothing: the attempt that needs the step says what is decided for it."""

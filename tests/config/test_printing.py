@@ -125,9 +125,8 @@ def test_notes_a_rule_of_a_logical_axis_that_no_array_has(base):
     rules = [*DEFAULT_RULES, ["activation_lenght", ["context"]]]
     lines = notes(resolve(load(base, [f"sharding.logical_axis_rules={json.dumps(rules)}"]), 4))
     (line,) = [line for line in lines if "logical axis" in line]
-    assert "no array of maxpipe has the logical axis 'activation_lenght'" in line
-    assert "activation_length" in line
-    assert "has no effect" in line
+    assert "the rule of 'activation_lenght' has no effect" in line
+    assert line.endswith("; did you mean activation_length?")
 
 
 def test_notes_prefetch_without_shards_has_no_effect(base):

@@ -280,11 +280,14 @@ def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -
     config = replace(Config(), **keys, **{"model.from_hf": str(tmp_path)})
     assert open_tokenizer(config).vocab_size == num_own + 1
     assert tokenizer_notes(config) == [
-        "the model lacks 1 of its tokens, which no text may hold: <image>"
+        "the model has no ids for 1 of the tokenizer's tokens; texts must not have them: <image>"
     ]
     counts = token_bytes(config)
     assert counts is not None
     assert counts.shape == (num_own,)
     with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {num_own + 1}"):
         open_tokenizer(replace(Config(), **keys))
+    small = replace(config, **{"model.vocab_size": num_own - 1})
+    with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {num_own}$"):
+        open_tokenizer(small)
     assert tokenizer_notes(Config()) == []

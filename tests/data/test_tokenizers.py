@@ -15,8 +15,8 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import ModelConfig
 from maxpipe.data.tokenizers import (
     encode_prompt,
-    fits,
     load_tokenizer,
+    needed_ids,
     tokenizer_files,
     unknown_tokens,
 )
@@ -134,11 +134,9 @@ def test_unknown_tokens_are_added_ones_above_the_model(tmp_path: Path) -> None:
     assert unknown_tokens(tokenizer, model(num_own + 2)) == []
     assert unknown_tokens(tokenizer, model(num_own + 1)) == ["<audio>"]
     assert unknown_tokens(tokenizer, model(num_own)) == ["<image>", "<audio>"]
-    assert fits(tokenizer, model(num_own))
-    assert not fits(tokenizer, model(num_own - 1))
-    assert not fits(tokenizer, model(num_own + 1, from_hf=""))
-    assert fits(tokenizer, model(num_own + 2, from_hf=""))
-    assert not fits(load_tokenizer("byte"), model(258))
+    assert needed_ids(tokenizer, model(num_own)) == num_own
+    assert needed_ids(tokenizer, model(num_own, from_hf="")) == num_own + 2
+    assert needed_ids(load_tokenizer("byte"), model(258)) == 259
 
 
 def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:

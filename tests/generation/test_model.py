@@ -184,7 +184,10 @@ def test_generate_refuses_bad_arguments(model, options, message):
 
 
 def test_tokenizer_that_does_not_fit_is_named_by_its_argument(run, tmp_path):
-    for tokenizer, message in (("ids:321", "has 321 ids"), (str(tmp_path), "there is no|neither")):
+    for tokenizer, message in (
+        ("ids:321", "needs 321 ids"),
+        (str(tmp_path), "there is no|neither"),
+    ):
         model = maxpipe.load_model(run.directory, tokenizer=tokenizer)
         with pytest.raises(ValueError, match=f"^tokenizer: .*({message})"):
             _ = model.tokenizer

@@ -96,7 +96,7 @@ def test_prompt_with_a_token_that_an_imported_model_lacks_is_refused(config, tmp
     stored.save(str(path))
     store = StepsDirectory(tmp_path / "runs" / "base" / "checkpoints")
     small = replace(config, **{"model.vocab_size": 4, "model.unpadded_vocab_size": 4})
-    with pytest.raises(ConfigError, match=r"own\.json has 5 ids, the model 4"):
+    with pytest.raises(ConfigError, match=r"own\.json needs 5 ids, the model has 4"):
         find_tokenizer(None, small, {}, store)
     imported = replace(small, **{"model.from_hf": str(tmp_path)})
     tokenizer = find_tokenizer(None, imported, {}, store)

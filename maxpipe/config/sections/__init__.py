@@ -24,7 +24,7 @@ from maxpipe.config.sections.training import (
     TelemetryConfig,
 )
 
-MOST_SEED = 2**32 - 1  # of a larger one JAX takes 32 bits
+MOST_SEED = 2**32 - 1  # JAX truncates larger seeds to 32 bits
 
 
 @dataclass(frozen=True)

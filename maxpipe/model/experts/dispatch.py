@@ -98,8 +98,8 @@ def _spread_backward(
     missing: Missing, places: Places, gradient: jax.Array
 ) -> tuple[jax.Array, Places]:
     if missing == "last":
-        # XLA computes a mask with the sum that makes the gradient. An update of one row it would
-        # not, and a sum of nothing else takes twice as long.
+        # XLA fuses a mask with the sum that makes the gradient. It would not fuse an update of one
+        # row, and then the sum takes twice as long.
         row = lax.broadcasted_iota(jnp.int32, gradient.shape, 0)
         gradient = jnp.where(row < gradient.shape[0] - 1, gradient, 0)
         missing = "none"
