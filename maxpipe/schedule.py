@@ -22,9 +22,10 @@ from types import ModuleType
 from maxpipe.api import schedules
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
-from maxpipe.config.errors import ConfigError, redacted
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
-from maxpipe.config.outputs import output_problems
+from maxpipe.config.outputs import is_device, output_problems
+from maxpipe.config.rules.stages import is_csv
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
@@ -98,7 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError if a file cannot be written, or would replace another or what is read."""
     files = {f"--{flag}": getattr(arguments, flag) for flag in ("csv", "svg", "html")}
-    if problems := [*output_problems(files, [*filter(os.path.isfile, arguments.words)])]:
+    problems = [*output_problems(files, [*filter(os.path.isfile, arguments.words)])]
+    table = arguments.csv
+    if table and not is_csv(table) and not is_device(table) and not problems:
+        message = f"{table}: give a name that ends in .csv, by which a table's file is known"
+        problems = [Problem("--csv", message)]
+    if problems:
         raise ConfigError(*problems)
 
 

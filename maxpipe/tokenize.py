@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def _train(flags: argparse.Namespace) -> int:
     if trained.vocab_size < size:
         emit(f"the texts give {trained.vocab_size:,} tokens, not {size:,}: give more of them")
     emit(f"wrote {out}: {trained.vocab_size:,} tokens")
-    emit(f"train with data.tokenizer={out} model.vocab_size={trained.vocab_size}")
+    words = [f"data.tokenizer={out}", f"model.vocab_size={trained.vocab_size}"]
+    emit(f"train with {shlex.join(words)}")
     return 0
 
 
@@ -94,14 +96,14 @@ def _encode(flags: argparse.Namespace) -> int:
     if not num_documents:
         raise ConfigError(Problem("FILES", "hold no text"))
     emit(f"wrote {encoding.out}: {num_documents:,} documents, {num_tokens:,} tokens")
-    words = f"data.source=token_bin data.path={encoding.out} data.tokenizer={flags.tokenizer}"
-    words += f" model.vocab_size={tokenizer.vocab_size}"
+    words = ["data.source=token_bin", f"data.path={encoding.out}"]
+    words += [f"data.tokenizer={flags.tokenizer}", f"model.vocab_size={tokenizer.vocab_size}"]
     if corpus.is_cut:
         emit(
             f"one text file, cut into documents as for data.sequence_length={flags.sequence_length}"
         )
-        words += f" data.sequence_length={flags.sequence_length}"
-    emit(f"train with {words}")
+        words.append(f"data.sequence_length={flags.sequence_length}")
+    emit(f"train with {shlex.join(words)}")
     return 0
 
 

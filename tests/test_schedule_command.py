@@ -152,13 +152,24 @@ def test_schedule_that_cannot_write_its_file_is_refused_by_the_flag(capsys):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("file", ["mine.txt", "mine"])
+def test_schedule_whose_file_would_not_be_known_as_a_table_is_refused(file, capsys, tmp_path):
+    assert main(["gpipe", "--csv", str(tmp_path / file)]) == 2
+    assert "give a name that ends in .csv" in capsys.readouterr().err
+    output(capsys, "gpipe", "--csv", str(tmp_path / "mine.CSV"))
+    assert "gpipe" not in output(capsys, str(tmp_path / "mine.CSV"))
+    (tmp_path / "mine.CSV").rename(tmp_path / file)
+    assert main([str(tmp_path / file)]) == 2
+    assert f"{file} is a file; the name of a table's file ends in .csv" in capsys.readouterr().err
+
+
 def test_schedule_that_would_replace_its_own_files_is_refused(capsys, tmp_path):
     file = tmp_path / "mine.csv"
     output(capsys, "gpipe", "--csv", str(file))
     before = file.read_text()
     assert main([str(file), "--svg", str(file)]) == 2
     assert f"--svg: would replace {file}, which is read; name another" in capsys.readouterr().err
-    assert main(["gpipe", "--csv", str(tmp_path / "x"), "--html", str(tmp_path / "x")]) == 2
+    assert main(["gpipe", "--csv", str(file), "--html", str(file)]) == 2
     assert "which --csv writes" in capsys.readouterr().err
     assert file.read_text() == before
     assert main(["gpipe", "--csv", "/dev/null", "--svg", "/dev/null"]) == 0

@@ -55,12 +55,12 @@ def test_train_makes_a_tokenizer_of_the_size_that_gives_every_text_back(size, co
 
 
 def test_train_on_little_text_says_how_many_tokens_there_are(corpus, tmp_path, capsys):
-    out = tmp_path / "tokenizer.json"
+    out = tmp_path / "my texts" / "tokenizer.json"
     assert tokenize.main(["train", str(corpus), "--vocab-size=8k", f"--out={out}"]) == 0
     size = load_tokenizer(str(out)).vocab_size
     printed = capsys.readouterr().out
     assert f"the texts give {size} tokens, not 8,000: give more of them" in printed
-    assert f"train with data.tokenizer={out} model.vocab_size={size}\n" in printed
+    assert f"train with 'data.tokenizer={out}' model.vocab_size={size}\n" in printed
 
 
 def encode(corpus, tokenizer, out, *words):

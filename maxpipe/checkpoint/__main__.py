@@ -118,7 +118,7 @@ def show(store: StepStore, step: int) -> int:
         print(f"{step}: UNREADABLE: {error}", file=sys.stderr)
         return UNREADABLE
     description = {"step": record.step, **record.meta}
-    print(yaml.safe_dump(description, sort_keys=False, default_flow_style=None))
+    print(yaml.safe_dump(description, sort_keys=False, default_flow_style=None, allow_unicode=True))
     rows = [("array", "dtype", "shape", "elements", "digest")]
     for name, leaf in record.leaves.items():
         shape = "x".join(map(str, leaf.shape)) or "scalar"

@@ -37,6 +37,7 @@ class Recorded:
       steps: a column for each of `COLUMNS`, one row for each finished step.
       evaluations: {step: loss}, of those that were finite.
       seconds: where the time of all starts went, by phase; `goodput` rows added up.
+      last_is_finite: whether loss and gradients of the last step are; other steps change nothing.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Recorded:
     steps: Mapping[str, Sequence[Number]]
     evaluations: Mapping[int, float]
     seconds: Mapping[str, float]
+    last_is_finite: bool
 
     @property
     def step(self) -> int:
@@ -171,8 +173,10 @@ def _read(name: str, root: Path) -> Recorded:
     columns: dict[str, list[Number]] = {column: [] for column in COLUMNS}
     evaluations: dict[int, float] = {}
     seconds: dict[str, float] = {}
+    last_is_finite = True
     for step, row in _rows(root / METRICS):
         if "loss" in row:
+            last_is_finite = None not in (_number(row["loss"]), _number(row.get("grad_norm", 0.0)))
             for column, values in columns.items():
                 values.append(_number(row.get(column)))
         if (loss := _number(row.get("eval_loss"))) is not None:
@@ -182,7 +186,8 @@ def _read(name: str, root: Path) -> Recorded:
                 if key.startswith("seconds_in_") and (number := _number(value)) is not None:
                     phase = key.removeprefix("seconds_in_")
                     seconds[phase] = seconds.get(phase, 0.0) + number
-    return Recorded(name, root, _read_settings(root / CONFIG), columns, evaluations, seconds)
+    settings = _read_settings(root / CONFIG)
+    return Recorded(name, root, settings, columns, evaluations, seconds, last_is_finite)
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:

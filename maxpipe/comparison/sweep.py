@@ -21,6 +21,7 @@ from types import FrameType
 from maxpipe.comparison.recorded import has_runs, read_runs
 from maxpipe.comparison.table import comparison_text, runs_text
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import read_overrides, split_values
 from maxpipe.config.imports import import_words
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, unknown_key
@@ -136,48 +137,36 @@ def _parse(words: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str
       ConfigError: with all words that are wrong, or if they name one run only.
     """
     values: dict[str, list[str]] = {}
-    problems = []
-    given = {word.partition("=")[0] for word in overrides}
+    problems: list[str] = []
+    set_here: set[str] = set()
+    given = {setting.key for setting in read_overrides(overrides)[0]}
     for word in words:
         key, equals, text = word.partition("=")
-        some = _split(text)
+        some = split_values(text)
+        # A section has several keys.
+        keys = {s.key for value in some for s in read_overrides([f"{key}={value}"])[0]}
         if not equals:
             problems.append(f"{word!r} is not of the form key=value,value")
-        elif key in _OWN:
-            problems.append(f"{key}: {_OWN[key]}")
-        elif key not in OPTIONS:
-            problems.append(f"{key}: {unknown_key(key)}")
-        elif key in values or key in given:
-            where = _FLAG if key in values else "the rest of the command line"
-            problems.append(f"{key}: is set in {where}, too; give it once")
+        elif own := keys & _OWN.keys():
+            problems += [f"{name}: {_OWN[name]}" for name in sorted(own)]
+        elif unknown := keys - OPTIONS.keys():
+            problems += [f"{name}: {unknown_key(name)}" for name in sorted(unknown)]
+        elif twice := keys & (given | set_here):
+            where = _FLAG if twice & set_here else "the rest of the command line"
+            problems += [f"{name}: is set in {where}, too; give it once" for name in sorted(twice)]
         elif "" in some:
             problems.append(f"{word}: there is an empty value between commas")
         elif repeated := [value for value in {*some} if some.count(value) > 1]:
             problems.append(f"{word}: {', '.join(sorted(repeated))} comes twice")
         if equals:
             values.setdefault(key, some)
+            set_here |= keys
     if not problems and all(len(some) == 1 for some in values.values()):
         example = f"{words[0]},..."
         problems.append(f"names one run; give a key several values, as {example}")
     if problems:
         raise ConfigError(*(Problem(_FLAG, problem) for problem in problems))
     return values
-
-
-def _split(text: str) -> list[str]:
-    """Return what is between the commas outside of brackets, braces and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        depth += (character in "[{") - (character in "]}") if not quote else 0
-        if character == "," and depth <= 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
 
 
 def _name(run_name: str, keys: Sequence[str], pairs: Mapping[str, str], taken: set[str]) -> str:

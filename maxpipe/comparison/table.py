@@ -41,7 +41,7 @@ def run_text(run: Recorded) -> str:
     lines = {
         "directory": str(run.root),
         "steps": f"{run.step} of {run.total_steps or '?'}",
-        "loss": _figure(run.loss, ".4f"),
+        "loss": _loss(run),
         "eval loss": _figure(run.eval_loss, ".4f"),
         "best eval": f"{best[1]:.4f} after step {best[0]}" if best else "-",
         "tokens": f"{run.step * tokens:,}" if tokens else "-",
@@ -68,7 +68,7 @@ def figures(run: Recorded) -> tuple[str, ...]:
     return (
         run.name,
         f"{run.step}/{run.total_steps or '?'}",
-        _figure(run.loss, ".4f"),
+        _loss(run),
         _figure(run.eval_loss, ".4f"),
         f"{best[1]:.4f} @{best[0]}" if best else "-",
         _rate(run.median("tokens_per_second")),
@@ -83,6 +83,10 @@ def value_text(run: Recorded, key: str) -> str:
     value = run.settings.get(key)
     text = as_written(value)
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
+
+
+def _loss(run: Recorded) -> str:
+    return _figure(run.loss, ".4f") if run.last_is_finite else "not finite"
 
 
 def _figure(value: Number, form: str) -> str:

@@ -19,6 +19,7 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.rules.mesh import LEVELS
 from maxpipe.config.rules.rule import Updates, divisors
+from maxpipe.config.rules.stages import is_csv
 from maxpipe.config.sections import MESH_AXES, Config
 
 KEY = "mesh.elastic.axes"
@@ -166,7 +167,7 @@ def _microbatches(config: Config, smaller: Config) -> list[int]:
     A schedule from a file has the number that it is written for.
     """
     count = config.pipeline.num_microbatches
-    if config.pipeline.schedule.endswith(".csv") and ENGINES[config.pipeline.engine].has_stages:
+    if is_csv(config.pipeline.schedule) and ENGINES[config.pipeline.engine].has_stages:
         return [count]
     rows, rest = divmod(config.data.global_batch_size, data_shards(smaller))
     least = count * data_shards(config) / data_shards(smaller)

@@ -105,6 +105,22 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
     return settings, problems
 
 
+def split_values(text: str) -> list[str]:
+    """Return the values of a word `key=a,b`: commas in brackets, braces and quotes split none."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += (character in "[{") - (character in "]}") if not quote else 0
+        if character == "," and depth <= 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
 def nearest_files(path: str) -> list[str]:
     """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
     presets, own = Path(shown_path(config_root())), Path(os.path.dirname(path) or ".")

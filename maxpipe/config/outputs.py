@@ -14,6 +14,10 @@ def unwritable(file: str, *, is_replaced: bool = False) -> str:
       file: its path.
       is_replaced: whether a new file takes its place, so that it is no device such as /dev/stdout.
     """
+    if file == "-":
+        return "a dash is no file; /dev/stdout is standard output"
+    if file.endswith("/"):
+        return "it is a directory; name a file in it"
     path = Path(file)
     if not path.parent.is_dir():
         return f"there is no directory {path.parent}"

@@ -153,6 +153,14 @@ def notes_of(documents: Documents) -> tuple[str, ...]:
     return notes
 
 
+def describe_sources(data: DataConfig) -> str:
+    """Return the source, or the sources of a mixture with their shares."""
+    total = sum(entry["weight"] for entry in data.mixture)
+    return (
+        " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source
+    )
+
+
 def is_mixed(config: DataConfig, split: Split) -> bool:
     """Return whether a split has the documents of `data.mixture`, each source split by itself."""
     return bool(config.mixture) and not (split == "eval" and config.eval_path)

@@ -42,6 +42,8 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
             message = (
                 f"no file at {part!r}; give a file, a glob, or a directory that holds {endings}"
             )
+            if "," in path:
+                message += "; commas separate several paths"
             problems.append(Problem("data.path", message))
     if problems:
         raise ConfigError(*problems)
@@ -57,14 +59,22 @@ def parts_of(path: str) -> list[str]:
 
 
 def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the files of one entry of `data.path` on this machine; empty if there are none."""
+    """Return the files of one entry of `data.path` on this machine; empty if there are none.
+
+    Raises:
+      ConfigError: one is a link whose target is missing, so that a part of the data would be, too.
+    """
     path = Path(part).expanduser()
     if path.is_file():
         return [str(path)]
     is_directory = path.is_dir()
     pattern = glob.escape(str(path)) + "/**/*" if is_directory else str(path)
-    files = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
-    return [name for name in files if name.endswith(tuple(suffixes))] if is_directory else files
+    endings = tuple(suffixes) if is_directory else ("",)
+    found = [name for name in glob.glob(pattern, recursive=True) if name.endswith(endings)]
+    if broken := next((name for name in found if not Path(name).exists()), None):
+        message = f"{broken} is a link to nothing; mount what it links to, or remove it"
+        raise ConfigError(Problem("data.path", message))
+    return [name for name in found if Path(name).is_file()]
 
 
 def require_content(paths: list[str]) -> list[str]:

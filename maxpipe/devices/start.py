@@ -49,7 +49,28 @@ def start_jax(config: Config) -> None:
     engine = ENGINES.get(derive_known(config).pipeline.engine)
     if processes.count() > 1 and engine and not engine.one_program and not has_started():
         start_transfers()
+    check_platforms()
     start_compile_cache(config)
+
+
+def check_platforms() -> None:
+    """Start JAX's devices, and check that it has the platforms that JAX_PLATFORMS names.
+
+    Raises:
+      ConfigError: it has not, such as CUDA without the extra that installs it.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS")
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        if not platforms:
+            raise
+        reason = str(error).partition("\n")[0] or "it is not installed"
+        message = (
+            f"JAX cannot use {platforms!r} here: {reason}; install the extra for this machine, "
+            'such as pip install -e ".[cuda]", or unset the variable'
+        )
+        raise ConfigError(Problem("JAX_PLATFORMS", message)) from None
 
 
 def name_machine() -> None:

@@ -21,7 +21,7 @@ from maxpipe.checkpoint.average import read_mean_parameters
 from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
-from maxpipe.devices.start import name_machine
+from maxpipe.devices.start import check_platforms, name_machine
 from maxpipe.model.kernels.dot_product import attend, dot_product_attention
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
@@ -294,6 +294,7 @@ def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
       CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     name_machine()
+    check_platforms()
     shape = [-1 if axis == "tensor" else 1 for axis in MESH_AXES]
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()).reshape(shape), MESH_AXES)
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)

@@ -1,7 +1,7 @@
 """Use a trained model from Python: logits of tokens, text after a prompt, answers in chats."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -193,8 +193,9 @@ class Model:
             refuses the conversation, or it is too long.
         """
         _check_numbers(max_tokens, temperature, top_k, top_p, seed)
-        if not messages:
-            raise ValueError('messages: expected some, such as [{"role": "user", "content": "Hi"}]')
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            example = '[{"role": "user", "content": "Hi"}]'
+            raise ValueError(f"messages: expected a list of them, such as {example}")
         sampling = Sampling(temperature, top_k, top_p)
         with _naming_arguments():
             prompt = self.read_conversation(messages, tools)

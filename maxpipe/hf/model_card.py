@@ -6,6 +6,7 @@ from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.model_places import run_of
 from maxpipe.config.sections import Config
+from maxpipe.data.documents import describe_sources
 
 FILE = "README.md"
 _TEXT = """---
@@ -62,7 +63,7 @@ def model_card(
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
         "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
-        "data": config.data.source,
+        "data": describe_sources(config.data),
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
         "seed": config.seed,
     }

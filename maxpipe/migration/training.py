@@ -65,7 +65,10 @@ def _translate_schedule(t: Translator) -> None:
 def translate_run(t: Translator) -> None:
     """Set the run's name and directory, checkpoints, traces and the compilation cache."""
     name = t.text("run_name") or t.text("model_name").replace("default", "maxtext")
-    t.set("run_name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-"), "run_name")
+    ours = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
+    t.set("run_name", ours, "run_name")
+    if ours != name:
+        t.note("run_name", f"the run is called {ours}: names have letters, digits, . _ and -")
     directory = t.text("base_output_directory")
     if "://" in directory:
         t.set("checkpoint.mirror", directory.rstrip("/"), "base_output_directory")

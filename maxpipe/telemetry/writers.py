@@ -210,10 +210,10 @@ class TensorBoard:
         self.flush()
 
     def write(self, step: int, scalars: Row) -> None:
-        """Write one point for each name that has a value."""
+        """Write one point for each name that has a value which is finite."""
         now = time.time()
         for name, value in scalars.items():
-            if value is not None:
+            if _finite_or_none(value) is not None:
                 summary = self._scalar(name, value)
                 self._file.write_event(self._event(wall_time=now, step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:

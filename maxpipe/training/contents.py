@@ -10,10 +10,10 @@ import maxpipe
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
 from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.rules.stages import is_csv
 from maxpipe.config.sections import Config
 from maxpipe.data.fingerprint import data_digests
 from maxpipe.devices.agreement import source_digest
-from maxpipe.pipeline.schedules.load import is_csv
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
 

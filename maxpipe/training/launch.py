@@ -1,6 +1,7 @@
 """Take a loaded configuration to a finished run: start JAX, build the run, report, train."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -476,5 +477,5 @@ def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"
-    curves = f"`python -m maxpipe.runs plot {root}` draws its curves"
+    curves = f"`python -m maxpipe.runs plot {shlex.quote(str(root))}` draws its curves"
     return f"done: {last_step} steps in {root}, {seconds:.0f} s for this start; {curves}"

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.sections import Config, DataConfig
+from maxpipe.config.sections import Config
+from maxpipe.data.documents import describe_sources
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import bubble_fraction
@@ -227,11 +228,3 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         decisions=decisions,
     )
     return start_summary(summary)
-
-
-def describe_sources(data: DataConfig) -> str:
-    """Return the source, or the sources of a mixture with their shares."""
-    total = sum(entry["weight"] for entry in data.mixture)
-    return (
-        " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source
-    )

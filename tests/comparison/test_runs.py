@@ -69,6 +69,19 @@ def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("column", ["loss", "grad_norm"])
+def test_run_that_ended_with_steps_that_are_not_finite_says_so(tmp_path, capsys, column):
+    file = write_run(tmp_path / "run", steps=3, evaluations=()) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2][column] = None
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "not finite" in printed(capsys, "ls", tmp_path)
+    assert "loss        not finite" in printed(capsys, "show", tmp_path / "run")
+    rows[2][column], rows[1][column] = 1.0, None
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "not finite" not in printed(capsys, "ls", tmp_path)
+
+
 def test_lost_configurations_are_not_called_the_same(two, capsys, num_lost):
     for name in ("run-2", "run-10")[:num_lost]:
         (two / name / "config.yml").unlink()

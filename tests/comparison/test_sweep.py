@@ -45,6 +45,12 @@ def test_sweep_splits_at_commas_outside_of_brackets_and_quotes():
     assert second.name == "base-profile_steps_3_4"
 
 
+def test_sweep_changes_several_keys_at_once_by_their_section():
+    (first, second) = members("mesh.ici={stage: 2, fsdp: 2},{stage: 4, fsdp: 1}")
+    assert first.words == ("mesh.ici={stage: 2, fsdp: 2}",)
+    assert second.name == "base-ici_stage_4_fsdp_1"
+
+
 def test_sweep_names_stay_legal_short_and_different():
     planned = members("mesh.ici.fsdp=2,-1", "mesh.dcn.fsdp=1,-1", overrides=["run_name=mine"])[:3]
     assert planned[0].name == "mine-mesh_ici_fsdp_2-mesh_dcn_fsdp_1"
@@ -66,6 +72,8 @@ def test_sweep_names_stay_legal_short_and_different():
         (["step=4,5"], "--sweep: step: unknown key; did you mean steps"),
         (["seed=4,5", "seed=6"], "--sweep: seed: is set in --sweep, too"),
         (["eval.every=4,5"], "--sweep: eval.every: is set in the rest of the command line, too"),
+        (["eval={every: 4},{every: 5}"], "--sweep: eval.every: is set in the rest of the command"),
+        (["model={num_layer: 4},{num_layers: 8}"], "--sweep: model.num_layer: unknown key"),
         (["run_name=a,b"], "--sweep: run_name: is no key to sweep over"),
         (["output_dir=a,b"], "--sweep: output_dir: is no key to sweep over"),
         (["seed=1,x"], "seed (command line): expected"),

@@ -38,6 +38,19 @@ def test_find_files_brackets_in_directory_name_are_no_glob(tmp_path: Path) -> No
     assert _names(find_files(f"{tmp_path}/[v1]"), tmp_path) == ["[v1]/a.txt"]
 
 
+@pytest.mark.parametrize("part", ["*.txt", "sub", "sub/lost.txt"])
+def test_find_files_refuses_a_link_to_nothing(tree: Path, part: str) -> None:
+    (tree / "sub" / "lost.txt").symlink_to(tree / "gone")
+    (tree / "lost.txt").symlink_to(tree / "gone")
+    with pytest.raises(ConfigError, match=r"lost\.txt is a link to nothing"):
+        find_files(f"{tree}/{part}", (".txt",))
+
+
+def test_find_files_leaves_links_out_that_it_does_not_look_for(tree: Path) -> None:
+    (tree / "lost.bin").symlink_to(tree / "gone")
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
+
+
 def test_find_files_names_every_part_without_file(tree: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_files(f"{tree}/a.txt,{tree}/none.txt,{tree}/*.csv")
@@ -46,6 +59,7 @@ def test_find_files_names_every_part_without_file(tree: Path) -> None:
     assert all(message.startswith("data.path: no file at ") for message in messages)
     assert "none.txt" in messages[0]
     assert "*.csv" in messages[1]
+    assert all(message.endswith("; commas separate several paths") for message in messages)
 
 
 @pytest.mark.parametrize("path", ["", " , "])

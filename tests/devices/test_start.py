@@ -143,3 +143,22 @@ def test_jax_starts_without_complaints_of_libtpu(simulated):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "TPU_" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "reason"), [("cuda", ""), ("rocket", "Unable to initialize backend 'rocket'")]
+)
+def test_a_platform_that_jax_does_not_have_is_a_mistake_of_the_variable(platform, reason):
+    code = (
+        "from maxpipe.config import Config\n"
+        "from maxpipe.devices.start import start_jax\n"
+        "try:\n"
+        "    start_jax(Config())\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": platform}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"JAX_PLATFORMS: JAX cannot use '{platform}' here: {reason}")
+    assert "or unset the variable" in done.stdout

@@ -205,7 +205,7 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
 
 def test_unusable_conversation_is_refused(run_dir, capsys):
     loaded = maxpipe.load_model(run_dir)
-    with pytest.raises(ValueError, match="messages: expected some"):
+    with pytest.raises(ValueError, match="messages: expected a list of them"):
         loaded.chat([])
     with pytest.raises(ValueError, match=r"messages: \S*/chat_template\.jinja cannot lay it out"):
         loaded.chat([{"role": "user"}])

@@ -263,6 +263,11 @@ def test_card_of_a_run_on_bytes_promises_no_tokenizer():
     assert "trained with maxpipe." in card
     assert "evaluation loss" not in card
     assert "from random weights" in card
+    assert "| data | python_stdlib |" in card
+    mixture = [{"source": "text", "weight": 1}, {"source": "jsonl", "weight": 3}]
+    mixed = replace(config, **{"data.mixture": mixture})
+    card = model_card(mixed, record, **facts, has_tokenizer=False)
+    assert "| data | 0.25 text + 0.75 jsonl |" in card
     started = replace(config, init_from="run:runs/base")
     card = model_card(started, record, **facts, has_tokenizer=False)
     assert "from the weights of another run" in card

@@ -344,6 +344,7 @@ def test_problem_of_our_key_names_maxtexts(translated):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
+        ("run_name=team/one", "run_name=team/one: the run is called team-one: names have"),
         ("use_iota_embed=true", "use_iota_embed=true: left out: a matter of how"),
         ("grad_dtype=bfloat16", "grad_dtype=bfloat16: sums of squares"),
         ("param_scan_axis=0", "param_scan_axis=0: left out; checkpoints always keep"),

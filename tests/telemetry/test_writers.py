@@ -1,11 +1,12 @@
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
 from maxpipe.telemetry import writers
-from maxpipe.telemetry.writers import MetricsFile
+from maxpipe.telemetry.writers import MetricsFile, TensorBoard
 
 
 def rows(path):
@@ -188,3 +189,15 @@ def test_tensorboard_loads_no_packages_of_which_it_uses_nothing(tmp_path):
     assert process.stderr.endswith("AssertionError: was loaded\n"), process.stderr
     assert process.stderr.count("torch.py") == 1
     assert list((tmp_path / "events").iterdir())
+
+
+def test_tensorboard_leaves_values_out_that_are_not_finite(tmp_path, caplog):
+    """The library would warn of each of them on the console."""
+    board = TensorBoard(tmp_path, last_step=0)
+    board.write(1, {"loss": math.nan, "grad_norm": math.inf, "tokens": 7})
+    board.close()
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    assert b"tokens" in content
+    assert b"loss" not in content
+    assert caplog.text == ""

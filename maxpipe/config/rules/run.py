@@ -84,6 +84,8 @@ def check_directories(c: Config) -> None:
     }
     problems = []
     for key, path in directories.items():
+        if key == "output_dir" and not path.strip():
+            problems.append(Problem(key, "is empty; name a directory, such as runs or ."))
         names = [os.fsencode(name) for name in path.split("/")]
         longest = max(len(name) for name in names)
         if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:

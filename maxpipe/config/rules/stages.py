@@ -16,9 +16,14 @@ _LAYOUT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.la
 _PARALLEL_LAYERS = "pipeline.parallel_layers"
 
 
+def is_csv(schedule: str) -> bool:
+    """Return whether `pipeline.schedule` names a file; no name of a schedule ends like one."""
+    return schedule.lower().endswith(".csv")
+
+
 def engines_of(schedule: str) -> list[str]:
     """Return the engines that run a schedule or a CSV file, the preferred one first."""
-    if schedule.endswith(".csv"):
+    if is_csv(schedule):
         return [name for name, engine in ENGINES.items() if engine.runs_csv]
     engines = SCHEDULES[schedule].engines if schedule in SCHEDULES else ()
     return [name for name in engines if name in ENGINES]
@@ -58,9 +63,12 @@ def chunk_layers(c: Config) -> list[int]:
 def check_schedule(c: Config) -> None:
     """Check that the schedule is in the catalogue or a CSV file."""
     name, names = c.pipeline.schedule, [*SCHEDULES]
-    if name.endswith(".csv"):
+    if is_csv(name):
         if not os.path.isfile(name):
             raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
+    elif os.path.isfile(name):
+        message = f"{name} is a file; the name of a table's file ends in .csv"
+        raise ConfigError(Problem("pipeline.schedule", message))
     elif name not in names:
         legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
         message = f"{name!r} is neither a CSV file nor one of {legal}"

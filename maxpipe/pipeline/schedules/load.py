@@ -1,18 +1,15 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
+import os
+
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
-from maxpipe.config.rules.stages import chunk_layers, num_stages
+from maxpipe.config.rules.stages import chunk_layers, is_csv, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
 from maxpipe.pipeline.schedules.timed_orders import UnitTimes
-
-
-def is_csv(schedule: str) -> bool:
-    """Return whether `pipeline.schedule` names a file; no name of a schedule ends like one."""
-    return schedule.endswith(".csv")
 
 
 def build_table(config: Config) -> Table:
@@ -121,6 +118,8 @@ def check_named(
       ValueError: there is no such schedule.
       ScheduleError: sizes are below 1, or it does not have options; with all reasons.
     """
+    if schedule not in SCHEDULES and os.path.isfile(schedule):
+        raise ValueError(f"{schedule} is a file; the name of a table's file ends in .csv")
     if schedule not in SCHEDULES:
         raise ValueError(
             f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "

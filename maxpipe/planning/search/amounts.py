@@ -25,7 +25,7 @@ def share_of(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share < 1:
-        raise ValueError(f"{MARGIN}: expected a share such as 10% or 0.1; got {text!r}")
+        raise ValueError(f"{MARGIN}: expected a share below 100%, such as 10% or 0.1; got {text!r}")
     return share
 
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import Problem
+from maxpipe.config.files import Setting, read_overrides, split_values
 from maxpipe.config.options import OPTIONS, unknown_key
-from maxpipe.config.values import Scalar, check_bounds, convert, nearest
+from maxpipe.config.rules.stages import is_csv
+from maxpipe.config.values import check_bounds, convert, nearest
 from maxpipe.planning.search.space import BATCH, FOLLOWING, GATHERS, MESH_KEYS, REPEATS, SEARCHED
 
 _COUNTS = (*MESH_KEYS, "pipeline.num_microbatches", REPEATS, BATCH)
@@ -17,24 +19,39 @@ def values_of(flag: str, words: Sequence[str]) -> tuple[dict[str, list[object]],
     problems = []
     for word in words:
         key, equals, text = word.partition("=")
-        if key in values:
-            problems.append(Problem("", f"{flag} {key}: is given twice"))
+        if not equals:
+            problems.append(Problem("", f"{flag} {word}: expected {flag} key=value"))
             continue
-        if key not in OPTIONS or not equals:
-            message = unknown_key(key) if equals else f"expected {flag} key=value"
-            problems.append(Problem("", f"{flag} {word}: {message}"))
-            continue
-        parts = text.split(",") if flag == "--try" else [text]
-        try:
-            converted: list[object] = []
-            for value in (convert(OPTIONS[key], Scalar(part)) for part in parts):
-                check_bounds(OPTIONS[key], value)
-                if value not in converted:
-                    converted.append(value)
-            values[key] = converted
-        except ValueError as error:
-            problems.append(Problem("", f"{flag} {key}: {error}"))
+        given: dict[str, list[object]] = {}
+        for part in split_values(text) if flag == "--try" else [text]:
+            settings, wrong = read_overrides([f"{key}={part}"])
+            problems += [Problem("", f"{flag} {word}: {problem.message}") for problem in wrong]
+            for setting in settings:
+                try:
+                    value = _value(setting)
+                except ValueError as error:
+                    problems.append(Problem("", f"{flag} {setting.key}: {error}"))
+                    continue
+                some = given.setdefault(setting.key, [])
+                some += [value] * (value not in some)
+        twice = given.keys() & values.keys()
+        problems += [Problem("", f"{flag} {name}: is given twice") for name in sorted(twice)]
+        values |= given
     return values, problems
+
+
+def _value(setting: Setting) -> object:
+    """Return the value of a setting.
+
+    Raises:
+      ValueError: there is no such key, or the value is not legal.
+    """
+    if setting.key not in OPTIONS:
+        raise ValueError(unknown_key(setting.key))
+    option = OPTIONS[setting.key]
+    value = convert(option, setting.raw)
+    check_bounds(option, value)
+    return value
 
 
 def problems_of(fixed: dict[str, list[object]], tried: dict[str, list[object]]) -> list[Problem]:
@@ -75,7 +92,7 @@ def _refusal(key: str, value: object) -> str:
     if key == "pipeline.engine" and value not in ENGINES:
         return f"the plan tries engines by name: {', '.join(ENGINES)}; got {value}"
     if key == "pipeline.schedule" and value not in SCHEDULES:
-        if str(value).endswith(".csv"):
+        if is_csv(str(value)):
             return "a schedule from a file has no closed form"
         names = [*SCHEDULES]
         return f"{value!r} is not one of {', '.join(names)}{nearest(str(value), names)}"

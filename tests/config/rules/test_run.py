@@ -126,6 +126,12 @@ def test_directory_in_an_object_store_is_refused(problems, key):
     assert "'gs://bucket/runs' is not a directory" in problems(f"{key}=gs://bucket/runs")[key]
 
 
+def test_output_directory_without_a_name_is_refused(problems):
+    """Such as that of a variable which is not set."""
+    assert "is empty; name a directory" in problems("output_dir=")["output_dir"]
+    assert problems("output_dir=.") == {}
+
+
 def test_keep_best_names_all_that_it_lacks(problems):
     refusals = problems("checkpoint.keep_best=1", "eval.every=0", "checkpoint.every=0")
     assert "give eval.every and checkpoint.every, which is 0" in refusals["checkpoint.keep_best"]
