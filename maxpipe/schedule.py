@@ -100,10 +100,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError if a file cannot be written, or would replace another or what is read."""
     files = {f"--{flag}": getattr(arguments, flag) for flag in ("csv", "svg", "html")}
     problems = [*output_problems(files, [*filter(os.path.isfile, arguments.words)])]
-    table = arguments.csv
-    if table and not is_csv(table) and not is_device(table) and not problems:
-        message = f"{table}: give a name that ends in .csv, by which a table's file is known"
-        problems = [Problem("--csv", message)]
+    if (table := arguments.csv) and not is_csv(table) and not is_device(table):
+        problems.append(Problem("--csv", f"{table}: give a name that ends in .csv"))
     if problems:
         raise ConfigError(*problems)
 

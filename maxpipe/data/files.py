@@ -70,11 +70,11 @@ def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
     is_directory = path.is_dir()
     pattern = glob.escape(str(path)) + "/**/*" if is_directory else str(path)
     endings = tuple(suffixes) if is_directory else ("",)
-    found = [name for name in glob.glob(pattern, recursive=True) if name.endswith(endings)]
-    if broken := next((name for name in found if not Path(name).exists()), None):
+    matches = [name for name in glob.glob(pattern, recursive=True) if name.endswith(endings)]
+    if broken := next((name for name in matches if not Path(name).exists()), None):
         message = f"{broken} is a link to nothing; mount what it links to, or remove it"
         raise ConfigError(Problem("data.path", message))
-    return [name for name in found if Path(name).is_file()]
+    return [name for name in matches if Path(name).is_file()]
 
 
 def require_content(paths: list[str]) -> list[str]:

@@ -46,7 +46,9 @@ def test_sweep_splits_at_commas_outside_of_brackets_and_quotes():
 
 
 def test_sweep_changes_several_keys_at_once_by_their_section():
-    (first, second) = members("mesh.ici={stage: 2, fsdp: 2},{stage: 4, fsdp: 1}")
+    (first, second) = members(
+        "mesh.ici={stage: 2, fsdp: 2},{stage: 4, fsdp: 1}", overrides=["pipeline.num_repeats=1"]
+    )
     assert first.words == ("mesh.ici={stage: 2, fsdp: 2}",)
     assert second.name == "base-ici_stage_4_fsdp_1"
 
