@@ -66,7 +66,7 @@ def check_schedule(c: Config) -> None:
     if is_csv(name):
         if not os.path.isfile(name):
             raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
-    elif os.path.isfile(name):
+    elif name not in names and os.path.isfile(name):
         message = f"{name} is a file; the name of a table's file ends in .csv"
         raise ConfigError(Problem("pipeline.schedule", message))
     elif name not in names:

@@ -57,6 +57,17 @@ def test_schedule_csv_runs_on_the_scheduled_engine(resolved, problems, tmp_path)
     assert resolved(f"pipeline.schedule={path}").pipeline.engine == "scheduled"
 
 
+def test_schedule_in_a_file_of_another_name_is_refused_but_none_of_a_schedule(
+    problems, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.txt", "lockstep_zb"):
+        (tmp_path / name).touch()
+    refusals = problems("pipeline.schedule=mine.txt")
+    assert refusals["pipeline.schedule"].endswith("the name of a table's file ends in .csv")
+    assert problems("pipeline.schedule=lockstep_zb", "pipeline.remat_policy=none") == {}
+
+
 @pytest.mark.parametrize(
     ("words", "key", "message"),
     [
