@@ -37,7 +37,6 @@ class Recorded:
       steps: a column for each of `COLUMNS`, one row for each finished step.
       evaluations: {step: loss}, of those that were finite.
       seconds: where the time of all starts went, by phase; `goodput` rows added up.
-      last_is_finite: whether loss and gradients of the last step are; other steps change nothing.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Recorded:
     steps: Mapping[str, Sequence[Number]]
     evaluations: Mapping[int, float]
     seconds: Mapping[str, float]
-    last_is_finite: bool
 
     @property
     def step(self) -> int:
@@ -62,6 +60,11 @@ class Recorded:
     def loss(self) -> Number:
         """Return the loss of the last step."""
         return self.steps["loss"][-1] if self.steps["loss"] else None
+
+    @property
+    def last_is_finite(self) -> bool:
+        """Return whether loss and gradients of the last step are; other steps change nothing."""
+        return not self.steps["step"] or None not in (self.loss, self.steps["grad_norm"][-1])
 
     @property
     def eval_loss(self) -> Number:
@@ -173,10 +176,8 @@ def _read(name: str, root: Path) -> Recorded:
     columns: dict[str, list[Number]] = {column: [] for column in COLUMNS}
     evaluations: dict[int, float] = {}
     seconds: dict[str, float] = {}
-    last_is_finite = True
     for step, row in _rows(root / METRICS):
         if "loss" in row:
-            last_is_finite = None not in (_number(row["loss"]), _number(row.get("grad_norm", 0.0)))
             for column, values in columns.items():
                 values.append(_number(row.get(column)))
         if (loss := _number(row.get("eval_loss"))) is not None:
@@ -186,8 +187,7 @@ def _read(name: str, root: Path) -> Recorded:
                 if key.startswith("seconds_in_") and (number := _number(value)) is not None:
                     phase = key.removeprefix("seconds_in_")
                     seconds[phase] = seconds.get(phase, 0.0) + number
-    settings = _read_settings(root / CONFIG)
-    return Recorded(name, root, settings, columns, evaluations, seconds, last_is_finite)
+    return Recorded(name, root, _read_settings(root / CONFIG), columns, evaluations, seconds)
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:

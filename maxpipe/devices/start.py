@@ -59,9 +59,9 @@ def check_platforms() -> None:
     Raises:
       ConfigError: JAX lacks a platform that it names, as CUDA without the extra that installs it.
     """
-    platforms = os.environ.get("JAX_PLATFORMS")
     if processes.count() > 1:
         return  # an error may as well be that of a lost process
+    platforms = os.environ.get("JAX_PLATFORMS")
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:

@@ -137,7 +137,9 @@ def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ra
     done, failed = Path("runs", "base-seed_1"), Path("runs", "base-seed_2")
     done.mkdir(parents=True)
     failed.mkdir()
-    (done / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "step_seconds": 1.0}\n')
+    (done / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5, "grad_norm": 1.0, "step_seconds": 1.0}\n'
+    )
     for root in (done, failed):
         (root / "config.yml").write_text("run_name: x\n")
     assert train.main(["base", "--sweep", "seed=1,2"]) == 1

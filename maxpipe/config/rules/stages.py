@@ -21,6 +21,13 @@ def is_csv(schedule: str) -> bool:
     return schedule.lower().endswith(".csv")
 
 
+def misnamed_table(schedule: str) -> str:
+    """Return what is wrong with the name of a file that is there; "" if there is none."""
+    if not os.path.isfile(schedule):
+        return ""
+    return f"{schedule} is a file; the name of a table's file ends in .csv"
+
+
 def engines_of(schedule: str) -> list[str]:
     """Return the engines that run a schedule or a CSV file, the preferred one first."""
     if is_csv(schedule):
@@ -66,12 +73,9 @@ def check_schedule(c: Config) -> None:
     if is_csv(name):
         if not os.path.isfile(name):
             raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
-    elif name not in names and os.path.isfile(name):
-        message = f"{name} is a file; the name of a table's file ends in .csv"
-        raise ConfigError(Problem("pipeline.schedule", message))
     elif name not in names:
         legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
-        message = f"{name!r} is neither a CSV file nor one of {legal}"
+        message = misnamed_table(name) or f"{name!r} is neither a CSV file nor one of {legal}"
         raise ConfigError(Problem("pipeline.schedule", message))
 
 

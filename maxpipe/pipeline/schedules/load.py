@@ -1,10 +1,8 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
-import os
-
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
-from maxpipe.config.rules.stages import chunk_layers, is_csv, num_stages
+from maxpipe.config.rules.stages import chunk_layers, is_csv, misnamed_table, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
@@ -118,12 +116,11 @@ def check_named(
       ValueError: there is no such schedule.
       ScheduleError: sizes are below 1, or it does not have options; with all reasons.
     """
-    if schedule not in SCHEDULES and os.path.isfile(schedule):
-        raise ValueError(f"{schedule} is a file; the name of a table's file ends in .csv")
     if schedule not in SCHEDULES:
         raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
-            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
+            misnamed_table(schedule)
+            or f"pipeline.schedule={schedule!r} does not exist; choose one of "
+            f"{', '.join(SCHEDULES)} ({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
         )
     facts = SCHEDULES[schedule]
     sizes = {
