@@ -77,7 +77,7 @@ def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
 
     told = {"pipeline.fsdp_gather": "once", "pipeline.fsdp_prefetch": "false"}
     (note,) = noted()
-    assert note.endswith("the memory of TPU v99 is not known")
+    assert note.endswith("the memory of TPU v99 is unknown")
     assert noted(**told) == noted("cpu", "cpu") == []
     assert noted(**{"mesh.ici.fsdp": 1}) == [note]  # the head lies over the stages
     circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
