@@ -1,7 +1,7 @@
 """Define what an attention function takes and returns, for the model, its kernels and wrappers.
 
 Letters: B sequences, T tokens of a sequence, P queries of a part, H query heads, K key/value heads,
-C channels of a query and key, V of a value, which are as many but with latent attention.
+C channels of a query and key, V channels of a value; V = C except with latent attention.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
       window: tokens that a query sees, its own included, int32 scalar; None = all.
-      sinks: [H], a logit per head that only the softmax's denominator has.
+      sinks: [H], a logit per head that enters only the softmax's denominator.
       soft_cap: c of c * tanh(score / c); 0 = none.
     """
 
@@ -37,12 +37,12 @@ class AttentionFn(Protocol):
         segment_ids: jax.Array,
         options: AttentionOptions = PLAIN,
     ) -> jax.Array:
-        """Return [B,T,H,V].
+        """Return the outputs, [B,T,H,V].
 
         Args:
           q, k, v: query [B,T,H,C], key [B,T,K,C], value [B,T,K,V].
           segment_ids: int32 [B,T].
-          options: of the layer.
+          options: the layer's options.
         """
         ...
 
@@ -59,20 +59,20 @@ class PartAttention(Protocol):
         part: jax.Array,
         options: AttentionOptions = PLAIN,
     ) -> jax.Array:
-        """Return [B,P,H,V].
+        """Return the outputs of the part, [B,P,H,V].
 
         Args:
           q: queries of the part [B,P,H,C].
           k, v: key [B,T,K,C], value [B,T,K,V].
           segment_ids: int32 [B,T].
           part: index of the part, int32 scalar.
-          options: of the layer; a window counts tokens, not places.
+          options: the layer's options; a window counts tokens, not places.
         """
         ...
 
 
 class OverLatents:
-    """Attention that latent attention calls with latents, so that a cache can hold these alone.
+    """Attention that latent attention calls with latents, so that a cache need only hold latents.
 
     Keys then have one head, and values are their first V channels.
     """

@@ -40,12 +40,12 @@ def swapped(x: jax.Array, axis_name: str) -> jax.Array:
 
 
 class Routes(NamedTuple):
-    """Which rows a device sends to each device, itself included, and receives; int32 [n] each.
+    """The rows that a device sends to and receives from each device, itself included; int32 [n].
 
     Attributes:
-      first: index of the first row for each device; those for one device are neighbours.
+      first: index of the first row for each device; rows for one device are contiguous.
       sent: number of rows for each device.
-      first_there: index of the first of them in the rows that the other device receives.
+      first_there: index of that row among the rows that the other device receives.
       received: number of rows from each device.
     """
 
@@ -56,15 +56,15 @@ class Routes(NamedTuple):
 
 
 def routes(sent: jax.Array, axis_name: str) -> tuple[Routes, Routes]:
-    """Return the routes of rows that lie in the order of their devices, and the routes back.
+    """Return the routes of rows that are sorted by destination device, and the routes back.
 
-    Received rows lie in the order of the devices that sent them, without gaps. `sent` is the number
+    Received rows are sorted by the device that sent them, without gaps. `sent` is the number
     of rows for each device, int32 [n].
     """
     own = lax.axis_index(axis_name)
     counts = lax.all_gather(sent, axis_name)  # [n, n], from each device to each
     before_sent = jnp.cumsum(counts, axis=1) - counts  # first row in what a device sends
-    before_received = jnp.cumsum(counts, axis=0) - counts  # and in what one receives
+    before_received = jnp.cumsum(counts, axis=0) - counts  # and in what a device receives
     received = counts[:, own]
     there = Routes(before_sent[own], sent, before_received[own], received)
     return there, Routes(before_received[:, own], received, before_sent[:, own], sent)
@@ -76,7 +76,7 @@ def delivered(
 ) -> jax.Array:
     """Send rows to other devices; return the rows received, [R, ...] -> [num_received, ...].
 
-    Rows that nothing is received for are zero. Gradients travel along the routes back.
+    Rows of the result that nothing arrives for are zero. Gradients travel along the routes back.
     """
     empty = jnp.zeros((num_received, *x.shape[1:]), x.dtype)
     return lax.ragged_all_to_all(x, empty, *there, axis_name=axis_name)
@@ -98,7 +98,7 @@ delivered.defvjp(
     _delivered_backward,
 )
 
-# (axis_name, dimension, nothing that the forward pass saves, gradient) -> (gradient of x,)
+# (axis_name, dimension, None from the forward pass, gradient) -> (gradient of x,)
 gathered.defvjp(
     lambda x, *where: (gathered(x, *where), None),
     lambda axis_name, dimension, _, gradient: (summed(gradient, axis_name, dimension),),

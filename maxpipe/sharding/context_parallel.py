@@ -41,7 +41,7 @@ def in_order(x: jax.Array, count: int) -> jax.Array:
 
 
 def over_context(attention: PartAttention) -> AttentionFn:
-    """Return attention of a device's own queries [B,P,H,D] to all keys, from parts of both.
+    """Return attention of a device's own queries [B,P,H,D] to all keys, given its part of both.
 
     For use in a program that is manual over the axis.
     """
@@ -63,11 +63,11 @@ def over_context(attention: PartAttention) -> AttentionFn:
 
 
 def sequence_parts() -> int:
-    """Return the parts of a sequence, of which a program has one: 1 unless it is manual."""
+    """Return how many parts a sequence has: 1 unless the program is manual over the axis."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return lax.axis_size(CONTEXT_AXIS) if CONTEXT_AXIS in manual else 1
 
 
 def sum_over_sequence(x: jax.Array) -> jax.Array:
-    """Sum what each part of a sequence has, so that all have the sum, differentiably."""
+    """Sum `x` over the parts of a sequence, differentiably; every part gets the sum."""
     return lax.psum(x, CONTEXT_AXIS) if sequence_parts() > 1 else x

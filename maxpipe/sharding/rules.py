@@ -20,13 +20,13 @@ class AxisRules:
     Args:
       rules: `sharding.logical_axis_rules`, pairs of a logical axis and its mesh axes.
       mesh: the device mesh; an abstract one gives specs and constraints for any mesh like it.
-      note: called once for every dimension that is not split over a mesh axis that does not divide
-        it.
-      show: called once for every constraint that is applied, while a program is traced.
-      route: of gathers and scatters that are written out.
+      note: function that gets one line for each dimension that stays whole over a mesh axis that
+        does not divide it.
+      show: function that gets one line for each constraint, while a program is traced.
+      route: what explicit gathers and scatters need to know about the machine.
 
     Attributes:
-      mesh, route: as given.
+      mesh, route: the arguments.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AxisRules:
         """Return the PartitionSpec of an array whose dimensions have these logical axes.
 
         Args:
-          axes: logical axis of each dimension; None is not split.
+          axes: logical axis of each dimension; None leaves it whole.
           shape: if given, a dimension is not split over mesh axes that do not divide it.
 
         Raises:
@@ -59,7 +59,7 @@ class AxisRules:
     def automatic_spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Return `spec` over the mesh axes that are not manual where this is called.
 
-        `shape` is that of a device's part over the manual axes.
+        `shape` is the shape of one device's part over the manual axes.
         """
         return self._spec(axes, shape, jax.sharding.get_abstract_mesh().manual_axes)
 

@@ -1,10 +1,10 @@
 """Gather along a whole torus in two steps: along its lines, then across them.
 
-Libtpu (0.0.42 to 0.0.50) makes one gather among all chips of a v4 or v5p slice whose three
-dimensions are closed a sum of arrays padded with zeros, which fills them first and sends every byte
-twice; a scatter becomes a sum of whole arrays. It keeps gathers along one or two dimensions.
-Where some of several axes cross slices, these go first: between slices the network of a host
-is an order of magnitude slower than the links within one.
+Libtpu (0.0.42 to 0.0.50) turns one gather among all chips of a v4 or v5p slice whose three
+dimensions are closed into a sum of zero-padded arrays, which have to be filled first and send every
+byte twice; a scatter becomes a sum of whole arrays. It keeps gathers along one or two dimensions.
+If some of several axes cross slices, these go first: between slices a host's network is an order of
+magnitude slower than the links within one.
 
 Letters: n devices of the axis, k of them on a line.
 """
@@ -26,10 +26,10 @@ _DIMENSIONS = 3
 
 
 class Route(NamedTuple):
-    """What gathers and scatters have to know of the machine.
+    """What gathers and scatters need to know about the machine.
 
     Attributes:
-      line: k of mesh axis fsdp; 1 where gathers along it take one step.
+      line: k of mesh axis fsdp; 1 if gathers along it take one step.
       crossing: mesh axes along which neighbours lie in different slices.
     """
 
@@ -43,11 +43,11 @@ ONE_SLICE = Route()
 def line_length(mesh: Mesh) -> int:
     """Return k if mesh axis fsdp spans whole closed tori of three dimensions, else 1.
 
-    Each k consecutive devices of the axis are one line, in the order of the mesh. Where a chip is
-    two devices it is 1: libtpu gathers among a part of them as it is, and the rest is not tried.
+    Each k consecutive devices of the axis are one line, in the order of the mesh. If a chip is two
+    devices, k is 1: libtpu keeps gathers among a part of them as they are; the rest is untested.
 
     Args:
-      mesh: of whole slices.
+      mesh: a device mesh of whole slices.
     """
     devices = list(mesh.devices.flat)
     chip = chip_for(devices[0].device_kind)
@@ -82,20 +82,20 @@ def _line_length(places: np.ndarray, sizes: np.ndarray) -> int:
 
 
 def gather_dimension(x: jax.Array, axes: Sequence[str], dim: int, route: Route) -> jax.Array:
-    """Return [..., m, ...] of each device as [..., n m, ...], n devices over all of the axes.
+    """Gather [..., m, ...] of each device to [..., n m, ...]; n devices over all of the axes.
 
     Args:
       x: this device's part.
       axes: manual mesh axes that split the dimension, the outermost first.
       dim: dimension that is gathered.
-      route: of the mesh.
+      route: the route of the mesh.
     """
     *outer, last = axes
     if not {*outer} & {*route.crossing}:
         for axis in reversed(axes):
             x = _gather(x, axis, dim, route.line)
         return x
-    # What crosses slices goes first: it carries shards there, not whole arrays.
+    # Axes across slices go first: over these, only shards are sent, not whole arrays.
     parts = jnp.expand_dims(x, dim)  # [..., 1, m, ...]
     for axis in reversed(outer):
         parts = _gather(parts, axis, dim, route.line)
@@ -141,6 +141,6 @@ def _scatter(x: jax.Array, axis: str, dim: int, line: int) -> jax.Array:
 
 
 def _groups(size: int, line: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the groups of devices on a line, and of those at the same place of their lines."""
+    """Return the groups of devices on one line, and of those at the same place on their lines."""
     places = np.arange(size).reshape(-1, line)
     return places.tolist(), places.T.tolist()
