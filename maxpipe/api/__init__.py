@@ -1,1 +1,1 @@
-"""Serve notebooks and scripts: runs, configurations and schedules of `import maxpipe`."""
+"""Provide the Python interface of `import maxpipe`: runs, configurations and schedules."""

@@ -10,20 +10,20 @@ from maxpipe.config.sections import Config
 def load_config(config: str | PathLike[str], *overrides: str) -> Config:
     """Load a configuration as `python -m maxpipe.train` does, and check all of it.
 
-    Variants of installed packages are known; a module with variants of your own is imported before
-    the call.
+    Variants of installed packages are found; import a module with variants of your own before the
+    call.
 
     Args:
       config: path of a YAML file, or the name of one that ships with maxpipe, such as "base" or
         "llama3-8b".
-      *overrides: such as "model.num_layers=8"; the last one of a key counts.
+      *overrides: `key=value` words, such as "model.num_layers=8"; the last one for a key counts.
 
     Returns:
-      The configuration, frozen; its keys are attributes, as `config.model.num_layers`.
-      `maxpipe.config.replace` changes some of them.
+      The frozen configuration; its keys are attributes, such as `config.model.num_layers`.
+      `maxpipe.config.replace` returns a copy with some of them changed.
 
     Raises:
-      ConfigError: a ValueError, with all problems, one a line.
+      ConfigError: a ValueError that lists all problems, one per line.
     """
     import_variants(())
     return load(fspath(config), overrides).config

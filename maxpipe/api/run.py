@@ -1,4 +1,4 @@
-"""Train in a program: a run that does what `python -m maxpipe.train` does, without the process."""
+"""Train from Python: a run that does what `python -m maxpipe.train` does, in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,21 @@ class Diverged(RuntimeError):
 
 
 class Run:
-    """A run of training, in the directory and with the files of `python -m maxpipe.train`.
+    """A training run, with the same directory and files as with `python -m maxpipe.train`.
 
-    Making one starts JAX, with `mesh.simulated_devices` on a CPU. All runs of a process have the
+    Creating one starts JAX, with `mesh.simulated_devices` on a CPU. All runs of a process have the
     same devices, because JAX cannot change them.
 
     Args:
-      config: from `maxpipe.load_config`.
+      config: the configuration, from `maxpipe.load_config`.
 
     Raises:
-      ConfigError: a ValueError: the configuration does not fit the devices, or JAX has started
-        with other ones than those to simulate.
-      TypeError: `config` is no configuration, such as a file's name.
+      ConfigError: a ValueError: the configuration does not fit the devices, or JAX has already
+        started with devices other than those to simulate.
+      TypeError: `config` is not a configuration but, for example, a file's name.
 
     Attributes:
-      config: the configuration with every value that is derived.
+      config: the configuration with all derived values filled in.
       directory: `output_dir`/`run_name`, an absolute path.
     """
 
@@ -47,7 +47,7 @@ class Run:
         if not isinstance(config, Config):
             raise TypeError(f"maxpipe.Run takes a configuration: Run(load_config({config!r}))")
         check_trains(config)
-        # Sources of values are for the messages of a command line.
+        # Only messages of a command line need the sources of values.
         self._loaded = Loaded(config, dict.fromkeys(OPTIONS, ""))
         start_jax(config)
         devices = jax.devices()
@@ -62,32 +62,32 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Return how many steps are finished, also by earlier starts; 0 before `train`."""
+        """Return how many steps are finished, including earlier starts; 0 before `train`."""
         return self._current.step if self._current else self._step
 
     @property
     def state(self) -> Any:
-        """Return the trainer's state after `step`, in its layout on the devices.
+        """Return the trainer's state after `step`, as it lies on the devices.
 
-        It has `params`, `opt_state` and `step`, with layers by stage, or is that of every stage on
-        the mpmd engine. None before `train`, and where that found the run finished already;
-        `maxpipe.load_model(run.directory)` has the parameters in the order of the model.
+        It has `params`, `opt_state` and `step`, with layers grouped by stage; on the mpmd engine it
+        holds the state of each stage. None before `train`, and if `train` found the run finished;
+        `maxpipe.load_model(run.directory)` has the parameters in model order.
         """
         return self._current.state if self._current else self._state
 
     def train(self, callback: OnStep | None = None) -> None:
         """Train to the last step, or continue a run that has been stopped.
 
-        Ctrl-C and SIGTERM, in the main thread, end the run after its current step and a save, and
-        then raise what they always raise.
+        In the main thread, Ctrl-C and SIGTERM end the run after its current step and a save, and
+        then raise their usual exceptions.
 
         Args:
           callback: called as callback(step, metrics) after every step, counted from 1. The metrics
-            are those of a row in `metrics.jsonl`, where numbers may be not finite; `state` is the
-            one after the step. Every step is waited for, and what the callback raises ends the run.
+            are those of a row in `metrics.jsonl`, but may be non-finite; `state` is the state after
+            the step. Every step is waited for, and an exception of the callback ends the run.
 
         Raises:
-          ConfigError: a ValueError: data or directory do not fit the configuration.
+          ConfigError: a ValueError: the data or the directory do not fit the configuration.
           Diverged: too many steps in a row were not finite.
           KeyboardInterrupt, SystemExit: after Ctrl-C; after SIGTERM, with code 75.
         """
@@ -112,6 +112,6 @@ class Run:
             raise SystemExit(PREEMPTED)
 
     def _close(self) -> None:
-        """Keep state and step alone: loaders want to be gone before the interpreter ends."""
+        """Keep only state and step: loaders must be gone before the interpreter exits."""
         self._step, self._state = self.step, self.state
         self._current = None

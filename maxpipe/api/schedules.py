@@ -18,17 +18,17 @@ from maxpipe.render.terminal import (
     render_terminal,
 )
 
-_COLUMNS = 120  # of the text of a schedule
+_COLUMNS = 120  # width of a schedule's text
 Value = float | bool | Sequence[float]
 
 
 class Schedules(Sequence[Simulation]):
     """Simulated schedules; each has `table`, `makespan`, `bubble_fraction`, `peak_in_flight`.
 
-    `print` shows them as text, and a notebook as charts on one scale of time.
+    `print` shows them as text, and a notebook as charts on one time scale.
 
     Args:
-      runs: one or more.
+      runs: one or more simulated schedules.
       subtitle: sizes and costs, in words.
     """
 
@@ -52,17 +52,17 @@ class Schedules(Sequence[Simulation]):
         return render_terminal(self._runs[0], colour=False, width=_COLUMNS).rstrip()
 
     def to_csv(self) -> str:
-        """Return the table of the one schedule as CSV, which `pipeline.schedule` can name.
+        """Return the only schedule's table as CSV, for a file that `pipeline.schedule` names.
 
         Raises:
-          ValueError: there are several.
+          ValueError: there are several schedules.
         """
         if len(self) > 1:
             raise ValueError("to_csv: name one schedule; a file holds no more")
         return to_csv(self._runs[0].table)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: figures of several, and a chart of each."""
+        """Return HTML for a notebook: a chart of each, after a table if there are several."""
         frame = fit_frame([*self._runs])
         charts = [
             f'<div style="overflow-x:auto">{chart_svg(run, frame)}</div>' for run in self._runs
@@ -82,15 +82,15 @@ def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:
     """Simulate pipeline schedules, as `python -m maxpipe.schedule` does.
 
     Args:
-      *names: of the catalogue, such as "lockstep_1f1b", or CSV files.
-      **options: sizes and times of the command line, such as stages=4, microbatches=8, repeats=2,
-        backward=2.2 or forward=[1, 1, 1, 1.3], of which there is one for each stage.
+      *names: names in the catalogue, such as "lockstep_1f1b", or CSV files.
+      **options: sizes and times as on the command line, such as stages=4, microbatches=8,
+        repeats=2, backward=2.2 or forward=[1, 1, 1, 1.3], one time for each stage.
 
     Returns:
       The simulated tables, in the order of the names.
 
     Raises:
-      ValueError: a name or an option does not exist, or does not go with the others.
+      ValueError: a name or an option does not exist, or conflicts with the others.
     """
     words = [fspath(name) for name in names]
     words += [f"{key}={_word(value)}" for key, value in options.items()]
