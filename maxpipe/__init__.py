@@ -14,8 +14,8 @@ On a command line, begin with `python -m maxpipe.train base`, and `maxpipe --hel
 
     maxpipe.schedule("lockstep_1f1b", "zb_h1", stages=4, microbatches=8)  # draws itself
 
-`help(maxpipe.Run)` and its like say more; so does docs/python.md. Importing maxpipe does not import
-JAX; `Run` and `load_model` do.
+See `help(maxpipe.Run)` and the like, and docs/python.md. Importing maxpipe does not import JAX;
+`Run` and `load_model` do.
 """
 
 import importlib
@@ -51,8 +51,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what a program uses, once it does."""
-    if name == "schedule":  # the module of the command, which can be called
+    """Import a public name when it is first used."""
+    if name == "schedule":  # the command's module, which is callable
         return importlib.import_module("maxpipe.schedule")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)

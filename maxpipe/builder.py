@@ -38,10 +38,10 @@ from maxpipe.training.trainer import SpmdTrainer, Trainer
 
 
 def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> EngineInputs:
-    """Build what an engine is built from; arguments as for `build_trainer`.
+    """Build the inputs of an engine; arguments as for `build_trainer`.
 
-    The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
-    of every stage.
+    The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh that has
+    the shape of each stage's mesh.
     """
     tpu = tpu_for_gathers(config, list(mesh.devices.flat), note)
     config = with_gather_mode(config, tpu, note)
@@ -86,7 +86,7 @@ def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note)
 
 
 def build_engine(config: Config, inputs: EngineInputs) -> Any:
-    """Build the engine that the configuration names, whose class is the catalogue's.
+    """Build the engine that the configuration names; the catalogue has its class.
 
     Returns:
       An `SpmdEngine` where the catalogue says `one_program`, else an `MpmdEngine`.
@@ -101,13 +101,13 @@ def build_trainer(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> Tr
     """Build the trainer of a resolved configuration, with the engine that it names.
 
     Args:
-      config: resolved; `pipeline.engine` is no longer auto.
-      mesh: from `maxpipe.devices.mesh.build_mesh`.
-      note: called with each automatic decision and its reason.
+      config: the resolved configuration; `pipeline.engine` is no longer auto.
+      mesh: the device mesh, from `maxpipe.devices.mesh.build_mesh`.
+      note: function that receives each automatic decision and its reason.
 
     Raises:
-      ConfigError: the schedule cannot be built, does not run on this engine, or does not go with
-        other options; or the devices cannot save what is to be offloaded.
+      ConfigError: the schedule cannot be built, does not run on this engine, or conflicts with
+        other options; or the devices have no host memory to offload to.
     """
     device = mesh.devices.flat[0]
     if not has_host_memory(device):
@@ -129,7 +129,7 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
       ConfigError: the schedule splits backwards, which another option does not allow.
     """
     specs = inputs.program.specs
-    # The engine first: that it cannot run a table at all is the better message.
+    # The engine first: if it cannot run the table at all, that is the better message.
     engine = build_engine(config, inputs)
     _check_split_backwards(config, inputs)
     return SpmdTrainer(
@@ -145,7 +145,7 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
 def build_mpmd_trainer(
     config: Config, mesh: Mesh, inputs: EngineInputs, note: Note = ignore_note
 ) -> Trainer:
-    """Build a trainer with programs per stage; arguments as for `build_trainer`.
+    """Build a trainer with separate programs for each stage; arguments as for `build_trainer`.
 
     Raises:
       ConfigError: the stages are not whole processes, processes have traced different programs, or
@@ -167,7 +167,7 @@ def build_mpmd_trainer(
 
 
 def _check_whole_processes(config: Config, mesh: Mesh) -> None:
-    """Check that stages are whole processes, also where the devices are only compiled for."""
+    """Check that stages are whole processes, also when only compiling for the devices."""
     check_processes(config, len(processes_of(mesh)))
     if not has_whole_processes(mesh.devices):
         message = (
@@ -193,6 +193,6 @@ def _check_agreement(engine: MpmdEngine) -> None:
 
 
 def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:
-    """Check the table itself: the rules know schedules of the catalogue, but no CSV file."""
+    """Check the table itself: the rules know the schedules of the catalogue but no CSV files."""
     if inputs.table is not None and "W" in inputs.table.kinds:
         check_split_backwards(config)

@@ -1,4 +1,4 @@
-"""Answer Ctrl-C outside of a command's `main`, as during its imports, by a line, no traceback.
+"""Answer Ctrl-C outside a command's `main`, as during imports, by a line instead of a traceback.
 
 Every command calls `expect` before it imports anything else, so this file imports next to nothing.
 """
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-_INTERRUPTED = 130  # `maxpipe.config.terminal` has it, too, which takes time to import
+_INTERRUPTED = 130  # as in `maxpipe.config.terminal`, which takes time to import
 
 
 def expect() -> None:
     """Let Ctrl-C end the process with one line and exit code 130 from now on.
 
-    Nothing has to be tidied up then. Python's own way is an exception, of which libraries that are
-    just being imported make other errors. A shell that starts a command in the background may have
-    switched Ctrl-C off; so it stays.
+    Nothing needs tidying up at that point. Python's own way is to raise an exception, which
+    libraries that are being imported turn into other errors. If a shell has switched Ctrl-C off, as
+    for a command in the background, it stays off.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -34,7 +34,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def _end(*_: object) -> NoReturn:
-    """End the process; a handler of signals."""
+    """End the process; a signal handler."""
     try:
         os.write(2, b"\nstopped by Ctrl-C\n")
     finally:  # also if Ctrl-C has ended the reader of a pipe

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ModuleNotFoundError(name="lm_eval")
             checkpoint = find_checkpoint(flags)
             import lm_eval  # noqa: F401  # takes seconds
-        # Imports JAX, for which a wrong command line should not wait.
+        # Imports JAX, which errors of the command line should not wait for.
         from maxpipe.generation.evaluation import launch
 
         return launch(flags, *checkpoint)

@@ -1,10 +1,9 @@
 """Write a checkpoint for Hugging Face transformers: `maxpipe.export RUN_DIR --hf DIR`.
 
 `--safetensors FILE` writes it under maxpipe's own names into one file. Adapters (`model.lora`) are
-merged; `--adapter DIR` writes them alone, for PEFT. The command reads a
-checkpoint of any run, whatever its layout over devices, and needs no accelerator. Exit codes: 0;
-1 if the checkpoint cannot be read; 2 if the command line is wrong or no type of model fits; 130
-after Ctrl-C.
+merged; `--adapter DIR` writes them alone, for PEFT. The command reads a checkpoint of any run,
+whatever its layout over devices, and needs no accelerator. Exit codes: 0; 1 if the checkpoint
+cannot be read; 2 if the command line is wrong or no model type fits; 130 after Ctrl-C.
 """
 
 if __name__ == "__main__":
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
     try:
         checkpoint = find_checkpoint(flags)
-        # Imports JAX, for which a wrong command line should not wait.
+        # Imports JAX, which errors of the command line should not wait for.
         from maxpipe.training.export import launch
 
         return launch(flags, *checkpoint)

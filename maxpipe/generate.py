@@ -1,7 +1,7 @@
 """Continue a text with a trained model: `python -m maxpipe.generate RUN_DIR --prompt TEXT`.
 
-With `--chat`, TEXT is what a user says, and the command prints the answer; without `--prompt`, the
-lines of the terminal are. The command reads a checkpoint of any run, whatever its layout over
+With `--chat`, TEXT is a user's message, and the command prints the answer; without `--prompt`, it
+answers each line that is typed. The command reads a checkpoint of any run, whatever its layout over
 devices. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the command line is wrong; 130
 after Ctrl-C.
 """
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_variants(flags.imports)
     try:
         checkpoint = find_checkpoint(flags)
-        # Imports JAX, for which a wrong command line should not wait.
+        # Imports JAX, which errors of the command line should not wait for.
         from maxpipe.generation.launch import launch
 
         return launch(flags, *checkpoint)
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _utf8(word: str) -> str:
-    """Return a word of the command line as UTF-8, also where the locale knows ASCII only."""
+    """Return a word of the command line as UTF-8, even if the locale is ASCII only."""
     return os.fsencode(word).decode("utf-8", errors="replace")
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems := [*compiler_problems(flags, request.machine)]:
         raise ConfigError(*problems)
     flags.compile = number_compiled(flags)
-    # JAX, which reads the model, is imported here, once everything that was written is known good.
+    # JAX, which reads the model, is imported here, once all input is known to be good.
     from maxpipe.compiling.plan import launch
 
     return launch(request, flags, words)

@@ -111,7 +111,7 @@ def _vocab_size(text: str) -> int:
     """Return the value of --vocab-size, which may be written 8k or 32Ki.
 
     Raises:
-      ConfigError: it is no whole number, or too small.
+      ConfigError: it is not a whole number, or out of bounds.
     """
     try:
         value = number(text)

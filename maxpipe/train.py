@@ -44,6 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Shows what Python was doing when JAX aborts because another process was lost.
+    # Shows what Python was doing if JAX aborts because another process was lost.
     faulthandler.enable()
     run_command(main)
