@@ -1,8 +1,8 @@
 """Hold the facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
-"module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`, those
-of models in `model_facts`.
+"module:attribute"; it is imported when a run uses it. Facts about engines are in `engine_facts`,
+those about models in `model_facts`.
 Errors, checks, `--help`, the documentation and the tests read these tables, so a fact stands
 nowhere else. Another package adds a variant by an entry in a module that `--import MODULE`, or an
 entry point of the group `maxpipe.variants`, imports before the configuration is read:
@@ -42,8 +42,8 @@ class Schedule:
     Attributes:
       implementation: "module:function".
       engines: engines that run it; `pipeline.engine=auto` picks the first.
-      repeats: chunks per stage, `pipeline.num_repeats`; None if any number is legal, which the
-        function then takes as `num_repeats`.
+      repeats: chunks per stage, `pipeline.num_repeats`; None if any number is legal; the function
+        then takes it as `num_repeats`.
       delays: whether `pipeline.delay_activation_forwarding` applies; the function then takes
         `forwarding_delay`.
       overlaps: whether `pipeline.overlap_slots` applies; the function then takes `slack`.
@@ -185,8 +185,8 @@ class RematPolicy:
     Attributes:
       device: names of tensors saved on the device.
       host: names of tensors saved in the host's memory.
-      everything: whether all intermediate values are saved, whatever their names; weights, copies
-        of them, and results of element-wise operations but sums are not.
+      everything: whether all intermediate values are saved, whatever their names, except weights,
+        copies of them, and results of element-wise operations other than sums.
       by_tensor: whether `pipeline.remat_tensors` says which tensors are saved.
       on_device: for a policy that offloads, the policy that saves the same tensors on the device.
     """
@@ -199,7 +199,7 @@ class RematPolicy:
 
     @property
     def saves_nothing(self) -> bool:
-        """Return whether only the layer's input is saved, without asking `remat_tensors`."""
+        """Return whether only the layer's input is saved, regardless of `remat_tensors`."""
         return not (self.device or self.host or self.everything or self.by_tensor)
 
 
@@ -222,7 +222,7 @@ class Optimizer:
 
     Attributes:
       implementation: "module:function".
-      moments: float32 values of state per parameter.
+      moments: number of float32 state values per parameter.
       unused: keys of `optimizer.*` that it does not read.
       summary: a phrase for `--help`.
     """
@@ -312,13 +312,13 @@ class DataSource:
       implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
       suffixes: endings of the files that are read in a directory.
-      companion: ending of a file next to each of them that is read with it, "" if there is none.
-      version: "module:function" of a source without a path: returns a text that changes whenever
-        the documents do. "" for documents that never change. Of a source with a path, a function
-        of a part of it and of `data.cache_dir`, which returns the files of the part and a digest of
-        what else it depends on, or None for plain files; "" if there are only these.
-      needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
-        many as `data.tokenizer` has or, if the model has fewer, as the model has.
+      companion: ending of the file next to each of these that is read with it, "" if none is.
+      version: "module:function". For a source without a path, returns a text that changes whenever
+        the documents do; "" if they never change. For one with a path, takes a part of the path
+        and `data.cache_dir`, and returns the part's files and a digest of what else it depends on,
+        or None for plain files; "" if there are only plain files.
+      needs_tokenizer: whether the documents stand for text. Other sources draw ids, from as many as
+        `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
       has_column: whether `data.column` names the column that has the documents.
       summary: a phrase for `--help`.
@@ -410,7 +410,7 @@ class Tokenizer(Variant):
     """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments.
 
     Attributes:
-      vocab_size: number of its ids; 0 = not known before it is built.
+      vocab_size: number of token ids; 0 = not known before it is built.
     """
 
     vocab_size: int = 0

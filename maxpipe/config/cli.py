@@ -28,7 +28,7 @@ class Arguments:
 
     Attributes:
       path: the YAML file.
-      loaded: its config with overrides.
+      loaded: the file's config with overrides.
       flags: values of the command's own flags.
     """
 
@@ -38,7 +38,7 @@ class Arguments:
 
     @property
     def files(self) -> set[str]:
-        """Return the configuration's file and those of its values."""
+        """Return the configuration's file and the files that its values come from."""
         places = {source.rpartition(":")[0] for source in self.loaded.sources.values()}
         return {locate_config(self.path), *places} - {""}
 
@@ -80,8 +80,8 @@ def parse_args(
       argv: words after the program's name; None = `sys.argv`.
       prog: the command as users type it, such as `python -m maxpipe.train`.
       description: what the command does, one line.
-      add_flags: adds the command's own flags to the parser.
-      undecided: keys whose values the command finds itself, see `load`.
+      add_flags: function that adds the command's own flags to the parser.
+      undecided: keys whose values the command chooses itself, see `load`.
 
     Raises:
       ConfigError: the command line or the config is wrong.

@@ -27,16 +27,16 @@ KEY = "mesh.elastic.axes"
 
 @dataclass(frozen=True)
 class Hosts:
-    """What takes part in an attempt of a run: processes, and their devices over all slices."""
+    """Numbers of processes, of devices over all slices, and of slices in one attempt of a run."""
 
     processes: int
     devices: int
     slices: int = 1
 
     def fewer(self, processes: int) -> "Hosts | None":
-        """Return what some of the processes have together; None if they cannot be told apart.
+        """Return the numbers for `processes` of the processes; None if these are not all alike.
 
-        Processes have equal numbers of devices, and are slices of their own or all in one.
+        They are if they have equal numbers of devices, and are a slice each or all in one slice.
         """
         if self.devices % self.processes or self.slices not in (1, self.processes):
             return None
@@ -48,13 +48,13 @@ def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
     """Return the configuration for fewer hosts, with a remark that says what has changed.
 
     Args:
-      loaded: for all hosts.
+      loaded: the configuration for all hosts.
       whole: all hosts.
-      now: those that there are.
+      now: the hosts that are left.
 
     Raises:
-      ConfigError: it does not fit `whole`, or nothing of it fits `now`; the message has the numbers
-        of processes that do.
+      ConfigError: it does not fit `whole`, or no smaller mesh fits `now`; the message has the
+        numbers of processes that fit.
     """
     config = resolve(loaded, whole.devices, whole.slices)
     smaller = _fewer(loaded, config, whole, now)
@@ -71,14 +71,14 @@ def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
 
 
 def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
-    """Return the smaller numbers of processes that `fit_fewer` takes, ascending.
+    """Return the smaller numbers of processes that `fit_fewer` accepts, ascending.
 
     Args:
-      loaded: for all hosts.
+      loaded: the configuration for all hosts.
       whole: all hosts.
 
     Raises:
-      ConfigError: it does not fit `whole`, or there are none.
+      ConfigError: the configuration does not fit `whole`, or no smaller number fits.
     """
     config = resolve(loaded, whole.devices, whole.slices)
     counts = _counts(loaded, config, whole)
@@ -118,10 +118,10 @@ def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded |
     """Return the configuration for fewer hosts; None if nothing fits.
 
     Args:
-      loaded: as written.
-      config: resolved for `whole`.
+      loaded: the configuration as written.
+      config: the same, resolved for `whole`.
       whole: all hosts.
-      now: those that there are.
+      now: the hosts that are left.
     """
     devices = {"ici": now.devices // now.slices, "dcn": now.slices}
     for sizes in itertools.product(*(_shrunk(config, level, devices[level]) for level in LEVELS)):
@@ -144,7 +144,7 @@ def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded |
 
 
 def _shrunk(config: Config, level: str, count: int) -> Iterator[dict[str, int]]:
-    """Yield sizes of all axes of a level with `count` as their product, last axes kept longest."""
+    """Yield sizes of all axes of a level whose product is `count`, shrinking the last axes last."""
     sizes = {axis: get(config, f"mesh.{level}.{axis}") for axis in MESH_AXES}
     axes = config.mesh.elastic.axes
     fixed = math.prod(size for axis, size in sizes.items() if axis not in axes)
@@ -164,7 +164,7 @@ def _shrunk(config: Config, level: str, count: int) -> Iterator[dict[str, int]]:
 def _microbatches(config: Config, smaller: Config) -> list[int]:
     """Return numbers of microbatches with at most as many rows on a device as before, ascending.
 
-    A schedule from a file has the number that it is written for.
+    A schedule from a file keeps the number that it is written for.
     """
     count = config.pipeline.num_microbatches
     if is_csv(config.pipeline.schedule) and ENGINES[config.pipeline.engine].has_stages:

@@ -9,7 +9,7 @@ class Refusal:
 
     Attributes:
       key: the full key.
-      values: refused values; empty for all but the default.
+      values: refused values; empty = all values except the default.
       reason: why the engine cannot take them.
       remedy: what to write instead.
     """
@@ -22,12 +22,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, `pipeline.engine`: a class that runs the model, most of them by a schedule.
+    """An engine, `pipeline.engine`: a class that runs the model; most engines follow a schedule.
 
     Attributes:
       implementation: "module:class".
-      summary: what it is, a phrase.
-      unused: keys of `pipeline.*` that it does not read, without the section; a value of theirs is
+      summary: a phrase for `--help`.
+      unused: keys of `pipeline.*` that it does not read, without the section; setting one is
         refused or has no effect.
       refusals: values that it refuses.
       no_offloading: why it cannot save tensors in the host's memory; empty if it can.
@@ -59,9 +59,9 @@ class Engine:
 
     @property
     def is_differentiated(self) -> bool:
-        """Return whether JAX differentiates its loop over iterations, with `per_iteration`.
+        """Return whether JAX differentiates its loop over iterations.
 
-        Gradients are summed over devices in every iteration then.
+        With `per_iteration`, gradients are then summed over devices in every iteration.
         """
         return self.has_stages and self.one_program and not self.lockstep
 

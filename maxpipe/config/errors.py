@@ -58,5 +58,5 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(p) for p in problems))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[Problem, ...]]:
-        """Pickle the problems, not only the text: worker processes send exceptions so."""
+        """Pickle the problems, not only the text: worker processes send exceptions this way."""
         return type(self), self.problems

@@ -26,9 +26,9 @@ _SCALAR_TAGS = {
 }
 _MAX_DEPTH = 6
 _MAX_BRACKETS = 200
-_MAX_CHARACTERS = 1 << 20  # of a file, and of a value with its references followed
-_MAX_VALUES = 10_000  # in one file, aliases written out
-_MAX_NODES = 3 * _MAX_VALUES  # keys, values and what holds them; PyYAML reads 20,000 a second
+_MAX_CHARACTERS = 1 << 20  # in a file, and in a value with its references followed
+_MAX_VALUES = 10_000  # in one file, with aliases expanded
+_MAX_NODES = 3 * _MAX_VALUES  # keys, values and their containers; PyYAML reads 20,000 a second
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
 
 
@@ -106,7 +106,7 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Return the values of a word `key=a,b`: commas in brackets, braces and quotes split none."""
+    """Return the values of a word `key=a,b`; commas in brackets, braces or quotes do not split."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -124,8 +124,8 @@ def split_values(text: str) -> list[str]:
 def nearest_files(path: str) -> list[str]:
     """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
     presets, own = Path(shown_path(config_root())), Path(os.path.dirname(path) or ".")
-    # All presets; but no further down than one folder from where a mistyped path points, which may
-    # be a home directory.
+    # All presets; but only one folder deep from where a mistyped path points, since that may be a
+    # home directory.
     places = [(presets, "**/"), (own, ""), (own, "*/")]
     files = {
         os.path.normpath(p)
@@ -183,7 +183,7 @@ class _Loader(yaml.SafeLoader):
         """Return the next node.
 
         Raises:
-          _TooManyNodes: it is one too many.
+          _TooManyNodes: the text has more than `_MAX_NODES`.
         """
         self._num_nodes += 1
         if self._num_nodes > _MAX_NODES:
@@ -244,17 +244,17 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
 
 
 def _count_values(node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
-    """Return the number of scalars below a node, those of an alias at each of its uses.
+    """Return the number of scalars below a node; an alias counts at each of its uses.
 
     Args:
       node: the node.
-      known: counts by identity of the node, extended here.
-      depth: of the node; what is deeper than any configuration counts as 1 and is refused later.
+      known: counts by the node's `id`, extended here.
+      depth: the node's depth; a node deeper than any configuration counts as 1 (refused later).
     """
     if isinstance(node, yaml.ScalarNode) or depth > 2 * _MAX_DEPTH:
         return 1
     if id(node) not in known:
-        known[id(node)] = 1  # while inside: a node may contain itself, which is refused later
+        known[id(node)] = 1  # until counted: a node may contain itself, which is refused later
         items = node.value
         if isinstance(node, yaml.MappingNode):
             items = [item for pair in node.value for item in pair]
@@ -326,12 +326,12 @@ def _length(key: str, settings: Mapping[str, Setting], known: dict[str, int]) ->
     """Return how long a value is with its references followed; a circle counts once.
 
     Args:
-      key: of the value.
-      settings: all of them.
+      key: the value's key.
+      settings: all settings, by key.
       known: lengths by key, extended here.
     """
     if key not in known:
-        known[key] = 0  # while inside: references may go in a circle
+        known[key] = 0  # until counted: references may go in a circle
         texts = [*_texts(settings[key].raw)] if key in settings else []
         known[key] = sum(
             len(text)

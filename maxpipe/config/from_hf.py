@@ -1,7 +1,7 @@
 """Take the shape of the model from the config.json that `model.from_hf` names.
 
-It overrides every `model.*` key of YAML files that says what the model is; a key of the command
-line may only say the same.
+It overrides every `model.*` key in YAML files that describes the model; a key on the command line
+may only agree with it.
 """
 
 import json
@@ -18,18 +18,18 @@ from maxpipe.config.values import check_bounds, check_type, is_finite, nearest
 
 KEY = "model.from_hf"
 FILE = "config.json"
-VOCABULARY = "model.vocab_size"  # which may be larger than the file's
+VOCABULARY = "model.vocab_size"  # may be larger than the file's
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a model with images may say of its text part outside of it
+# Keys of its text part that a model with images may give outside that part
 _OF_BOTH = ("tie_word_embeddings", *SPECIAL_IDS)
 
 
 class Shape(NamedTuple):
-    """The shape of a model of Hugging Face.
+    """The shape of a Hugging Face model.
 
     Attributes:
-      model_type: of the text part.
-      values: by full key.
+      model_type: the text part's `model_type` in config.json.
+      values: the model's values, by full key.
       source: the file, for messages.
     """
 
@@ -42,11 +42,11 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
     """Read a folder's config.json.
 
     Args:
-      folder: as in `model.from_hf` or `init_from`.
-      key: that names it, for messages.
+      folder: the folder, as written in `model.from_hf` or `init_from`.
+      key: the key that names the folder, for messages.
 
     Raises:
-      ConfigError: there is none, or its model cannot be expressed.
+      ConfigError: there is no such file, or its model cannot be expressed.
     """
     c, source = _read_file(folder, key)
     model_type = str(c.get("model_type"))
@@ -68,7 +68,7 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
 
 
 def _check(values: Mapping[str, object]) -> None:
-    """Raise ValueError if a value breaks the bounds of its key, which no rule looks at again."""
+    """Raise ValueError if a value breaks the bounds of its key; no rule checks these again."""
     for name, value in values.items():
         option = OPTIONS[f"model.{name}"]
         try:
@@ -81,7 +81,7 @@ def _check(values: Mapping[str, object]) -> None:
 
 
 def read_config_json(folder: str, key: str = KEY) -> dict[str, Any]:
-    """Return a folder's config.json; of a model with images its text part with its special ids.
+    """Return a folder's config.json; for a model with images, its text part and special ids.
 
     Raises:
       ConfigError: it cannot be read.
@@ -114,14 +114,14 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
 def override(
     values: Mapping[str, object], sources: Mapping[str, str]
 ) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
-    """Put the shape of `model.from_hf` over values of files.
+    """Override values from files with the shape of `model.from_hf`.
 
     Args:
-      values: by key, those that are set.
-      sources: where each comes from.
+      values: the values that are set, by key.
+      sources: where each value comes from, by key.
 
     Returns:
-      (values, sources, problems): the first two with the shape's keys added, if there is one.
+      (values, sources, problems): the first two with the shape's keys added, if there is a shape.
     """
     directory = values.get(KEY)
     if not directory:
@@ -137,7 +137,7 @@ def override(
             continue
         own_value: Any = values[key]
         is_flag = sources.get(key) == COMMAND_LINE
-        # More rows of a vocabulary may be in the file that names the folder, too.
+        # The file that names the folder may give the vocabulary more rows, too.
         may_pad = is_flag or _file(sources, key) == _file(sources, KEY)
         if key == VOCABULARY and own_value > value and may_pad:
             merged[key] = own_value

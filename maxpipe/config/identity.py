@@ -1,7 +1,7 @@
 """Tell runs apart: keys that decide what saved state means, and how two configurations differ.
 
-A key of `GROUPS` stays what it is for all of a run, unless `checkpoint.accept_changes` names its
-group. A key of `FIXED` never changes. All other keys may change from one start to the next.
+A key in `GROUPS` keeps its value for the whole run, unless `checkpoint.accept_changes` names its
+group. A key in `FIXED` never changes. All other keys may change from one start to the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 # A checkpoint has a data position for each sequence of a batch.
 FIXED = ("data.global_batch_size",)
-# How layers are computed and spread, which the state does not depend on.
+# How layers are computed and spread; the state does not depend on it.
 _OF_A_COMPUTATION = (
     "model.attention",
     "model.attention_block_size",
@@ -43,7 +43,7 @@ _OF_A_COMPUTATION = (
 )
 # May also change with checkpoint.convert_dtype.
 DTYPES = ("model.dtype", "model.param_dtype")
-# With another value the model has other arrays, unless the key has no part in it.
+# Another value gives the model other arrays, unless the model does not use the key.
 SHAPED = (
     "model.block",
     "model.num_layers",
@@ -127,8 +127,8 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
     Keys about a single start, such as `stop_after`, are left out.
 
     Args:
-      config: resolved.
-      saved: nested mappings, as in a checkpoint or `config.yml`.
+      config: the resolved configuration.
+      saved: the saved configuration as nested mappings, as in a checkpoint or `config.yml`.
     """
     differing = []
     for key, option in OPTIONS.items():
@@ -166,8 +166,8 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
     """Return a problem for each change that `config` does not allow.
 
     Args:
-      config: of this start.
-      changed: from `changes`.
+      config: the configuration of this start.
+      changed: the changes, from `changes`.
       place: where the checkpoints are, for messages.
     """
     refused = [change for change in changed if not is_allowed(config, change.key)]
@@ -177,9 +177,9 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
 
 
 def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
-    """Return a problem for each change, accepted or not, with which a model has other arrays.
+    """Return a problem for each change, accepted or not, that gives a model other arrays.
 
-    Arguments are those of `refusals`.
+    Arguments as for `refusals`.
     """
     shaped = [change for change in changed if change.key in SHAPED]
     return [Problem(change.key, _differs(change, place) + _OTHER_SHAPES) for change in shaped]

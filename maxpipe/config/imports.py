@@ -2,7 +2,7 @@
 
 A user's module adds its variants to the catalogue when it is imported: `--import MODULE` names it
 for one command, and an installed package names it as an entry point of the group `maxpipe.variants`
-for all.
+for all commands.
 """
 
 import argparse
@@ -70,11 +70,11 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 def import_variants(modules: Sequence[str]) -> None:
     """Import users' variants: those of installed packages, then the modules named.
 
-    Modules are looked for in the working directory, too. A package that cannot be imported is
+    The working directory is searched for modules, too. A package that cannot be imported is
     reported on stderr, and its variants are missing.
 
     Raises:
-      ConfigError: a module that is named cannot be imported.
+      ConfigError: a named module cannot be imported.
     """
     if modules and os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # where `python -m` looks and a console command does not
@@ -98,7 +98,7 @@ def import_words(modules: Sequence[str]) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, and in which line of which file if that is not in here."""
+    """Return what went wrong, and in which line of which file unless importlib raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     is_elsewhere = frames and "importlib" not in frames[-1].filename
@@ -106,12 +106,12 @@ def _reason(error: Exception) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return how to install an extra: into a checkout, or of a maxpipe from an index."""
+    """Return the command that installs an extra: from a checkout, or from a package index."""
     return f"pip install -e '.[{extra}]'" if is_checkout() else f"pip install 'maxpipe[{extra}]'"
 
 
 def is_installed(library: str) -> bool:
-    """Return whether a library can be imported, which a mere folder of its name is not for."""
+    """Return whether a library can be imported; a mere folder of its name does not count."""
     spec = find_spec(library)
     return spec is not None and spec.origin is not None
 
@@ -132,7 +132,7 @@ def optional(library: str, extra: str, key: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        # fsspec replaces the ImportError of a library by one of its own.
+        # fsspec raises an ImportError of its own from that of the library.
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         is_missing = (
             isinstance(cause, ModuleNotFoundError)

@@ -23,12 +23,12 @@ RECORD = "record of the checkpoint"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config as written, with -1 for values that are derived later, and where values are from.
+    """A config as written, with -1 for values that are derived later, and its values' sources.
 
     Attributes:
-      config: checked as far as no device is needed.
-      sources: for every key `file.yml:12`, `command line` or `default`.
-      remarks: what is to be said of how the values were read.
+      config: the config, with all checks done that need no devices.
+      sources: source of the value of every key: `file.yml:12`, `command line` or `default`.
+      remarks: notes for the user on how the values were read.
     """
 
     config: Config
@@ -41,16 +41,16 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
 
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
     defaults, the furthest `base:`, ..., the file, the shape of `model.from_hf`, the overrides in
-    their order. Those may not contradict that shape.
+    their order. Overrides may not contradict that shape.
 
     Args:
-      path: of the file, or the name of a shipped configuration.
+      path: path of the file, or the name of a shipped configuration.
       overrides: `key=value` words.
-      undecided: keys whose values the command finds itself. Each has to be legal alone; rules that
-        read any of them, or check how they go together, are left out.
+      undecided: keys whose values the command chooses itself. Each must be legal by itself; rules
+        that read any of them, or check how they go together, are left out.
 
     Raises:
-      ConfigError: with all problems.
+      ConfigError: the files or overrides are wrong; the error lists all problems.
     """
     settings, problems = read_files(locate_config(str(path)))
     words, word_problems = read_overrides(overrides)
@@ -81,7 +81,7 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     rule_problems = apply_rules(rules, config, broken)[1]
     if problems or rule_problems:
         misfits = _misfits(config, unusable)
-        if misfits:  # with a mesh that fits, rules that read it may find nothing wrong
+        if misfits:  # rules that read the mesh may pass with one that fits
             broken |= {problem.key for problem in misfits}
             rule_problems = apply_rules(rules, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
@@ -89,9 +89,9 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
 
 
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
-    """Return how the mesh misfits the simulated devices, whose number needs no JAX.
+    """Return how the mesh misfits the simulated devices; their number is known without JAX.
 
-    `resolve` says so as well, but only once nothing else is wrong. Compiling for a topology uses
+    `resolve` reports it as well, but only once nothing else is wrong. Compiling for a topology uses
     other devices.
     """
     return _sourced(_misfits(loaded.config, frozenset()), loaded.sources)
@@ -109,7 +109,7 @@ def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
     if apply_rules((check_unknown_axes,), config, ())[1]:
-        return []  # which is among the problems already
+        return []  # that is among the problems already
     try:
         fit_mesh(config, num_devices, 1, RULES)
     except ConfigError as error:
@@ -128,12 +128,12 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     `pipeline.layers_per_stage: auto` stays; `planning.auto_stages` decides it.
 
     Args:
-      loaded: from `load`, or a config made in code.
+      loaded: the result of `load`, or a config made in code.
       num_devices: devices over all slices and processes.
       num_slices: slices joined by DCN.
 
     Raises:
-      ConfigError: with all problems.
+      ConfigError: the config is wrong or does not fit the devices; lists all problems.
     """
     config, sources = (
         (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
@@ -159,8 +159,8 @@ def from_record(saved: Mapping[str, object]) -> Config:
     their defaults. Names of variants need not be known here.
 
     Raises:
-      ConfigError: a value is of another type than its key, or breaks the key's bounds or a rule of
-        the model, as no run could have saved it.
+      ConfigError: a value has another type than its key, or breaks the key's bounds or a rule of
+        the model; no run could have saved it.
     """
     values: Updates = {}
     problems = []

@@ -242,7 +242,7 @@ KEYS: dict[str, tuple[str, str]] = {
 
 
 def maxtext_hint(key: str) -> str:
-    """Return what to use for a key of MaxText; empty if it is none, or if ours has its name."""
+    """Return what to use for a MaxText key; empty if it is not one or ours has the same name."""
     if key in KEYS:
         ours, differs = KEYS[key]
         if not ours:
@@ -258,7 +258,7 @@ def maxtext_hint(key: str) -> str:
 
 
 def unknown_maxtext_key(key: str) -> str:
-    """Return the message for a key that MaxText does not know either, with one that is like it."""
+    """Return the message for a key that MaxText does not know either, with a similar key if any."""
     near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
     return "is no key of MaxText 0.2.5" + (f"; did you mean {near[0]}?" if near else "")
 

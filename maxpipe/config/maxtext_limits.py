@@ -1,7 +1,7 @@
-"""List MaxText's keys that have no key here: the value each must have, and which play no part.
+"""List MaxText's keys without a key here: the value each must have, and which play no part.
 
-`maxpipe.config.maxtext.KEYS` has those that have one. A name may hold wildcards, as in `sa_*`; a
-name that is written out goes before one with wildcards.
+`maxpipe.config.maxtext.KEYS` has the other keys. A name may hold wildcards, as in `sa_*`; an exact
+name takes precedence over one with wildcards.
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ Value: TypeAlias = str | float | bool | list[str] | None
 
 @dataclass(frozen=True)
 class Limit:
-    """Keys that must have a value each, because maxpipe does what that value does.
+    """Keys that must each have a certain value, because maxpipe does what that value does.
 
     Attributes:
       advice: why another value does not work, and what to use; without a full stop.
@@ -33,7 +33,7 @@ class Idle:
     """Keys that play no part in a run of maxpipe, whatever their values.
 
     Attributes:
-      reason: why; without a full stop.
+      reason: why they play no part; without a full stop.
       names: names or patterns, separated by blanks.
     """
 
@@ -41,7 +41,7 @@ class Idle:
     names: str
 
 
-# Of the model; they say nothing new where the decoder block has no counterpart.
+# Limits of the model; they add nothing if the decoder block already has no counterpart.
 MODEL_LIMITS = (
     Limit(
         "experts that every token uses are in none of the blocks that are translated; "
@@ -427,7 +427,7 @@ def limit_of(key: str) -> Limit | None:
 
 
 def idle_of(key: str) -> Idle | None:
-    """Return why a MaxText key plays no part; None if it does, or is no key of MaxText."""
+    """Return why a MaxText key plays no part; None if it plays one, or is not a MaxText key."""
     if key in _LIMIT_OF:
         return None
     exact = (idle for name, idle in _IDLE_NAMES if name == key)

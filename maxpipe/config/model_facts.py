@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation and what it is called.
+    """An implementation, with a phrase that describes it.
 
     Attributes:
       implementation: "module:class" or "module:function".
@@ -38,7 +38,7 @@ class AttentionKernel(Kernel):
     """`model.attention`: a class with `unfit`, `build` and `build_for_parts`.
 
     Attributes:
-      separates_documents: whether tokens see those of their own segment only.
+      separates_documents: whether tokens see only tokens of their own segment.
     """
 
     separates_documents: bool = True
@@ -95,7 +95,7 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 class Dispatch(Variant):
     """How tokens reach experts of other devices, `model.moe.dispatch`.
 
-    It is a function from the experts of one device to those of all.
+    It is a function that turns the experts of one device into those of all devices.
 
     Attributes:
       platforms: backends that have the collectives, as JAX names them.
@@ -149,7 +149,7 @@ class Block(Variant):
     """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
 
     Attributes:
-      quantises: whether its projections are those of `maxpipe.model.layers.projection`.
+      quantises: whether its projections come from `maxpipe.model.layers.projection`.
     """
 
     quantises: bool = False
@@ -193,9 +193,9 @@ MODEL_TYPES: dict[str, ModelType] = {
 
 
 class ModelPlace(Variant):
-    """Where a model of Hugging Face lies, a class built with (folder, key that names it).
+    """A place of Hugging Face models: a class built with (folder, key that names the folder).
 
-    It is a `maxpipe.config.model_places.ModelFolder`.
+    Its instances implement `maxpipe.config.model_places.ModelFolder`.
     """
 
 
@@ -207,9 +207,9 @@ MODEL_PLACES: dict[str, ModelPlace] = {
 
 
 class WeightFormat(Variant):
-    """Weights that `init_from` names, a class built with the resolved configuration.
+    """A format of weights for `init_from`: a class built with the resolved configuration.
 
-    It is a `maxpipe.training.initial_weights.InitialWeights`.
+    Its instances implement `maxpipe.training.initial_weights.InitialWeights`.
     """
 
 

@@ -1,7 +1,7 @@
-"""Find a model of Hugging Face: in a directory, in an object store, or on the hub.
+"""Find a Hugging Face model: in a directory, in an object store, or on the hub.
 
 `hf:org/name` is a model of the hub unless there is a directory `org/name`; `hf:` and anything else
-is a directory. Object stores have URLs. What reads each place is in the catalogue.
+is a directory. Object stores have URLs. The catalogue has the reader of each place.
 """
 
 import os
@@ -21,8 +21,8 @@ MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `ini
 RUN = "run:"  # before the directory of another run, in `init_from`
 FOLDER_SCHEMES = (SCHEME, MAXTEXT, RUN)
 TOKENIZER = "tokenizer.json"
-PLAIN_IDS = "ids:"  # of data.tokenizer, before a number of ids that stand for no text
-CHATML = "chatml"  # of data.chat_template: a template that needs no file
+PLAIN_IDS = "ids:"  # in data.tokenizer, before a number of ids that stand for no text
+CHATML = "chatml"  # in data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
@@ -34,7 +34,7 @@ class ModelFile(Protocol):
 
     Attributes:
       size: bytes.
-      block_size: bytes that a read should have at most; 0 where a read takes no memory.
+      block_size: most bytes that one read should have; 0 if reads take no memory.
     """
 
     size: int
@@ -46,7 +46,7 @@ class ModelFile(Protocol):
 
 
 class ModelFolder(Protocol):
-    """The files of a model; `str()` of it is what users call the place.
+    """The files of a model; `str()` returns the place as users write it.
 
     Every method raises ConfigError if the place cannot be read.
     """
@@ -56,22 +56,22 @@ class ModelFolder(Protocol):
         ...
 
     def open(self, names: Sequence[str]) -> list[ModelFile]:
-        """Return files for reading; raises FileNotFoundError with the names that are not there."""
+        """Return files for reading; raises FileNotFoundError with the names that do not exist."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Return a whole small file; raises FileNotFoundError if it is not there."""
+        """Return a whole small file; raises FileNotFoundError if it does not exist."""
         ...
 
     def digest(self) -> str:
-        """Return what differs between models: of a directory's files, a listing or a commit."""
+        """Return a text that tells models apart: a digest of files or of a listing, or a commit."""
         ...
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
-        """Return a directory of this machine with those of some small files that exist.
+        """Return a directory of this machine with those of the named small files that exist.
 
         Args:
-          names: of the files.
+          names: names of the files.
           cache_dir: `data.cache_dir`, for places that are copied there.
         """
         ...
@@ -84,7 +84,7 @@ def split_scheme(value: str) -> tuple[str, str]:
 
 
 def folder_of(value: str) -> str:
-    """Return the folder of `hf:FOLDER`; a value without the scheme is one itself."""
+    """Return the folder of `hf:FOLDER`; a value without the scheme is itself the folder."""
     return os.path.expanduser(value.removeprefix(SCHEME))
 
 
@@ -105,7 +105,7 @@ def is_url(folder: str) -> bool:
 
 
 def is_directory(folder: str) -> bool:
-    """Return whether a folder is one of this machine, existing or not."""
+    """Return whether a folder is a directory of this machine, existing or not."""
     return not is_url(folder) and (os.path.isdir(folder) or not _HUB_NAME.fullmatch(folder))
 
 
@@ -113,8 +113,8 @@ def open_folder(value: str, key: str) -> ModelFolder:
     """Return the folder that a value of `model.from_hf` or `init_from` names.
 
     Args:
-      value: with the scheme or without it.
-      key: that has the value, for messages.
+      value: the key's value, with or without the scheme.
+      key: the key, for messages.
 
     Raises:
       ConfigError: a library that reads the place is missing.
@@ -126,7 +126,7 @@ def open_folder(value: str, key: str) -> ModelFolder:
 
 
 def num_plain_ids(value: str) -> int:
-    """Return N of `data.tokenizer=ids:N`; 0 for another tokenizer, or if N is no such number."""
+    """Return N of `data.tokenizer=ids:N`; 0 for another tokenizer, or if N is not legal."""
     number = value.removeprefix(PLAIN_IDS) if value.startswith(PLAIN_IDS) else ""
     is_number = number.isascii() and number.isdigit()
     return int(number) if is_number and int(number) >= LEAST_PLAIN_IDS else 0
@@ -141,7 +141,7 @@ def tokenizer_path(value: str) -> str:
 
 
 def tokenizer_folder(value: str) -> str:
-    """Return the folder that the file of `data.tokenizer` is copied from; "" if it is a path."""
+    """Return the folder that the file of `data.tokenizer` is copied from; "" if it is local."""
     folder = tokenizer_path(value).rpartition("/")[0]
     is_elsewhere = is_url(folder) or (value.startswith(SCHEME) and not is_directory(folder))
     return folder if is_elsewhere else ""

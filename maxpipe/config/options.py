@@ -12,11 +12,11 @@ from maxpipe.config.maxtext import KEYS, maxtext_hint
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.fields import Bounds
 
-_CUTOFF = 0.6  # likeness from which on a key is proposed
-_PART = 0.7  # likeness of parts of a key from which on they are taken for each other
+_CUTOFF = 0.6  # least similarity at which a key is proposed
+_PART = 0.7  # least similarity at which parts of two keys count as the same
 _NUM = "num_"
-_SHORTEST_TYPO = 4  # letters of a word of which one may be mistaken
-_TYPO = 0.9  # a key more like one of MaxText than this is taken for a misspelling of it
+_SHORTEST_TYPO = 4  # fewest letters of a word in which one may be wrong
+_TYPO = 0.9  # least similarity at which a key counts as a misspelt key of MaxText
 
 # What other trainers call our keys.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -70,7 +70,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "eval_every": ("eval.every",),
 }
 
-# Keys that one may look for, and how to do without them.
+# Keys that users may look for, and how to do without them.
 _ABSENT: Mapping[str, str] = {
     "devices_per_stage": "all stages of a run have equally many devices, because one mesh holds "
     "the batch, the parameters and the checkpoints of all; balance stages by their layers instead "
@@ -136,9 +136,9 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 def unknown_key(key: str, is_section: bool = False) -> str:
     """Return the message for a key that does not exist.
 
-    It says how to do without a key that one may look for, or that a key is written below one that
-    is no section. Else it gives a key of the written section that differs in a letter, our name of
-    a key of MaxText or of another trainer, a key that is spelt alike, or all keys of the section.
+    It says how to do without a key that users may look for, or that a key is written below one that
+    is not a section. Otherwise it proposes a key of the same section that differs in a letter, our
+    name for a key of MaxText or another trainer, a similar key, or all keys of the section.
     """
     section, _, last = key.rpartition(".")
     if last in _ABSENT:
@@ -168,10 +168,10 @@ def unknown_key(key: str, is_section: bool = False) -> str:
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    Keys of the written section, or of the part of it that exists, that differ in a letter come
-    first; then keys of any section that end in the same word; then what other trainers call so;
-    then keys of the written section that are spelt alike; then keys of any section that differ in a
-    letter. Without a section, keys of all sections count as written.
+    First come keys of the given section, or of the part of it that exists, that differ in a letter;
+    then keys of any section that end in the same word; then our names for keys of other trainers;
+    then keys of the given section with a similar spelling; then keys of any section that differ in
+    a letter. Without a section, keys of all sections count as given.
     """
     names = list(SECTIONS if is_section else OPTIONS)
     section, _, last = key.rpartition(".")
@@ -208,14 +208,14 @@ def _last(name: str) -> str:
 
 
 def _near(word: str, names: Iterable[str]) -> list[str]:
-    """Return the names whose last words are `word` but for a letter or a `num_`."""
+    """Return the names whose last word is `word` except for a letter or a `num_`."""
     pairs = {name: _comparable(_last(name), word) for name in names}
     equal = [name for name, (last, own) in pairs.items() if last == own]
     return equal or [name for name, pair in pairs.items() if _is_typo(*pair)]
 
 
 def _comparable(a: str, b: str) -> tuple[str, str]:
-    """Return two words to compare; if one is like `num_layers`, plurals of what both count."""
+    """Return two words to compare; if one begins with `num_`, the plurals of what both count."""
     if not (a.startswith(_NUM) or b.startswith(_NUM)):
         return a, b
     counted, other = (word.removeprefix(_NUM).removesuffix("s") + "s" for word in (a, b))
@@ -223,9 +223,9 @@ def _comparable(a: str, b: str) -> tuple[str, str]:
 
 
 def _is_typo(a: str, b: str) -> bool:
-    """Return whether a letter more, less or other, or two in the other order, makes a word of one.
+    """Return whether a letter added, dropped or changed, or two swapped, turn one into the other.
 
-    Words of less than four letters are too short to tell.
+    Words of fewer than four letters are too short to tell.
     """
     if min(len(a), len(b)) < _SHORTEST_TYPO:
         return False
@@ -237,10 +237,10 @@ def _is_typo(a: str, b: str) -> bool:
 
 
 def _alike(word: str, names: Iterable[str]) -> list[str]:
-    """Return the names whose last words hold `word`, or else are spelt most like it.
+    """Return the names whose last words contain `word`, or else are spelt most like it.
 
-    Where different ones hold it, as `model.dim` is held by embed_dim and mlp_dim, none is meant
-    more than the others.
+    If different last words contain it, as embed_dim and mlp_dim contain `dim`, return none, since
+    each is as likely as the others.
     """
     lasts = {name: _last(name) for name in names}
     holding = [name for name, last in lasts.items() if f"_{word}_" in f"_{last}_"]
@@ -253,10 +253,10 @@ def _alike(word: str, names: Iterable[str]) -> list[str]:
 
 
 def _spelling(a: str, b: str) -> float:
-    """Return how much two words are alike; 0 unless each part of one is like a part of the other.
+    """Return how similar two words are; 0 unless each part of one is like a part of the other.
 
-    Parts stand between underscores. So `num_repeats` is like `num_repeat`, but not like
-    `num_experts`; `batch_size`, of which `global_batch_size` has all parts, is like it.
+    Underscores separate parts. So `num_repeats` is like `num_repeat`, but not like `num_experts`;
+    `batch_size` is like `global_batch_size`, which has all of its parts.
     """
     parts, others = a.split("_"), b.split("_")
     likenesses = [max(_likeness(part, other) for other in others) for part in parts]

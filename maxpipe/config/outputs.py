@@ -12,7 +12,7 @@ def unwritable(file: str, *, is_replaced: bool = False) -> str:
 
     Args:
       file: its path.
-      is_replaced: whether a new file takes its place, so that it is no device such as /dev/stdout.
+      is_replaced: whether a new file replaces it; then it must not be a device (/dev/stdout).
     """
     if file == "-":
         return "a dash is no file; /dev/stdout is standard output"
@@ -33,8 +33,8 @@ def output_problems(
     """Yield why files cannot be written, or would replace each other or what is read.
 
     Args:
-      files: by the flag or key that names them; None or empty for none.
-      read: files that must stay.
+      files: paths by the flag or key that names them; None or empty for no file.
+      read: paths of files that are read, which must stay.
       replaced: flags and keys whose file is replaced by a new one, see `unwritable`.
     """
     taken = {os.path.realpath(file): "is read" for file in read}
@@ -50,10 +50,10 @@ def output_problems(
 
 
 def check_local(flag: str, place: str) -> None:
-    """Check that a flag names a path of this machine, which a command makes if it is missing.
+    """Check that a flag names a path on this machine; the command makes it if it is missing.
 
     Raises:
-      ConfigError: it is a URL, of which a path would be a directory called `gs:`.
+      ConfigError: it is a URL; taken as a path, it would make a directory called `gs:`.
     """
     if "://" in place:
         message = f"{place} is a URL; write to a path of this machine, and copy what is there"

@@ -2,8 +2,8 @@
 
 Paths on the command line stay relative to the working directory.
 
-A relative path that names nothing next to its file, but something in the working directory, means
-that. All paths of earlier versions were relative to the working directory.
+A relative path that does not exist next to its file stays relative to the working directory, as all
+paths were in earlier versions.
 """
 
 import glob
@@ -17,17 +17,17 @@ from maxpipe.config.files import COMMAND_LINE, Setting
 from maxpipe.config.model_places import CHATML, split_scheme
 from maxpipe.config.values import Raw, Scalar
 
-# Keys of what a run reads. Directories that it writes stay relative to the working directory.
+# Keys of what a run reads. Directories that it writes to stay relative to the working directory.
 LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
 MIXTURE = "data.mixture"
-NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a path
+NAMES: Mapping[str, Mapping[str, object]] = {  # a name in the catalogue, or a path
     "data.tokenizer": TOKENIZERS,
     "data.chat_template": {CHATML: None},
     "init_from": {},
     "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,
 }
-# Keys of one path that no reader expands: output_dir=~/runs would be a directory "~" here.
+# Keys of one path in which no reader expands "~": output_dir=~/runs would make a directory "~".
 HOMES = (
     "output_dir",
     "data.tokenizer",
@@ -40,7 +40,7 @@ HOMES = (
 
 
 class Located(NamedTuple):
-    """Settings with paths that are relative to the working directory, and what is to be said."""
+    """Settings whose paths are relative to the working directory, and remarks for the user."""
 
     settings: dict[str, Setting]
     remarks: tuple[str, ...]
@@ -100,5 +100,5 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
 
 
 def exists(path: str) -> bool:
-    """Return whether there is a file or folder of that name, or one that fits its pattern."""
+    """Return whether there is a file or folder of that name, or a match of it as a pattern."""
     return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None

@@ -67,7 +67,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
     """Return automatic decisions and keys without effect, one line each with the reason.
 
     Args:
-      resolved: from `resolve`.
+      resolved: the config, from `resolve`.
       loaded: the config before `resolve`; without it neither derived values nor unused pipeline
         options are listed.
     """
@@ -127,7 +127,7 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
 
 
 def _outside(c: Config) -> list[str]:
-    """Return a line for each kind of layers outside the pipeline that there is."""
+    """Return a line for each kind of layer that runs outside the pipeline."""
     engine, place = ENGINES[c.pipeline.engine], c.pipeline.outside_layers
     outside = c.model.stacked_layers - c.pipeline.parallel_layers
     if not engine.has_stages:
@@ -221,7 +221,7 @@ def _idle_scaling(c: Config) -> list[str]:
 
 
 def _idle_axis_rules(c: Config) -> list[str]:
-    """Return a line for each rule of a logical axis that no array of maxpipe's own has."""
+    """Return a line for each rule whose logical axis no array of maxpipe's own has."""
     known = [str(axis) for axis, _ in DEFAULT_RULES]
     return [
         f"sharding.logical_axis_rules: the rule of {axis!r} has no effect, except on layers of "
@@ -232,7 +232,7 @@ def _idle_axis_rules(c: Config) -> list[str]:
 
 
 def _pipeline_notes(c: Config) -> list[str]:
-    """Return a line for gathers that have no effect, and for a third repeat in memory."""
+    """Return a line on prefetching that has no effect, or on a third repeat in memory."""
     if not ENGINES[c.pipeline.engine].has_stages:
         return []
     if c.pipeline.fsdp_prefetch == "true" and c.mesh.size("fsdp") == 1:

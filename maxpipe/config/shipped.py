@@ -33,11 +33,11 @@ def shipped_configs() -> dict[str, Path]:
 def locate_config(word: str) -> str:
     """Return the path of the YAML file that a word names.
 
-    A file that exists comes first; then `configs/...` and a name without a directory and suffix
-    mean a shipped configuration, also where a directory is called so.
+    A file that exists comes first; then `configs/...` and a name without directory and suffix mean
+    a shipped configuration, even if there is a directory of that name.
 
     Raises:
-      ConfigError: the word is a name, and no configuration is called so, or a directory.
+      ConfigError: the word is a name that no configuration has, or a directory.
     """
     if _is_file(word):
         return word
@@ -62,11 +62,11 @@ def locate_config(word: str) -> str:
 
 
 def _is_file(path: str) -> bool:
-    return os.path.exists(path) and not os.path.isdir(path)  # a pipe is one as well
+    return os.path.exists(path) and not os.path.isdir(path)  # a pipe counts as a file
 
 
 def _file_in(directory: Path) -> str:
-    """Return what to name in place of a directory: a run has the configuration it trained with."""
+    """Return what to name instead of a directory: a run's has the configuration it trained with."""
     file = directory / "config.yml"
     return f"did you mean {file}?" if file.is_file() else "name a YAML file"
 
@@ -77,7 +77,7 @@ def names_config(word: str) -> bool:
 
 
 def locate_base(directory: str, text: str) -> str:
-    """Return the path that `base: text` names in a file of a directory, or the shipped one."""
+    """Return the path that `base: text` means in a file of `directory`, perhaps a shipped one."""
     path = os.path.normpath(os.path.join(directory, text))
     configs = shipped_configs()
     return shown_path(configs[text]) if text in configs and not _is_file(path) else path

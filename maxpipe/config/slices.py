@@ -8,21 +8,21 @@ import math
 import re
 from dataclasses import dataclass
 
-CUBE = 4  # slices of 3 dimensions from 64 chips on are made of cubes of 4 x 4 x 4
+CUBE = 4  # 3D slices of 64 chips or more are made of cubes of 4 x 4 x 4
 HOST = 2  # chips of a host in each of the first two dimensions
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A kind of TPU, as slices of it are named.
+    """A kind of TPU, and how its slices are named.
 
     Attributes:
       name: libtpu's name.
       cores_per_chip: what the number in the cloud's name counts, per chip.
       devices_per_chip: JAX devices of a chip in libtpu's topologies.
       grids: the usual slices below one cube (3 dimensions), or all of them (2 dimensions).
-      aliases: other names of it.
-      most_chips: the largest slice.
+      aliases: other names of the kind.
+      most_chips: chips of the largest slice.
       host_chips: chips of the largest slice that one host drives alone.
     """
 
@@ -86,7 +86,7 @@ def canonical_topology(name: str) -> str:
 
 
 def _not_compiled_for(kind: str, count: str = "") -> str:
-    """Return what to do instead of compiling for devices as `maxpipe.plan` names them, or ""."""
+    """Return why devices named as for `maxpipe.plan` are not compiled for, or "" if they are."""
     if kind == "cpu":
         return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={count}"
     if kind in GPUS:
@@ -113,7 +113,7 @@ def meant_topology(name: str) -> str:
 
 
 def _exists(name: str) -> bool:
-    """Return whether there is such a slice."""
+    """Return whether a slice of this name exists."""
     try:
         check_grid(canonical_topology(name))
     except ValueError:
@@ -145,7 +145,7 @@ def explain_topology(name: str) -> str:
 
 
 def standard_grid(generation: Generation, chips: int) -> str:
-    """Return the usual grid of so many chips, the most compact one; empty if there is none."""
+    """Return the usual grid of a number of chips, the most compact one; empty if there is none."""
     for grid in generation.grids:
         if math.prod(map(int, grid.split("x"))) == chips:
             return grid
@@ -178,7 +178,7 @@ def nearest_slices(generation: Generation, chips: int) -> list[str]:
 
 
 def examples_of(topology: str) -> list[str]:
-    """Return usual slices near a canonical topology; of several generations if its is unknown."""
+    """Return usual slices near a canonical topology; of several kinds if its kind is unknown."""
     generation = _BY_NAME.get(topology.partition(":")[0])
     if generation is None:
         return ["v4:2x2x1", "v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x1"]
@@ -186,18 +186,18 @@ def examples_of(topology: str) -> list[str]:
 
 
 def num_chips(topology: str) -> int:
-    """Return the chips of a canonical topology."""
+    """Return the number of chips of a canonical topology."""
     return math.prod(map(int, topology.partition(":")[2].split("x")))
 
 
 def num_devices(topology: str) -> int:
-    """Return the JAX devices of a canonical topology."""
+    """Return the number of JAX devices of a canonical topology."""
     generation = _BY_NAME.get(topology.partition(":")[0])
     return num_chips(topology) * (generation.devices_per_chip if generation else 1)
 
 
 def check_grid(topology: str) -> None:
-    """Check that a canonical topology is a grid that its chips are wired in.
+    """Check that a canonical topology is a grid in which its chips are wired.
 
     Raises:
       ValueError: the chip is unknown, or its slices have other sizes or fewer chips.
@@ -222,7 +222,7 @@ def check_grid(topology: str) -> None:
 
 
 def explain_unusual(topology: str) -> str:
-    """Return a line if a canonical topology is no usual slice of a known chip, else nothing."""
+    """Return a line if a canonical topology is an unusual slice of a known chip, else ""."""
     name, _, grid = topology.partition(":")
     if name not in _BY_NAME:
         return ""
@@ -235,7 +235,7 @@ def explain_unusual(topology: str) -> str:
 
 
 def usual_slices(name: str) -> list[str]:
-    """Return the slices of a kind of TPU, as `slices_of` does; none if it is no kind."""
+    """Return the slices of a kind of TPU, as `slices_of` does; none if there is no such kind."""
     return slices_of(name) if name.lower() in _BY_NAME else []
 
 
@@ -243,7 +243,7 @@ def slices_of(name: str) -> list[str]:
     """Return all usual slices of a kind of TPU, the smallest first: ["v5e:1x1", ...].
 
     Raises:
-      ValueError: there is no such kind.
+      ValueError: there is no kind of this name.
     """
     if name.lower() not in _BY_NAME:
         known = ", ".join(generation.name for generation in GENERATIONS)
@@ -257,7 +257,7 @@ def slices_of(name: str) -> list[str]:
 
 
 def hosts_of(topology: str) -> int:
-    """Return how many hosts, so processes, drive a canonical topology; at least 1."""
+    """Return how many hosts, and so processes, drive a canonical topology; at least 1."""
     generation = _BY_NAME.get(topology.partition(":")[0])
     chips = num_chips(topology)
     return -(-chips // generation.host_chips) if generation else 1

@@ -11,7 +11,7 @@ from typing import TextIO
 from maxpipe.config.errors import redacted
 
 INTERRUPTED = 130  # 128 + SIGINT
-CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has ended
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has exited
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 Note = Callable[[str], None]  # takes a line for the user, such as an automatic decision
@@ -28,9 +28,9 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) ->
 
 @contextmanager
 def no_tracebacks() -> Iterator[None]:
-    """End a command without a traceback when its reader has ended, or after Ctrl-C.
+    """End a command without a traceback when its output's reader has exited, or after Ctrl-C.
 
-    Characters that standard output cannot show are written as escapes, such as `\\\\xe9`.
+    Characters that standard output cannot show are written as escapes, such as `\\xe9`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -44,7 +44,7 @@ def no_tracebacks() -> Iterator[None]:
         print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
     finally:
-        # Otherwise the interpreter's own flush at the end fails, and with it the exit code.
+        # Otherwise the interpreter's own flush at exit fails and changes the exit code.
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -53,15 +53,15 @@ def no_tracebacks() -> Iterator[None]:
 
 
 def emit(text: str, stream: TextIO | None = None) -> None:
-    """Print lines of a run that must not end because its console cannot be written.
+    """Print lines of a run; a console that cannot be written to must not end it.
 
-    Text and newline are one write, also without buffers (`PYTHONUNBUFFERED`), for other processes
-    may write to the same console. When the reader of the console has ended, or its disk is full,
+    Text and newline are one write, even without buffers (`PYTHONUNBUFFERED`), since other processes
+    may write to the same console. If the reader of the console has exited, or its disk is full,
     standard error gets one line.
 
     Args:
-      text: without the last newline; secrets in its URLs are not shown.
-      stream: standard output if None.
+      text: lines without the last newline; secrets in URLs are not shown.
+      stream: where to print; None = standard output.
     """
     stream = stream or sys.stdout
     try:
@@ -78,11 +78,11 @@ def emit(text: str, stream: TextIO | None = None) -> None:
             print(message, file=sys.stderr, flush=True)
 
 
-_FAILED: list[TextIO] = []  # streams of which standard error has been told
+_FAILED: list[TextIO] = []  # streams that standard error has a warning about
 
 
 def _discard(stream: TextIO) -> None:
-    """Let everything that is written to a stream from now on vanish."""
+    """Discard everything that is written to a stream from now on."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())

@@ -121,7 +121,7 @@ def closest(value: str, choices: Sequence[str]) -> str | None:
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
-    """Return `; did you mean X?` with the choice most like `value`, or nothing if none is."""
+    """Return `; did you mean X?` with the choice most like `value`, or "" if none is like it."""
     choice = closest(value, choices)
     return f"; did you mean {choice}?" if choice else ""
 
@@ -135,7 +135,7 @@ def is_finite(value: float) -> bool:
 
 
 def as_written(value: object) -> str:
-    """Return a value as it is written after `key=`: truth values as YAML has them."""
+    """Return a value as it is written after `key=`: truth values as in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -169,7 +169,7 @@ def number(text: str) -> Decimal:
     """Return the exact value of a number, written with underscores or a suffix k, M, Ki or Mi.
 
     Raises:
-      ValueError: the text is no finite number.
+      ValueError: the text is not a finite number.
     """
     match = _NUMBER.fullmatch(text.strip())
     if (

@@ -1,4 +1,4 @@
-"""Refuse options that an engine does not have or that have nothing to act on, with the reason."""
+"""Refuse options that an engine lacks or that have nothing to act on, and give the reason."""
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
 from maxpipe.config.errors import ConfigError, Problem
@@ -24,9 +24,9 @@ def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
     """Return refusals of the values of a key that save tensors in the host's memory.
 
     Args:
-      key: any.
-      reason: of the refusals.
-      elsewhere: what else than saving on the device is a remedy.
+      key: full key of an option.
+      reason: the reason that the refusals give.
+      elsewhere: remedies other than saving on the device, as a text to append.
     """
     if key in _REMAT_TENSORS:
         return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
@@ -43,7 +43,7 @@ def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
 def _refuse_values(key: str) -> Rule:
     """Return the rule that refuses the values of a key that the engine does not take.
 
-    A rule for each key, so that a broken key leaves the others' refusals in place.
+    Each key has a rule of its own, so that a broken key leaves the others' refusals in place.
     """
 
     @rule("pipeline.engine", key)
@@ -136,7 +136,7 @@ def check_known_split_backwards(c: Config) -> None:
 
 @rule("pipeline.unit_times")
 def check_unit_times(c: Config) -> None:
-    """Check that there are times of F, I and W, and at most of a transfer and the head."""
+    """Check that there are times of F, I and W, and optionally of a transfer and of the head."""
     times = c.pipeline.unit_times
     if times in ([], AUTO) or (3 <= len(times) <= 5 and min(times) >= 0 and min(times[:3]) > 0):
         return
@@ -152,7 +152,7 @@ def check_split_backwards(c: Config) -> None:
     """Check that the backward of a layer can be split, and that splitting it saves work.
 
     Args:
-      c: with a schedule that has units for input and weight gradients, and `pipeline.engine`
+      c: a config whose schedule has units for input and weight gradients, with `pipeline.engine`
         derived.
 
     Raises:
@@ -196,11 +196,11 @@ def _propose_policies(c: Config) -> str:
 
 
 def check_processes(c: Config, num_processes: int) -> None:
-    """Check that stages can be whole processes; no rule, since no key says how many there are.
+    """Check that stages can be whole processes; not a rule, as no key says how many there are.
 
     Args:
-      c: with `pipeline.engine` derived.
-      num_processes: processes that take part.
+      c: the config, with `pipeline.engine` derived.
+      num_processes: number of processes that take part.
 
     Raises:
       ConfigError: the engine has a program per stage, and a process would have a part of a stage.
@@ -218,11 +218,11 @@ def check_processes(c: Config, num_processes: int) -> None:
 
 
 def check_offloading(c: Config, devices: str) -> None:
-    """Refuse to save tensors in the host's memory; no rule, since no key says what devices are.
+    """Refuse to save tensors in the host's memory; not a rule, as no key says what devices are.
 
     Args:
-      c: any.
-      devices: their kind, which does not reach the host's memory.
+      c: the config to check.
+      devices: the kind of the devices, which cannot access the host's memory.
 
     Raises:
       ConfigError: a tensor would be saved there.

@@ -11,8 +11,8 @@ from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divi
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 
 LEVELS = ("ici", "dcn")
-# Proposals use these axes only, at this cost of each doubling or halving: splitting the data
-# otherwise is the mildest change, and tensor parallelism across slices is never a good one.
+# Proposals use these axes only, at this cost per doubling or halving: splitting the data
+# differently is the mildest change, and tensor parallelism across slices is never a good one.
 _COSTS = {
     "ici": {"fsdp": 1.0, "data": 1.1, "stage": 1.6, "tensor": 2.5},
     "dcn": {"data": 1.0, "stage": 1.3, "fsdp": 1.5},
@@ -48,10 +48,10 @@ def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]
     """Fill the -1 of each level, and check the products.
 
     Args:
-      c: with at most one -1 per level.
+      c: the config, with at most one -1 per level.
       num_devices: devices over all slices.
       num_slices: slices joined by DCN.
-      rules: those that a mesh in an error message should satisfy.
+      rules: rules that a mesh in an error message should satisfy.
 
     Raises:
       ConfigError: a product differs from the number of devices per slice, or of slices; the message
@@ -98,7 +98,7 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     message = f"{written} makes {product}, {relation} {count} {counted}; these fit: {choices}"
     is_simulated = c.compile.topology in ("", "cpu") and (count == 1 or c.mesh.simulated_devices)
     if level == "ici" and is_simulated:
-        # The least number of devices that the mesh divides, at least as many as there are.
+        # The least number of devices that the mesh divides and that is not below `count`.
         needed = -(-count // product) * product if -1 in sizes.values() else product
         needed *= math.prod(size for size in dataclasses.astuple(c.mesh.dcn) if size != -1)
         message += f" (mesh.simulated_devices={needed} makes a CPU pretend to have {needed})"

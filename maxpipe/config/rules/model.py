@@ -182,7 +182,7 @@ def derive_rope_scaling(c: Config) -> Updates:
 
 @rule("model.layer_pattern", "model.attention_window")
 def check_layer_pattern(c: Config) -> None:
-    """Check the kinds of layers, and that a window is there where a kind has one."""
+    """Check the kinds of layers, and that local layers and a window go together."""
     pattern, key = c.model.layer_pattern, "model.layer_pattern"
     problems = [
         Problem(
@@ -298,7 +298,7 @@ def check_first_dense_layers(c: Config) -> None:
 
 @rule("model.moe")
 def check_experts(c: Config) -> None:
-    """Check that a token has experts to choose from, and that no key of them is idle."""
+    """Check that a token has experts to choose from, and that no key of experts is idle."""
     moe, key = c.model.moe, "model.moe"
     problems = []
     if not moe.experts:
@@ -381,7 +381,7 @@ def _axes_problems(axes: list[str]) -> list[str]:
 
 @rule("model.moe.capacity_factor", "mesh.ici.context", "mesh.dcn.context")
 def check_capacity(c: Config) -> None:
-    """Check that a device has the whole sequences of which experts take a bounded number."""
+    """Check that devices have whole sequences if experts take a bounded number of their tokens."""
     factor, parts = c.model.moe.capacity_factor, c.mesh.size("context")
     if factor and parts > 1:
         key = "mesh.ici.context" if c.mesh.ici.context > 1 else "mesh.dcn.context"

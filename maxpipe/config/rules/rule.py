@@ -1,6 +1,6 @@
 """Declare rules across keys, run them, and compute the numbers that their messages propose.
 
-A rule whose inputs are unusable is left out. So all problems can be shown at once: a broken key
+A rule whose inputs are unusable is left out. So all problems can be shown at once, and a broken key
 silences only the rules that depend on it.
 """
 
@@ -21,7 +21,7 @@ class Rule:
     """A check or derivation across keys.
 
     Attributes:
-      run: takes the config; returns the keys that it derives, or raises ConfigError.
+      run: function of the config that returns the values it derives, or raises ConfigError.
       reads: keys or whole sections that it depends on.
       writes: keys that it derives.
     """
@@ -44,7 +44,7 @@ def apply_rules(
     """Run the rules whose inputs are sound.
 
     Args:
-      rules: in order of dependence.
+      rules: rules in order of dependence.
       config: the values so far.
       broken: keys whose values are wrong or not yet known.
 

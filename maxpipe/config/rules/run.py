@@ -29,16 +29,16 @@ from maxpipe.config.slices import canonical_topology
 from maxpipe.config.values import nearest
 
 LONGEST_NAME = 255  # bytes of a name in file systems
-LONGEST_PATH = 3500  # bytes of a path, of 4096, which leaves room for the names below it
+LONGEST_PATH = 3500  # bytes of a path, below the limit of 4096: names below it need room
 LEAST_SPIKE_WINDOW = 16
-LEAST_SHARE = 0.001  # of a source in a mixture
+LEAST_SHARE = 0.001  # least share of a source in a mixture
 _MIXTURE_FIELDS = ("source", "path", "weight")
-_SHRINKABLE = ("data", "fsdp")  # axes that split rows, and no dimension that the model needs split
+_SHRINKABLE = ("data", "fsdp")  # axes that split rows, but no dimension that the model needs split
 
 
 @rule("run_name")
 def check_run_name(c: Config) -> None:
-    """Check that the run's name names a directory and is no path."""
+    """Check that the run's name can name a directory and is not a path."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run_name):
         message = (
             f"{c.run_name!r} is not a name without a path: letters, digits, '.', '_' and '-', "
@@ -52,7 +52,7 @@ def check_run_name(c: Config) -> None:
 
 @rule("init_from")
 def check_init_from(c: Config) -> None:
-    """Check the form of what a run starts from."""
+    """Check the form of `init_from`."""
     scheme, directory = split_scheme(c.init_from)
     if scheme in (MAXTEXT, RUN):
         if not directory or is_url(directory):
@@ -155,7 +155,7 @@ def _check_tokenizer_folder(value: str) -> None:
 def derive_tokenizer(c: Config) -> Updates:
     """Draw random ids from the model's vocabulary where it is smaller than the tokenizer's.
 
-    Otherwise they stay those of the tokenizer, so that a run draws the same ones forever.
+    Otherwise ids are drawn from the tokenizer's, so that a run always draws the same ones.
     """
     num_ids, name = c.model.num_token_ids, c.data.tokenizer
     if num_plain_ids(name) > num_ids:
@@ -442,7 +442,7 @@ def check_topology(c: Config) -> Updates:
 
 
 def check_trains(c: Config) -> None:
-    """Refuse what is for the compile command only; no rule, since that command takes it.
+    """Refuse what is for the compile command only; not a rule, since that command takes it.
 
     Raises:
       ConfigError: an executable is to be stored.

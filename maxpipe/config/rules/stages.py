@@ -17,12 +17,12 @@ _PARALLEL_LAYERS = "pipeline.parallel_layers"
 
 
 def is_csv(schedule: str) -> bool:
-    """Return whether `pipeline.schedule` names a file; no name of a schedule ends like one."""
+    """Return whether `pipeline.schedule` names a file; no schedule's own name ends in .csv."""
     return schedule.lower().endswith(".csv")
 
 
 def misnamed_table(schedule: str) -> str:
-    """Return what is wrong with the name of a file that is there; "" if there is none."""
+    """Return what is wrong with the name of an existing file; "" if there is no such file."""
     if not os.path.isfile(schedule):
         return ""
     return f"{schedule} is a file; the name of a table's file ends in .csv"
@@ -55,8 +55,8 @@ def num_stages(c: Config) -> int:
 def chunk_layers(c: Config) -> list[int]:
     """Return the number of layers of each chunk in model order; `c` is resolved, its stages chosen.
 
-    Layers outside the pipeline are part of the first or the last chunk where a unit runs on one
-    stage, and of none elsewhere.
+    Layers outside the pipeline are part of the first or the last chunk if stages have programs of
+    their own, and otherwise of no chunk.
     """
     pipeline, chunks = c.pipeline, num_stages(c) * c.pipeline.num_repeats
     sizes = list(pipeline.layers_per_stage or [pipeline.num_layers_per_stage] * chunks)
@@ -181,7 +181,7 @@ def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
 
 
 def _even_layers(c: Config) -> Updates:
-    """Derive what is -1 of the repeats and the layers per stage."""
+    """Derive the repeats and the layers per stage, whichever are -1."""
     stages, total, schedule = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
     if fixed := fixed_repeats(schedule):
@@ -273,11 +273,11 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
         factors["layers per stage"] = per_stage
     unit = math.prod(factors.values())
     choices = _even_choices(c, repeats, per_stage)
-    # config.json gives the layers, and with first dense layers they add up to another number.
+    # config.json may fix model.num_layers, and with first dense layers it is another number.
     is_all = _total_key(c) == "model.num_layers"
     if not (is_all and (c.model.from_hf or c.model.first_dense_layers)):
         choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
-    # Where each stage has a program of its own, uneven stages cost nothing and balance better.
+    # If each stage has a program of its own, uneven stages cost nothing and balance better.
     engine = ENGINES[c.pipeline.engine]
     has_outside = engine.one_program and engine.takes(_PARALLEL_LAYERS)
     if has_outside and total == c.model.stacked_layers and total > unit:

@@ -31,10 +31,10 @@ class MLAConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a head's query and key."""
+        """Return the number of channels of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_width(self) -> int:
-        """Return how many values of a token and layer generation keeps."""
+        """Return how many values generation keeps per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim

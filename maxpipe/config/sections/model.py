@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16")
 QUANTISATIONS = ("none", "int8", "fp8")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
 
-# Kinds of scaling that read a key of `model.rope_scaling`; `factor` is read by all.
+# Kinds of scaling that read each key of `model.rope_scaling`; all of them read `factor`.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "type": ("linear", "llama3", "yarn", "longrope"),
     "original_max_position": ("llama3", "yarn", "longrope"),
@@ -298,7 +298,7 @@ class ModelConfig:
 
     @property
     def stacked_layers(self) -> int:
-        """Return the number of layers with the same parameters, which the pipeline has."""
+        """Return the number of layers after the first dense ones: those a pipeline can have."""
         return self.num_layers - self.first_dense_layers
 
     @property
@@ -308,7 +308,7 @@ class ModelConfig:
 
     @property
     def dense(self) -> "ModelConfig":
-        """Return the model that has the first dense layers everywhere."""
+        """Return the model in which all layers are like the first dense ones."""
         return replace(self, moe=MoEConfig(), first_dense_layers=0)
 
     @property
@@ -333,8 +333,8 @@ class ModelConfig:
 
     @property
     def num_token_ids(self) -> int:
-        """Return how many token ids exist, without padding of the table."""
-        is_derived = self.unpadded_vocab_size == -1  # also in a record of an earlier version
+        """Return how many token ids exist, not counting padding of the table."""
+        is_derived = self.unpadded_vocab_size == -1  # also in records of earlier versions
         return self.vocab_size if is_derived else self.unpadded_vocab_size
 
     @property

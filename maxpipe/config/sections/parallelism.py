@@ -60,7 +60,7 @@ class AxesConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """`mesh.elastic.*`: going on without hosts that do not come back, under a supervisor."""
+    """`mesh.elastic.*`: how a supervised run goes on without hosts that do not come back."""
 
     axes: list[str] = option(  # noqa: RUF009
         [],
@@ -268,5 +268,5 @@ class PipelineConfig:
 
     @property
     def gathers_whole(self) -> bool:
-        """Return whether weights of a repeat or more are gathered at once; not on auto."""
+        """Return whether weights of a repeat or more are gathered at once; False for auto."""
         return self.fsdp_gather in ("per_repeat", "once")
