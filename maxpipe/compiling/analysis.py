@@ -36,18 +36,18 @@ def analyse(
     """Compile the train step and report what it costs.
 
     Args:
-      config: resolved.
-      written: what it was resolved from; alternatives are derived from it.
-      mesh: of the devices to compile for.
-      trainer: of the configuration.
-      note: prints a line on how far the compilation is.
+      config: the resolved configuration.
+      written: the configuration before it was resolved; alternatives derive from it.
+      mesh: the mesh of the devices to compile for.
+      trainer: the configuration's trainer.
+      note: function that prints a line of progress.
 
     Returns:
-      The report, and the step; None if the compiler gave up.
+      The report, and the compiled step, which is None if the compiler gave up.
     """
     devices = mesh.devices.reshape(-1).tolist()
     tpu = tpu_of(devices)
-    config = with_gather_mode(config, tpu)  # as the trainer has decided, and said
+    config = with_gather_mode(config, tpu)  # as the trainer has decided and reported
     is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
@@ -79,7 +79,7 @@ def analyse(
 
 
 def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
-    """Return what the memory that the step leaves idle could buy."""
+    """Return ways to use the memory that the step leaves idle."""
     assert report.bounds is not None
     assert report.capacity is not None
     assert report.flops is not None
@@ -104,7 +104,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
 
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
-    """Return the report with what is known of a compiled step."""
+    """Return the report with the figures of a compiled step."""
     compiler = memory_of(step.executable, mesh)
     hlo = step.text()
     runs = branch_runs(config, mesh)
@@ -138,7 +138,7 @@ def _bounds(
     memory: Memory,
     links: Sequence[LinkUse],
 ) -> Bounds | None:
-    """Return bounds of a step with so many FLOPs; None if the device's figures are unknown."""
+    """Return the bounds of a step of `flops` FLOPs; None if the chip's figures are unknown."""
     chip = chip_for(report.device_kind)
     if chip is None:
         return None
@@ -154,11 +154,11 @@ def _bounds(
 
 
 def branch_runs(config: Config, mesh: Mesh) -> BranchRuns:
-    """Return a function from a conditional's runs to how often it does its work.
+    """Return a map from how often a conditional is reached to how often it does its work.
 
-    On the scheduled engine embedding, head and embedding gradient have one conditional each, taken
-    once a microbatch, however many ticks there are. Where idle slots are skipped, as on simulated
-    devices, they are counted as if they were computed.
+    On the scheduled engine the embedding, the head and the embedding gradient have one conditional
+    each, taken once per microbatch, however many ticks there are. Idle slots that are skipped, as
+    on simulated devices, are counted as if they were computed.
     """
     is_lockstep = ENGINES[config.pipeline.engine].lockstep
     if not is_lockstep or skips_idle(config.pipeline, mesh):

@@ -20,11 +20,11 @@ def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
 
     Args:
       loaded: the configuration, with a topology.
-      flags: the command's own.
+      flags: the command's own flags.
 
     Raises:
       ConfigError: there is no such slice, libtpu is not installed, the configuration does not fit
-        the devices, or a flag is for something else.
+        the devices, or a flag does not apply.
     """
     if flags.tune_flags:
         _check_tuning(loaded.config, flags)
@@ -32,7 +32,7 @@ def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
         check_slice(canonical_topology(loaded.config.compile.topology))
     config = _resolved(loaded)
     if config.pipeline.engine not in ENGINES:
-        return  # undecided on a chip of which only libtpu knows; to resolve it there says why
+        return  # only libtpu knows the chip: the engine is decided once its devices exist
     if ENGINES[config.pipeline.engine].one_program:
         _check_one_program(config, flags)
     else:
@@ -40,12 +40,12 @@ def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
 
 
 def check_slice(topology: str) -> None:
-    """Check that a canonical topology is a grid that chips are wired in, and that libtpu is there.
+    """Check that a canonical topology is a real grid of chips, and that libtpu is installed.
 
     Raises:
-      ConfigError: one of these is not so.
+      ConfigError: there is no such grid, or libtpu is not installed.
     """
-    if chip_of(topology):  # libtpu describes grids that chips are not wired in
+    if chip_of(topology):  # libtpu also describes grids that no slice has
         try:
             check_grid(topology)
         except ValueError as error:
@@ -59,7 +59,7 @@ def check_slice(topology: str) -> None:
 
 
 def _resolved(loaded: Loaded) -> Config:
-    """Return the configuration on its devices; of those of an older chip only libtpu knows."""
+    """Return the configuration, resolved for its devices unless only libtpu knows their chip."""
     keys = loaded.config.compile
     if keys.topology == SIMULATED:
         return resolve(loaded, max(1, loaded.config.mesh.simulated_devices), keys.num_slices)
@@ -70,7 +70,7 @@ def _resolved(loaded: Loaded) -> Config:
 
 
 def _check_tuning(config: Config, flags: argparse.Namespace) -> None:
-    """Raise ConfigError if the flags of a compiler cannot be tuned, or more is asked for."""
+    """Raise ConfigError if compiler flags cannot be tuned, or other outputs are requested too."""
     others = _of_one_program(config, flags) | {"--programs": flags.programs, UNITS: flags.units}
     message = "is for a single compilation; leave it out, or --tune-flags"
     problems = [Problem(key, message) for key, value in others.items() if value]
@@ -81,7 +81,7 @@ def _check_tuning(config: Config, flags: argparse.Namespace) -> None:
 
 
 def _of_one_program(config: Config, flags: argparse.Namespace) -> dict[str, str | None]:
-    """Return the files that only a train step in one program can fill, by key or flag."""
+    """Return the output files that only a train step in one program has, by key or flag."""
     return {
         "compile.save": config.compile.save,
         "--hlo": flags.hlo,

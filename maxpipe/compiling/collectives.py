@@ -12,7 +12,7 @@ from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes,
 from maxpipe.devices.chips import slice_of
 from maxpipe.devices.mesh import crossing_axes
 
-_SLICE = 100000  # a device in a target of libtpu: so many times its slice, and its place there
+_SLICE = 100000  # libtpu's number of a device: _SLICE * its slice + its place there
 COLLECTIVE_KINDS = (
     "all-gather",
     "all-reduce",
@@ -24,7 +24,7 @@ COLLECTIVE_KINDS = (
 )
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
-# On TPUs, a name of computations that hold a part of a collective and what runs at the same time.
+# On TPUs, computations of this name hold part of a collective and what runs at the same time.
 ASYNC_FUSION = "async_collective_fusion"
 
 
@@ -36,9 +36,9 @@ class Collective:
       kind: HLO name of the operation.
       axes: mesh axes over which devices exchange data, such as "fsdp" or "data,fsdp".
       network: "ici", or "dcn" if some group spans slices.
-      count: how many a step runs.
-      bytes: of the operands on one device, over a step.
-      sent_bytes: what one device sends in a step by the usual ring algorithms.
+      count: how many of them a step runs.
+      bytes: size of the operands on one device, over a step.
+      sent_bytes: bytes that one device sends in a step with the usual ring algorithms.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     """Return the collective that an instruction is or starts, or None.
 
     On TPUs a reduce-scatter is a fusion of an all-reduce and a slice. A collective that was started
-    earlier has a part in each fusion that runs at the same time. The fusions' names tell both.
+    earlier has a part in each fusion that runs meanwhile. The names of the fusions tell both cases.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in COLLECTIVE_KINDS or computation.name.startswith(ASYNC_FUSION):
@@ -95,9 +95,9 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
 
 
 def between_slices(instruction: Instruction) -> str | None:
-    """Return the collective of which a `send` is the part between slices, or None.
+    """Return the collective whose traffic between slices a `send` carries, or None.
 
-    TPUs hand what crosses slices to their hosts, by sends that carry the kind of the collective as
+    TPUs hand data that crosses slices to their hosts, in sends with the kind of the collective as
     an attribute.
     """
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
@@ -120,9 +120,9 @@ def dcn_sent_bytes(send: Instruction, mesh: Mesh) -> float:
 
 
 def _slices_of_group(send: Instruction, mesh: Mesh) -> int:
-    """Return how many slices exchange data; all of them where the text does not say.
+    """Return how many slices exchange data; all of them if the text does not say.
 
-    It names groups of devices, 100000 times the slice plus the place in it, or all slices and
+    It lists groups of devices, each as 100000 * slice + place in the slice, or all slices and
     places: `{{100000,200000},{100001,200001}}` or `"{1,2}x{0:3}"`.
     """
     target = re.search(r'_xla_megascale_target="?\{+([\d,]+)\}', send.attributes)
@@ -155,8 +155,8 @@ def _slices(mesh: Mesh) -> np.ndarray:
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
     """Return the bytes of the operands on one device; if their types are unknown, of the result.
 
-    Of a ragged collective these are the bytes that may travel: the smaller one of what a device
-    hands over and what it receives into.
+    For a ragged collective these are the bytes that may travel: the smaller of the buffers that a
+    device sends from and receives into.
     """
     types = [
         computation.instructions[n].type

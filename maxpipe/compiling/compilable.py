@@ -1,4 +1,4 @@
-"""Check, before JAX is imported, that there is a compiler for what --compile and --probe ask."""
+"""Check, before JAX is imported, that a compiler is available for --compile and --probe."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ def number_compiled(flags: argparse.Namespace) -> int:
 
 
 def compiler_problems(flags: argparse.Namespace, machine: Machine) -> Iterator[Problem]:
-    """Yield why --compile or --probe have nothing to compile, or no times to read off it.
+    """Yield why --compile or --probe have no compiler, or why its times are unknown.
 
     Args:
-      flags: as they were given; `compile` is None where it was not.
-      machine: the devices.
+      flags: the command's flags; `compile` is None if it was not given.
+      machine: the devices to plan for.
     """
     missing = f"there is no compiler at hand for {machine.topology}; leave it out"
     if flags.compile and not machine.is_compilable:

@@ -26,12 +26,12 @@ from maxpipe.supervision.signals import handling, numbers_to_pass_on
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
-    """Return what the compiler says of a configuration.
+    """Return what the compiler says about a configuration.
 
     Args:
-      yaml_text: the configuration, complete.
-      note: prints a line every now and then.
-      imports: modules with variants of the user's own.
+      yaml_text: the complete configuration.
+      note: function that prints a line now and then.
+      imports: modules with the user's own variants.
     """
     with written(yaml_text) as file:
         return compile_command([file, *import_words(imports)], note)
@@ -40,12 +40,12 @@ def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = (
 def compile_command(
     words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
 ) -> Proof:
-    """Return what the compiler says of a command line.
+    """Return what the compiler says about a command line.
 
     Args:
       words: the command line after the command.
-      note: prints a line every now and then.
-      environment: variables besides those of this process.
+      note: function that prints a line now and then.
+      environment: variables in addition to those of this process.
     """
     started = time.perf_counter()
     report = report_of(words, note, environment)
@@ -62,8 +62,8 @@ def report_of(
 
     Args:
       words: the command line after the command.
-      note: prints a line every now and then.
-      environment: variables besides those of this process.
+      note: function that prints a line now and then.
+      environment: variables in addition to those of this process.
     """
     with tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory:
         report, log = Path(directory, "report.json"), Path(directory, "log")
@@ -84,7 +84,7 @@ def report_of(
 
 @contextmanager
 def written(yaml_text: str) -> Iterator[str]:
-    """Write a configuration to a file for as long as the context lasts; give its name."""
+    """Write a configuration to a file that exists while the context lasts; yield its name."""
     with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
         file = Path(directory, "candidate.yml")
         file.write_text(yaml_text, encoding="utf-8")
@@ -94,10 +94,10 @@ def written(yaml_text: str) -> Iterator[str]:
 def _exit_code(
     command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, note: Note
 ) -> int:
-    """Run a command, and return its exit code; it is ended when this process is told to end.
+    """Run a command and return its exit code; stop it if a signal asks this process to stop.
 
     Raises:
-      KeyboardInterrupt, SystemExit: this process was told to end, which only the main thread hears.
+      KeyboardInterrupt, SystemExit: such a signal came; only the main thread notices signals.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with _ending(processes) as told:
@@ -110,7 +110,7 @@ def _exit_code(
         )
         processes.append(process)
         try:
-            if told:  # while the process was started
+            if told:  # while the process was being started
                 process.terminate()
             code = _wait(process, note)
         finally:
@@ -123,7 +123,7 @@ def _exit_code(
 
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    """Return the exit code of a process, with a line every now and then until it has one."""
+    """Wait for a process, printing a line now and then, and return its exit code."""
     began, silences = time.perf_counter(), growing_silences()
     while True:
         try:
@@ -134,9 +134,9 @@ def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
 
 @contextmanager
 def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
-    """End processes at the signals that ask this one to end, at the second by force.
+    """Terminate processes at the first signal that asks this one to stop; kill them at the second.
 
-    Yields the signals that came.
+    Yields the list of the signals that have come so far.
 
     The handler raises nothing: an exception just after `Popen.wait` has taken its lock would leave
     it locked, and whoever waits for the process next would wait forever.
@@ -167,11 +167,11 @@ def _read(report: dict[str, object], took: float) -> Proof:
 
 
 def _parts(report: dict[str, object], step: float) -> Seconds:
-    """Return the parts of a compiled step of so many seconds.
+    """Return the parts of a compiled step that takes `step` seconds.
 
-    The bubble is what idle slots take; where their operations cannot be told from those of others,
-    as on the circular engine, it is their share of all slots. What idle slots of one program wait
-    for is part of the bubble, in proportion.
+    The bubble is the time of idle slots; where their operations cannot be told from others, as on
+    the circular engine, it is estimated by their share of all slots. In a step of one program, the
+    same share of the time spent waiting for collectives is part of the bubble.
     """
     predicted = report["predicted"]
     assert isinstance(predicted, dict)
@@ -185,9 +185,9 @@ def _parts(report: dict[str, object], step: float) -> Seconds:
 
 
 def _last_problem(text: str) -> str:
-    """Return the first mistake of a configuration, whole, for remedies are at its end.
+    """Return the first configuration error in full, since the remedy is at its end.
 
-    Without one it is the start of the compiler's failed check, or else of the last line.
+    Without one, return the start of the compiler's failed check, or else of the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if problem := next((line for line in lines if line.startswith("config error")), None):

@@ -1,4 +1,4 @@
-"""Hold what a TPU compiler says with several sets of flags, and show it as a table."""
+"""Hold a TPU compiler's results with several sets of flags, and show them as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _HEADER = ("flags", "step s", "vs first", "GiB", "compiled in")
 
 
 class Trial(NamedTuple):
-    """A set of flags, and what the compiler says with it.
+    """A set of flags, and the compiler's result with it.
 
     Attributes:
-      name: of the set, or of several sets.
-      text: value of the environment's variable.
+      name: name of the set, or of several sets together.
+      text: value of the environment variable.
       proof: the compiler's figures.
     """
 
@@ -29,7 +29,7 @@ class Trial(NamedTuple):
     proof: Proof
 
     def is_faster_than(self, other: "Trial") -> bool:
-        """Return whether it fits and is faster by `MIN_GAIN`, or is the only one that fits."""
+        """Return whether it fits and is faster by `MIN_GAIN`, or fits while the other does not."""
         seconds, before = self.proof.seconds, other.proof.seconds
         if seconds is None or not self.proof.fits:
             return False
@@ -38,7 +38,7 @@ class Trial(NamedTuple):
         return seconds < (1 - MIN_GAIN) * before
 
     def cells(self, first: float | None) -> list[str]:
-        """Return its row of the table, given the step of the first row."""
+        """Return its row of the table, given the seconds of the first row's step."""
         seconds, memory = self.proof.seconds, self.proof.memory
         return [
             self.name,
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
         return self.proof.failure or ("" if self.proof.fits else "does not fit")
 
     def line(self) -> str:
-        """Return what is said of it when it is done."""
+        """Return the line that reports the trial when it is done."""
         _, seconds, _, memory, took = self.cells(None)
         remark = f"; {self.remark}" if self.remark else ""
         return f"            {seconds} s, {memory} GiB, compiled in {took}{remark}"
@@ -62,11 +62,11 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was tried.
+    """The trials, and the best of them.
 
     Attributes:
-      trials: in order, beginning with the environment's own flags.
-      best: of them.
+      trials: all trials in order, beginning with the environment's own flags.
+      best: the best trial.
       is_complete: whether nothing is left to try.
     """
 

@@ -27,9 +27,9 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
 
     Args:
       words: the configuration, its overrides and imports, as `maxpipe.compile` takes them.
-      topology: a slice of a TPU with predictions.
-      json_file: to write after each set, so that a stop loses none that is done; None for none.
-      note: prints a line.
+      topology: a TPU slice on which steps can be predicted.
+      json_file: file to rewrite after each set, so that no finished set is lost; None for none.
+      note: function that prints a line.
 
     Returns:
       The exit code of `maxpipe.compile` with the best flags.
@@ -51,14 +51,14 @@ def launch(words: Sequence[str], topology: str, json_file: str | None, note: Not
 
 
 def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note, keep: Keep) -> Tuning:
-    """Compile with each set of flags, and then with those that gain together, best first.
+    """Compile with each set of flags, then with combinations of those that gain, best first.
 
     Args:
-      words: of the command line of `maxpipe.compile`.
-      sets: to try. Flags that the user sets are left out of them.
+      words: arguments of `maxpipe.compile`.
+      sets: sets of flags to try; flags that the user has set are left out.
       own: the user's flags, which every trial has.
-      note: prints a line.
-      keep: takes what was tried so far, after each set.
+      note: function that prints a line.
+      keep: function that receives the trials so far, after each set.
 
     Raises:
       ConfigError: with the user's flags alone nothing is compiled or predicted.
@@ -108,7 +108,7 @@ def tune(words: Sequence[str], sets: Sequence[FlagSet], own: str, note: Note, ke
 
 
 def remaining(seconds: float, count: int) -> str:
-    """Return about how long so many sets will take, if each takes as long as the first."""
+    """Return about how long `count` more sets take, if each takes `seconds` like the first."""
     total = count * seconds
     amount = f"{total / 60:.0f} minutes" if total >= 120 else f"{total:.0f} s"
     return f"about {amount} for {count} more, and those together that gain"

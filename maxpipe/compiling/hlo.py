@@ -53,7 +53,7 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name, opcode: as in the text.
+      name, opcode: name and opcode as in the text.
       type: the result's type as text.
       operands: names of the operands.
       arguments: the text between the parentheses.
@@ -189,12 +189,12 @@ def executions(
     """Yield every instruction with the number of times that a step runs it.
 
     Loops multiply by their trip count, 1 if it is unknown. Instructions inside fusions and calls
-    are among them.
+    are included.
 
     Args:
       module: the program of one device.
-      branch_runs: how often the branches of a conditional that is reached so many times do their
-        work; by default each time. All branches count alike: idle ones hold nothing to count.
+      branch_runs: maps how often a conditional is reached to how often its branches do their work;
+        by default each time. All branches count alike: idle ones hold nothing to count.
     """
     yield from _executions(module, module.computations[module.entry], 1.0, branch_runs)
 
@@ -274,7 +274,7 @@ def _source(
 
 
 def _initial(computation: Computation, loop: Instruction, index: int | None) -> int:
-    """Return the counter's first value; 0 if it is unknown, where `lax.scan` starts."""
+    """Return the counter's first value; if unknown, 0, where `lax.scan` starts."""
     start = computation.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index is None or index >= len(start.operands):
         return 0

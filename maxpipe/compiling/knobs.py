@@ -25,7 +25,7 @@ class Knob:
     """One way to save memory.
 
     Attributes:
-      words: to append to the command.
+      words: `key=value` words to append to the command.
       saves: bytes saved on each device, by estimate.
     """
 
@@ -38,10 +38,10 @@ class Gain:
     """One way to use idle memory for a faster step.
 
     Attributes:
-      words: to append to the command.
-      compiles: what it adds to compiling; "" if nothing.
+      words: `key=value` words to append to the command.
+      compiles: what it adds to the compilation; "" if nothing.
       needed: bytes that the program would need on each device, by estimate.
-      mfu: the bound of the model FLOPs utilisation, by estimate.
+      mfu: upper bound of the model FLOPs utilisation, by estimate.
     """
 
     words: str
@@ -54,8 +54,8 @@ BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> boun
 # Share of a device's memory that a change may fill: only what it adds is estimated.
 COMPILED_ROOM = 0.95
 _SCAN_LAYERS = "pipeline.scan_layers"
-LEAST_GAIN = 1.01  # of the bound of MFU
-LEAST_SAVING = 0.01  # of the memory that a step takes
+LEAST_GAIN = 1.01  # factor on the bound of MFU
+LEAST_SAVING = 0.01  # share of the memory that a step takes
 
 
 def gains(
@@ -73,16 +73,16 @@ def gains(
     """Return rematerialisation policies that save more, still fit and raise the bound of MFU.
 
     Args:
-      written: as loaded, with -1 for what is derived.
+      written: the configuration as loaded, with -1 for derived values.
       resolved: the configuration that fits, with `pipeline.fsdp_gather` decided.
-      devices: devices and slices to stay on.
+      devices: numbers of devices and slices, which do not change.
       needed: bytes that the compiled program needs on a device.
-      capacity: bytes of a device.
-      tpu: of a device, by which the changed run decides when it gathers weights; None if it is no
-        TPU, or an unknown one.
-      flops: of the compiled step over all devices.
-      mfu: bound of the compiled step.
-      bound_mfu: the bound of another configuration.
+      capacity: bytes of memory of a device.
+      tpu: facts of the device's chip, which decide when the changed run gathers weights; None if
+        it is not a TPU or an unknown one.
+      flops: FLOPs of the compiled step over all devices.
+      mfu: bound of the compiled step's MFU.
+      bound_mfu: function that bounds the MFU of another configuration.
     """
     now, step = estimate(resolved, tpu).total, _microbatch_time(resolved)
     # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
@@ -101,7 +101,7 @@ def gains(
         try:
             changed = resolve(replace(written, **changes), *devices)
             if with_gather_mode(changed, tpu).pipeline.fsdp_gather != gather:
-                # On auto it would gather more often, which the bound does not know.
+                # With auto it would gather more often, which the bound does not include.
                 changes = changes | {GATHER: gather}
                 changed = resolve(replace(written, **changes), *devices)
             changed = with_gather_mode(changed, tpu)
@@ -115,7 +115,7 @@ def gains(
 
 
 def _microbatch_time(config: Config) -> float:
-    """Return the time of a microbatch on all stages, in units of the forward of a layer."""
+    """Return the time of a microbatch on all stages, in units of one layer's forward."""
     times = layer_times(config)
     first = first_layers(config)
     total = sum(first)
@@ -134,9 +134,9 @@ def knobs(
     """Return legal changes that save memory on the same devices, the most effective first.
 
     Args:
-      written: as loaded, with -1 for what is derived, so that it is derived again after a change.
+      written: the configuration as loaded: -1 for values that are derived again after a change.
       resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided.
-      num_devices, num_slices: the devices to stay on.
+      num_devices, num_slices: sizes of the machine, which do not change.
       tpu: as for `gains`.
     """
 
@@ -155,8 +155,8 @@ def stage_knobs(
       written: as for `knobs`.
       resolved: the configuration with separate programs that does not fit, its stages chosen and
         `pipeline.fsdp_gather` decided.
-      devices: devices and slices to stay on.
-      tpu: of a device; None if it is no TPU, or an unknown one.
+      devices: numbers of devices and slices, which do not change.
+      tpu: facts of the device's chip; None if it is not a TPU or an unknown one.
     """
 
     def memory_of(config: Config) -> float:
@@ -179,7 +179,7 @@ def _effective(
         try:
             changed = resolve(replace(written, **changes), *devices)
             if ENGINES[changed.pipeline.engine].one_program != one_program:
-                continue  # the estimate is not of such an engine
+                continue  # the estimate is not made for the other kind of engine
             saves = now - memory_of(changed)
         except ConfigError:
             continue

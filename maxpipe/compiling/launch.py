@@ -49,8 +49,8 @@ def launch(
 
     Args:
       loaded: the configuration.
-      flags: the command's own: json, hlo, profile, profile_trace and programs, each a path or
-        None; units, names of units or None.
+      flags: the command's own flags: json, hlo, profile, profile_trace and programs, each a path
+        or None; units, names of units or None.
       build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
       store_step: `maxpipe.training.stored_step.write`, passed in likewise.
 

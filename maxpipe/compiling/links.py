@@ -1,4 +1,4 @@
-"""Find the links of a chip that collectives can use, and what their traffic takes at least.
+"""Find the links of a chip that collectives can use, and the least time of their traffic.
 
 A collective over some mesh axes moves data only along the dimensions of the torus in which the
 devices of its group differ, so that it cannot use the other links of a chip.
@@ -28,11 +28,11 @@ class LinkUse:
       axes: mesh axes, such as "fsdp" or "data,fsdp".
       network: "ici", or "dcn" between slices.
       kind: "permutes" between neighbours, or "collectives" of groups.
-      links: links of a chip that groups along all of the axes can use, which those along parts of
-        them may not; None on DCN, where each chip has a share of its host's network cards.
-      of: links of a chip in all; None on DCN.
+      links: links of a chip that groups along all of the axes can use, though groups along some
+        of them may not; None on DCN, where each chip has a share of its host's network cards.
+      of: number of all links of a chip; None on DCN.
       sent_bytes: bytes that a device sends.
-      seconds: least time for these; None if the bandwidth is unknown.
+      seconds: least time to send them; None if the bandwidth is unknown.
     """
 
     axes: str
@@ -59,7 +59,7 @@ def link_uses(collectives: Sequence[Collective], mesh: Mesh, chip: Chip) -> list
 def network_seconds(uses: Sequence[LinkUse], chip: Chip) -> float | None:
     """Return the least seconds for all traffic of a step; None if a needed bandwidth is unknown.
 
-    That is the time of the slowest set of axes, or of everything within a slice if it were spread
+    That is the time of the slowest set of axes, or, if longer, of all traffic within a slice spread
     over all links of a chip.
     """
     seconds = [use.seconds for use in uses]
@@ -84,12 +84,12 @@ def links_along(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool =
     """Return the links of a chip that groups along these mesh axes can use, within a slice.
 
     Args:
-      mesh: of devices with coordinates; without these every link counts.
-      chip: what the devices are.
+      mesh: the mesh of the devices; if they have no coordinates, every link counts.
+      chip: the chip of the devices.
       axes: mesh axes, separated by commas; "" if unknown, then every link counts.
-      between_neighbours: for permutes, which send in two directions at most. A chip in the middle
-        of an open line has a link for each; groups have to wait for those at its ends, which have
-        one.
+      between_neighbours: whether to count for permutes, which send in two directions at most. A
+        chip in the middle of an open line has a link for each; groups have to wait for the chips
+        at its ends, which have one.
     """
     names = [name for name in axes.split(",") if name]
     if not names:
@@ -107,7 +107,7 @@ def links_along(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool =
 def group_links(mesh: Mesh, chip: Chip, groups: Sequence[Sequence[int]]) -> float:
     """Return the links that each member of any of these groups can use.
 
-    Devices of one chip that are in groups of their own share its links.
+    Devices of one chip that are in different groups share its links.
 
     Args:
       mesh, chip: as for `links_along`.
@@ -127,7 +127,7 @@ def _fewest_links(
     *,
     between_neighbours: bool = False,
 ) -> int:
-    """Return the links that each of these groups, of indices of devices, can use."""
+    """Return the number of links that each of these groups of device indices can use."""
     if chip.torus is None or not coordinates(devices[0]):
         return chip.links
     places = np.array([coordinates(d)[: chip.torus.dimensions] for d in devices])
@@ -146,8 +146,8 @@ def _fewest_links(
 def _group_links(
     spans: Sequence[int], sizes: Sequence[int], rings: Sequence[bool], between_neighbours: bool
 ) -> int:
-    """Return the links that a group can use which takes `spans` places in each dimension."""
+    """Return the links that a group which takes `spans` places in each dimension can use."""
     if not between_neighbours:
         return links_of(spans, sizes, rings)
-    # In a middle of three a chip has a neighbour on either side.
+    # In a line of three, the chip in the middle has a neighbour on either side.
     return 2 if max(spans) > 2 else min(2, links_of(spans, sizes, rings))

@@ -1,4 +1,4 @@
-"""Check the files that `maxpipe.compile` is told to write, before it compiles anything.
+"""Check the files that `maxpipe.compile` is to write, before it compiles anything.
 
 Compiling may take long, and this needs no JAX.
 """
@@ -21,15 +21,15 @@ ENDINGS = {"--profile": (".html",), "--profile-trace": (GZIPPED, ".json")}
 
 
 def check_files(arguments: Arguments) -> None:
-    """Check that each file can be written and is named once, by what it will hold.
+    """Check that each file can be written, is named once and has the ending of its content.
 
     Args:
-      arguments: of `maxpipe.compile`. The file of compile.save is replaced; others are written in
-        place, such as /dev/stdout.
+      arguments: arguments of `maxpipe.compile`. The file of compile.save is replaced; others are
+        written in place, such as /dev/stdout.
 
     Raises:
       ConfigError: a file cannot be written, has another ending, is named twice or is one that the
-        configuration reads; or a profile is asked for, and the topology has no prediction.
+        configuration reads; or a profile is requested, and the topology has no prediction.
     """
     keys, flags = arguments.loaded.config.compile, arguments.flags
     files = {
@@ -51,7 +51,7 @@ def check_files(arguments: Arguments) -> None:
 
 
 def replace_file(flag: str, file: str, content: str) -> None:
-    """Replace the file that a flag names as a whole; a stop meanwhile leaves the one before.
+    """Replace the file that a flag names atomically; if interrupted, the old file stays.
 
     Raises:
       ConfigError: it cannot be written.

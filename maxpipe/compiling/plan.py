@@ -34,8 +34,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     """Plan, prove, print and write.
 
     Args:
-      request: what is asked for.
-      flags: compile, probe, compare, write, json and html.
+      request: what to plan.
+      flags: the command's flags compile, probe, compare, write, json and html.
       words: the command line after the command, for the file that is written.
 
     Returns:
@@ -75,7 +75,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan:
     """Return the proved plan of the smallest slice that trains the model.
 
-    What larger ones cost is printed. Where nothing fits on any, it is the plan of the last one.
+    The costs of larger slices are printed. If nothing fits on any, return the plan of the last one.
     """
     plans = smallest_plans(request, facts, _print)
     costs = [plan.cost() for plan in plans if plan.winner is not None]
@@ -111,10 +111,10 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
 
 
 def _nothing_legal(plan: Plan) -> Problem:
-    """Return what most candidates fell for where none is legal, and what to change."""
+    """Return why most candidates were left out where none is legal, and what to change."""
     space, devices = plan.request.space(), plan.request.machine.devices
     reasons = [reason for reason, _ in plan.outcome.fallen.most_common()]
-    # What other values would not change is named only if there is nothing else.
+    # A reason that other values would not change is named only if there is no other.
     reason = min(reasons, key=lambda reason: ONE_HOST in reason)
     if space.choices:
         given, remedy = given_text(space, space.choices), "give other values, or leave some out"

@@ -1,10 +1,10 @@
-"""Compile the units of a probe in a process of its own, and keep what they take and need on disk.
+"""Compile the units of a probe in a process of its own, and cache their time and memory on disk.
 
-A file of the cache is named after all that its figures follow from: the configuration of the probe,
-which has shapes, sharding and chip; the units; the code of maxpipe; the versions of JAX, jaxlib and
-libtpu; and the environment's variables for them. Files of another version are never read, and may
-be removed at any time. Where variants of a user's own are imported nothing is kept, for their code
-is in no name.
+A file of the cache is named after everything that determines its figures: the configuration of the
+probe, with shapes, sharding and chip; the units; the code of maxpipe; the versions of JAX, jaxlib
+and libtpu; and the environment variables that they read. Files of other versions are never read,
+and may be removed at any time. If a user's own variants are imported nothing is cached, since no
+name reflects their code.
 """
 
 import hashlib
@@ -27,21 +27,21 @@ from maxpipe.planning.search.probes import Probe, UnitFigures
 from maxpipe.planning.search.written import versions
 
 Figures: TypeAlias = Mapping[str, UnitFigures]
-Answer: TypeAlias = Figures | TooLarge | str  # of a compiler; the last is why there is none
+Answer: TypeAlias = Figures | TooLarge | str  # of a compiler; a str says why there is none
 
-_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_LIBRARY_PATH")  # what their names begin with
+_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_LIBRARY_PATH")  # prefixes of names
 
 
 def probe_figures(
     probe: Probe, cache: Path | None, note: Note, imports: Sequence[str] = ()
 ) -> Answer:
-    """Return the figures of a probe's units by name; or the one that does not fit; or a reason.
+    """Return the figures of a probe's units by name, the unit that does not fit, or a reason.
 
     Args:
       probe: what to compile.
-      cache: directory; None to keep nothing.
-      note: prints a line every now and then.
-      imports: modules with variants of the user's own.
+      cache: directory of the cache; None to keep nothing.
+      note: function that prints a line now and then.
+      imports: modules with the user's own variants.
     """
     if stored := stored_figures(probe, cache):
         return stored
@@ -58,13 +58,13 @@ def probe_figures(
 
 
 def figures_directory(cache_dir: Path | None, imports: Sequence[str]) -> Path | None:
-    """Return where figures are kept, in the compilation cache; None if none are."""
+    """Return the directory of figures in the compilation cache; None if they are not kept."""
     has_own_variants = bool(imports or metadata.entry_points(group=ENTRY_POINTS))
     return None if cache_dir is None or has_own_variants else cache_dir / "probes"
 
 
 def unwritable(cache: Path) -> str:
-    """Return why figures cannot be kept in a directory, which is made; "" if they can."""
+    """Make a directory if needed, and return why it cannot be written to; "" if it can."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=cache):
@@ -84,12 +84,12 @@ def stored_figures(probe: Probe, cache: Path | None) -> Figures | None:
             for name, unit in json.loads(text).items()
         }
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        return None  # not there, or not whole: it is compiled anew
+        return None  # missing or damaged: it is compiled anew
     return stored if set(stored) == set(probe.units) else None
 
 
 def fingerprint(probe: Probe) -> str:
-    """Return a digest of all that the figures of a probe follow from."""
+    """Return a digest of everything that determines the figures of a probe."""
     variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES))
     made_with = [versions(), metadata.version("jaxlib"), source_digest()]
     parts = [probe.text(), *probe.units, *made_with, *variables]
@@ -97,7 +97,7 @@ def fingerprint(probe: Probe) -> str:
 
 
 def _figure(value: object) -> float:
-    """Return a number of the cache.
+    """Return a number read from the cache.
 
     Raises:
       ValueError: it is not a finite number of at least 0.
@@ -119,7 +119,7 @@ def _answer(report: Mapping[str, object]) -> Answer:
 
 
 def _write(file: Path, content: object) -> None:
-    """Write a file of the cache; without it the next plan only takes longer."""
+    """Write a file of the cache if possible; without it the next plan only takes longer."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as scratch:

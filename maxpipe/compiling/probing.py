@@ -1,4 +1,4 @@
-"""Rank the best rows of a plan by probes: compiled units in the place of their closed forms."""
+"""Rank the best rows of a plan by probes: compiled units in place of their closed forms."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ from maxpipe.planning.search.plan import Plan, with_misfit_reasons
 from maxpipe.planning.search.probes import Probing
 from maxpipe.planning.search.rows import Probed, Row, fits, loss_of, with_reasons
 
-ROWS = 20  # of the best by closed forms
+ROWS = 20  # how many of the best by closed forms are probed
 _BAR = 20  # characters
 
 
@@ -25,15 +25,15 @@ def probe(plan: Plan, count: int, cache_dir: Path | None, note: Note) -> Plan:
     """Compile the probes of the first rows, and rank all rows again.
 
     Args:
-      plan: with at least one row.
-      count: probes to compile at most; what the cache has is no compilation.
-      cache_dir: of the compilation cache, in which figures are kept; None to keep none.
-      note: prints a line.
+      plan: a plan with at least one row.
+      count: most probes to compile; those in the cache do not count.
+      cache_dir: directory of the compilation cache, where figures are kept; None to keep none.
+      note: function that prints a line.
 
     Returns:
       The plan with its rows ranked by their probes, and those without one by closed forms times
-      the median of probed seconds divided by closed ones. What does not fit by its probe is among
-      the misfits; there may be no rows left.
+      the median ratio of probed seconds to closed-form seconds. Rows that do not fit by their
+      probes are among the misfits; there may be no rows left.
     """
     head = plan.rows[:ROWS]
     probings = [_probing(plan, row) for row in head]
@@ -56,7 +56,7 @@ def probe(plan: Plan, count: int, cache_dir: Path | None, note: Note) -> Plan:
 
 
 def _ranked(plan: Plan, rows: Sequence[Row]) -> Plan:
-    """Return the plan with these rows, probed or not."""
+    """Return the plan with these rows ranked, probed or not."""
     ratios = [
         float(row.probed.seconds.step / row.candidate.seconds.step)
         for row in rows
@@ -90,7 +90,7 @@ def _probing(plan: Plan, row: Row) -> Probing | str:
 def _compiled(
     probings: Sequence[Probing], cache: Path | None, note: Note, imports: Sequence[str]
 ) -> dict[str, Answer]:
-    """Compile probes one by one, and return what the compiler says, by their text."""
+    """Compile probes one by one, and return the compiler's answers by the probes' text."""
     if not probings:
         return {}
     if cache and (reason := probe_process.unwritable(cache)):
@@ -122,7 +122,7 @@ def _time(seconds: float) -> str:
 
 
 def _probed(row: Row, probing: Probing | str, answers: Mapping[str, Answer]) -> Row:
-    """Return a row with what its probe says; or with the reason why it has none."""
+    """Return a row with the figures of its probe, or with the reason why it has none."""
     answer = probing if isinstance(probing, str) else answers[probing.text]
     if isinstance(answer, TooLarge):
         return replace(row, probed=Probed(answer.needed, None), reason=_too_much(answer))
@@ -130,7 +130,7 @@ def _probed(row: Row, probing: Probing | str, answers: Mapping[str, Answer]) -> 
         return replace(row, unprobed=str(answer))
     try:
         probed = Probed(probing.memory(answer), probing.seconds(answer))
-    except ValueError as error:  # such as that of a schedule that cannot be simulated
+    except ValueError as error:  # such as a schedule that cannot be simulated
         return replace(row, unprobed=str(error))
     # Where it fits, ranking replaces this.
     return replace(row, probed=probed, reason="does not fit by its probe")

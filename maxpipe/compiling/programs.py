@@ -1,7 +1,7 @@
 """Compile the separate programs of the stages, and count what they exchange in a step.
 
-A unit of the schedule runs once for each microbatch. What gathers a chunk's weights before its
-units, and what reduces its gradients after them, runs once a step.
+A unit of the schedule runs once for each microbatch. The programs that gather a chunk's weights
+before its units and reduce its gradients after them run once a step.
 """
 
 import re
@@ -21,12 +21,12 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.staged import NotCompiled
 
-# As `write_programs` names what it writes.
+# Names of the files that `write_programs` writes.
 _WRITTEN = re.compile(r"stage_\d+/(?:[FBIW]|gather|reduce)\d+\.(?:txt|hlo)")
 
 
 class StagesTrainer(Protocol):
-    """What is compiled of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
+    """The compiled part of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
 
     engine: MpmdEngine
 
@@ -36,13 +36,13 @@ class CompiledProgram:
     """One program of a training step on the mpmd engine, compiled for the devices of its stage.
 
     Attributes:
-      stage: that runs it.
+      stage: index of the stage that runs it.
       name: kind and global chunk, such as F0 or reduce0.
       runs: how often a step runs it.
-      memory: on a device of the stage.
-      collectives: of one device in one run.
-      offloaded: bytes on a device that it takes from the host's memory or leaves to it.
-      hlo: optimized text.
+      memory: bytes on a device of the stage.
+      collectives: the collectives of one device in one run.
+      offloaded: bytes on a device that it reads from the host's memory or leaves there.
+      hlo: optimized HLO text.
     """
 
     stage: int
@@ -73,13 +73,13 @@ def compile_programs(
     """Compile the programs of a training step, one by one.
 
     Args:
-      trainer: of a configuration whose stages are chosen.
-      meshes: for each stage, what to compile for; see `meshes_to_compile`.
-      names: of those to compile; None for all.
+      trainer: trainer of a configuration whose stages are chosen.
+      meshes: for each stage, the mesh to compile for; see `meshes_to_compile`.
+      names: names of the programs to compile; None for all.
 
     Raises:
-      OutOfMemory: the compiler says that the program after the last one does not fit.
-      ConfigError: the compiler refuses it for another reason.
+      OutOfMemory: the compiler says that the program after the last one yielded does not fit.
+      ConfigError: the compiler refuses that program for another reason.
     """
     num_microbatches = trainer.engine.table.num_microbatches
     try:
@@ -110,9 +110,9 @@ def write_programs(
     `stage_S/NAME.txt` is a program as sliced, `stage_S/NAME.hlo` as compiled.
 
     Args:
-      programs: compiled.
-      texts: as sliced.
-      directory: made if it does not exist. Programs that an earlier call has written there are
+      programs: the compiled programs.
+      texts: texts of the programs as sliced, by name.
+      directory: created if it does not exist. Programs that an earlier call has written there are
         removed; other files stay.
 
     Raises:

@@ -16,12 +16,12 @@ ENGINES_APART = 0.2
 
 
 def prove(plan: Plan, count: int, note: Note) -> Plan:
-    """Compile the finalists until so many fit, and the user's own configuration.
+    """Compile the finalists until `count` of them fit, and the user's own configuration.
 
     Args:
-      plan: with at least one row.
-      count: rows that shall fit; at most twice as many are compiled.
-      note: prints a line.
+      plan: a plan with at least one row.
+      count: number of rows that shall fit; at most twice as many are compiled.
+      note: function that prints a line.
 
     Returns:
       The plan with the proved rows first, by the compiler's prediction. Rows that were not compiled
@@ -68,8 +68,8 @@ def finalists(rows: Sequence[Row]) -> list[Row]:
 
     The second one is the best of another engine, if it is less than `ENGINES_APART` slower: closed
     forms err alike on rows of one engine, so its next rows would be no second opinion. For the same
-    reason a row that differs from a better one in its loop over layers alone comes after all others
-    that are so near.
+    reason a row that differs from a better one only in its loop over layers comes after all others
+    that are as near.
     """
     best, *others = rows
     limit = (1 + ENGINES_APART) * best.per_sequence

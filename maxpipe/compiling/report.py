@@ -1,4 +1,4 @@
-"""Hold what is known of a compiled step, as data, as JSON and as lines for people."""
+"""Hold what is known about a compiled step, as data, as JSON and as lines for people."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +20,9 @@ class CompilerMemory:
 
     Attributes:
       arguments: parameters, optimizer state and batch.
-      temp: what else lives at the fullest moment.
+      temp: everything else that is alive at the fullest moment.
       program: the code.
-      results: those that do not reuse the arguments' memory.
+      results: results that do not reuse the arguments' memory.
     """
 
     arguments: int
@@ -37,12 +37,12 @@ class CompilerMemory:
 
 
 class CompileTimes(NamedTuple):
-    """Seconds in which a program was made.
+    """Seconds that it took to make a program.
 
     Attributes:
-      tracing: of the Python code, to a jaxpr.
-      lowering: of the jaxpr, to StableHLO.
-      compiling: by XLA.
+      tracing: from Python code to a jaxpr.
+      lowering: from the jaxpr to StableHLO.
+      compiling: from StableHLO to a program, by XLA.
     """
 
     tracing: float
@@ -55,7 +55,7 @@ class CompileTimes(NamedTuple):
         return sum(self)
 
     def line(self) -> str:
-        """Return the line of a report."""
+        """Return the times as a line of a report."""
         parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self._asdict().items())
         return f"compiled    in {self.total:.0f} s: {parts}"
 
@@ -67,21 +67,21 @@ class Report:
     Attributes:
       device_kind, num_devices, num_slices: what was compiled for.
       mesh: axis sizes.
-      engine, schedule: what runs.
+      engine, schedule: names of the engine and its schedule.
       bubble: idle fraction of the schedule, from the simulator.
-      shapes: memory from shapes.
+      shapes: memory estimated from shapes.
       capacity: memory of a device; None if unknown.
-      model_flops: of a step over all devices.
+      model_flops: model FLOPs of a step over all devices.
       needed: bytes that the program needs on a device.
-      compiler: memory from the compiler; None if it gave up, as for all that follows.
-      flops: of a step over all devices.
-      collectives: of one device.
+      compiler: memory from the compiler; None, like the fields that follow, if it gave up.
+      flops: FLOPs of a step over all devices.
+      collectives: the collectives of one device in a step.
       links: the traffic of one device by mesh axes, the slowest first; empty if the device's
         figures are unknown.
-      bounds: None if the device's figures are unknown.
+      bounds: bounds of the step; None if the device's figures are unknown.
       predicted: the step by the compiler's own estimates; None for devices other than TPUs.
-      timeline: what `predicted` sums up; None if there is none.
-      compile_times: None if the compiler gave up.
+      timeline: the timeline that `predicted` sums up; None without a prediction.
+      compile_times: seconds of each phase; None if the compiler gave up.
       knobs: ways to save memory, if it does not fit.
       gains: ways to use the memory that is left, if it fits.
       hlo: text of the optimized program.
@@ -260,7 +260,7 @@ def device_line(count: int, kind: str, slices: int, mesh: Mapping[str, int]) -> 
 
 
 def knob_lines(knobs: Sequence[Knob], missing: float) -> list[str]:
-    """Return lines about ways to save so many bytes, for people."""
+    """Return lines about ways to save the missing bytes, for people."""
     if not knobs:
         return [
             "            no single change of batch, schedule or mesh helps on these devices; "

@@ -1,8 +1,8 @@
 """Report what a step of the mpmd engine costs, from the compiled programs of its units.
 
 The memory of a stage is its state and what the schedule keeps in flight there, both from shapes,
-and what the largest of its programs works with, from the compiler. Residuals in the host's memory
-take memory of a device while a program uses them, and those of one more while they are copied. On
+and the working memory of its largest program, from the compiler. Residuals in the host's memory
+take device memory while a program uses them; so do those of one more program, during the copy. On
 TPUs every program is timed, and the simulator composes the times in the order of the schedule.
 """
 
@@ -43,12 +43,12 @@ class StageBytes:
 
     Attributes:
       state: parameters, optimizer state and sums of gradients, from shapes.
-      in_flight: what waits for later units, from shapes.
+      in_flight: values that wait for later units, from shapes.
       working: temporary memory and code of its largest program, from the compiler, with offloaded
         residuals of two programs.
-      reduction: the same and the results of its largest sum over devices. Gradients are there twice
-        while that runs, when the chunk's units are done.
-      host: in the host's memory, for one device: residuals that wait there for later units.
+      reduction: temporary memory, code and results of its largest sum of gradients over devices.
+        Gradients exist twice while it runs, after the chunk's units.
+      host: bytes of the host's memory per device, of residuals that wait there for later units.
     """
 
     state: float
@@ -65,20 +65,20 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """Everything that `maxpipe.compile` prints of separate programs.
+    """Everything that `maxpipe.compile` prints about separate programs.
 
     Attributes:
       device_kind, num_devices, num_slices: what was compiled for.
       mesh: axis sizes.
-      schedule: its name.
+      schedule: name of the schedule.
       bubble: idle share of the stages' time, see `planning.auto_stages.bubble_fraction`.
       capacity: memory of a device; None if unknown.
-      model_flops: of a step over all devices.
-      compile_seconds: tracing and compilation.
-      programs: compiled, in order of their dependencies.
-      stages: memory by stage.
-      too_large: a program that the compiler gave up; those after it were not compiled.
-      predicted: None for devices other than TPUs.
+      model_flops: model FLOPs of a step over all devices.
+      compile_seconds: seconds of tracing and compilation.
+      programs: the compiled programs, in order of their dependencies.
+      stages: memory of each stage.
+      too_large: the program that does not fit; those after it were not compiled.
+      predicted: the predicted step; None for devices other than TPUs.
       program_seconds: predicted time of a run of each program; empty where nothing is predicted.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
       knobs: ways to save memory, if it does not fit.
@@ -114,13 +114,13 @@ class StagesReport:
         return self.capacity is None or self.needed <= self.capacity
 
     def collectives(self, stage: int) -> list[Collective]:
-        """Return those of one device of a stage in a step, without the optimizer's update."""
+        """Return one device's collectives of a stage in a step, without the optimizer's update."""
         return collectives_of_step(p for p in self.programs if p.stage == stage)
 
     def as_json(self) -> dict[str, object]:
         """Return plain data: sizes in bytes, times in seconds, null for what is unknown.
 
-        What only a step in one program has is null.
+        Values that only a step in one program has are null.
         """
         one_program = dict.fromkeys(
             ("flops", "collectives", "links", "bounds", "compile_times", "gains")
@@ -223,16 +223,16 @@ def analyse_stages(
     """Report what a step costs, compiling its programs one by one.
 
     Args:
-      config: resolved, its stages chosen.
-      written: what it was resolved from; alternatives are derived from it.
-      mesh: of all stages.
-      trainer: of the configuration.
-      programs: of the trainer, compiled as they are taken.
-      began: when the trainer was begun to be built, by `time.perf_counter`.
-      note: prints a line.
+      config: the resolved configuration, with its stages chosen.
+      written: the configuration before it was resolved; alternatives derive from it.
+      mesh: the mesh of all stages.
+      trainer: the configuration's trainer.
+      programs: the trainer's programs, compiled as they are consumed.
+      began: `time.perf_counter()` before the trainer was built.
+      note: function that prints a line.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided, and said
+    config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided and reported
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = StagesReport(
         device_kind=devices[0].device_kind,
@@ -292,7 +292,7 @@ def _stages(
 
 
 def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
-    """Return the layers of each stage's chunks."""
+    """Return the numbers of layers of each stage's chunks."""
     stages: list[list[int]] = [[] for _ in range(table.num_stages)]
     chunks = zip(trainer.engine.layer_index(), table.stage_of_chunk.tolist(), strict=True)
     for layers, stage in chunks:
@@ -303,7 +303,7 @@ def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
 def _update_seconds(
     config: Config, table: Table, trainer: StagesTrainer, chip: Chip, constants: Constants
 ) -> list[float]:
-    """Return the seconds of each stage's update of its parameters, as a plan prices it."""
+    """Return the seconds of each stage's update of its parameters, priced as in a plan."""
     memory = StageMemory(config, table)
     seconds = update_bytes(config) / (chip.memory_shares.float32 * constants.hbm_bandwidth)
     return [
@@ -313,10 +313,10 @@ def _update_seconds(
 
 
 def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
-    """Return the bytes of one device's residuals that are in the host's memory at once."""
+    """Return the most bytes of one device's residuals that are in the host's memory at once."""
     offloaded = {program.name: program.offloaded for program in programs}
     chunks = [int(table.global_chunk(repeat, stage)) for repeat in range(table.num_repeats)]
-    # From F to the end of B, or of I; and what W reads as well, to the end of W.
+    # Residuals wait from F to the end of B, or of I; those that W reads too, to the end of W.
     bytes_of = [offloaded.get(UnitName(kind, chunk), 0) for kind in ("F", "W") for chunk in chunks]
     return float((units_in_flight(table)[stage] @ np.array(bytes_of)).max())
 

@@ -25,7 +25,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class StepTrainer(Protocol):
-    """What is compiled of a trainer whose step is one program, `training.trainer.SpmdTrainer`."""
+    """The compiled part of a trainer whose step is one program, `training.trainer.SpmdTrainer`."""
 
     batch_spec: PartitionSpec
     jitted_step: jax.stages.Wrapped
@@ -37,7 +37,7 @@ class OutOfMemory(Exception):
     """The compiler gave up: the program needs `needed` bytes and a device has `available`.
 
     Attributes:
-      program: its name, if it is one of several; otherwise empty.
+      program: name of the program if it is one of several; "" otherwise.
     """
 
     def __init__(self, needed: float, available: float, program: str = ""):
@@ -50,9 +50,9 @@ class CompiledStep:
     """A step that has been compiled and not run.
 
     Attributes:
-      jaxpr: before partitioning.
+      jaxpr: the step before partitioning.
       executable: the compiled program.
-      times: that it took.
+      times: seconds that each phase took.
     """
 
     jaxpr: ClosedJaxpr
@@ -93,11 +93,11 @@ def compile_step(
     """Compile `trainer.jitted_step`; no array is made.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       mesh: all devices of the step.
-      trainer: built for both.
-      note: prints a line at each phase.
-      options: of the compiler.
+      trainer: a trainer built for both.
+      note: function that prints a line at each phase.
+      options: compiler options by name.
 
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
@@ -150,7 +150,7 @@ def growing_silences(first_seconds: float = PROGRESS_SECONDS) -> Iterator[float]
     """Yield the seconds before each note of progress, so that a long compilation has few of them.
 
     Args:
-      first_seconds: of the first silence. Each is twice as long as the last, up to a limit.
+      first_seconds: length of the first silence. Each is twice as long as the last, up to a limit.
     """
     seconds = first_seconds
     while True:
@@ -159,7 +159,7 @@ def growing_silences(first_seconds: float = PROGRESS_SECONDS) -> Iterator[float]
 
 
 def memory_of(compiled: jax.stages.Compiled, mesh: Mesh) -> CompilerMemory:
-    """Return the memory of a program that was compiled for a mesh, on one device.
+    """Return the memory that a program compiled for a mesh takes on one device.
 
     On TPUs temp is what lives next to arguments and results at the fullest moment: libtpu compares
     the sum with the memory of the chip. Its own figure for temp is larger where there are loops;
@@ -179,7 +179,7 @@ def out_of_memory(message: str, program: str = "") -> OutOfMemory | None:
     """Read the sizes out of a compiler's message; None if it is about something else.
 
     Args:
-      message: of the compiler.
+      message: the compiler's message.
       program: name of what it was compiling.
 
     Messages are "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM

@@ -1,6 +1,6 @@
 """Make the devices that `compile.topology` names.
 
-They are those of a TPU slice that need not be there, or this machine's simulated ones.
+They belong to a TPU slice that need not be there, or are simulated on this machine.
 """
 
 import os
@@ -58,7 +58,7 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
 
 
 def _described(topology: str, slices: int) -> Sequence[jax.Device]:
-    """Return the devices of so many slices as libtpu describes them, without a TPU."""
+    """Return the devices of `slices` slices as libtpu describes them, without a TPU."""
     for name, value in _NO_MACHINE.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
@@ -74,12 +74,12 @@ def _described(topology: str, slices: int) -> Sequence[jax.Device]:
 def meshes_to_compile(config: Config, meshes: Sequence[Mesh]) -> list[Mesh]:
     """Return for each stage a mesh whose devices make up all slices of a topology.
 
-    libtpu compiles no program that leaves out a slice of its topology. A stage within some of the
-    slices gets devices of a topology of as many, at the same places; others stay as they are.
+    libtpu compiles no program that leaves out a slice of its topology. A stage on only some slices
+    gets devices of a topology with as many slices, at the same places; other meshes do not change.
 
     Args:
-      config: resolved, for `meshes`.
-      meshes: of the stages.
+      config: the resolved configuration.
+      meshes: the meshes of its stages.
     """
     total = len({slice_of(d) for mesh in meshes for d in mesh.devices.flat})
     described: dict[int, dict[tuple[int, ...], jax.Device]] = {}
@@ -101,10 +101,10 @@ def meshes_to_compile(config: Config, meshes: Sequence[Mesh]) -> list[Mesh]:
 
 
 def neighbour_bandwidth(meshes: Sequence[Mesh], link: float, dcn: float | None) -> float | None:
-    """Return the bytes/s between neighbouring stages, of the slowest pair; None if unknown.
+    """Return the bytes/s between the slowest pair of neighbouring stages; None if unknown.
 
     Args:
-      meshes: of the stages, in order; the last one sends to the first.
+      meshes: the stages' meshes, in order; the last one sends to the first.
       link: bytes/s of one link within a slice.
       dcn: bytes/s between slices; None if unknown.
     """

@@ -30,7 +30,7 @@ def check_units(words: str, config: Config) -> None:
     """Check that the schedule of a resolved configuration has the units that a flag names.
 
     Raises:
-      ConfigError: it has not, a word does not name a unit, or there is no such schedule.
+      ConfigError: it lacks one, a word does not name a unit, or there is no such schedule.
     """
     named = [f"{kind}{chunk}" for kind, chunk in unit_names(words)]
     try:

@@ -1,4 +1,4 @@
-"""Compile a few units of the mpmd engine alone, and say what each takes and needs."""
+"""Compile a few units of the mpmd engine alone, and report the time and memory of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class TimedUnit(NamedTuple):
     """A compiled unit.
 
     Attributes:
-      program: its program.
-      seconds: of one run; None if unknown.
+      program: the unit's compiled program.
+      seconds: seconds of one run; None if unknown.
       unknown: what cannot be priced, in words.
     """
 
@@ -41,11 +41,11 @@ class TimedUnit(NamedTuple):
 
 
 class TooLarge(NamedTuple):
-    """A unit that the compiler gave up.
+    """A unit that does not fit, according to the compiler.
 
     Attributes:
-      name: of the unit.
-      needed, available: bytes of a device.
+      name: name of the unit.
+      needed, available: bytes that it needs on a device, and that a device has.
     """
 
     name: str
@@ -59,7 +59,7 @@ class UnitsReport:
 
     Attributes:
       device_kind, num_devices: what was compiled for.
-      units: in order of their dependencies.
+      units: the compiled units, in order of their dependencies.
       too_large: the unit after them, if it does not fit; those that follow were not compiled.
     """
 
@@ -119,12 +119,12 @@ def compile_units(
     """Compile units one by one, and time each on TPUs.
 
     Args:
-      names: of units that the schedule has.
-      model: resolved.
-      mesh: of all stages.
-      trainer: of the configuration.
-      meshes: for each stage, what to compile for; see `meshes_to_compile`.
-      note: prints a line for each.
+      names: names of units that the schedule has.
+      model: the resolved model section.
+      mesh: the mesh of all stages.
+      trainer: the configuration's trainer.
+      meshes: for each stage, the mesh to compile for; see `meshes_to_compile`.
+      note: function that prints the lines about each unit.
     """
     devices = mesh.devices.reshape(-1).tolist()
     units: list[TimedUnit] = []
@@ -142,13 +142,13 @@ def compile_units(
 def time_unit(
     program: CompiledProgram, trainer: StagesTrainer, model: ModelConfig, chip: Chip, basis: Basis
 ) -> Timeline | str:
-    """Walk through the program of a unit; return the time it takes, or why there is none.
+    """Walk through the program of a unit; return its timeline, or why there is none.
 
     Args:
-      program: compiled.
-      trainer: of the configuration.
-      model: resolved.
-      chip, basis: of the devices.
+      program: the compiled unit.
+      trainer: the configuration's trainer.
+      model: the resolved model section.
+      chip, basis: the devices' chip, and what its predictions rest on.
     """
     engine = trainer.engine
     share = chunk_share(model, engine.layer_index()[program.name.chunk])

@@ -1,8 +1,8 @@
 """Count how often a step takes the conditionals of its program.
 
-Embedding, head and embedding gradient of the scheduled engine have a conditional each in the body
-of a phase's loop, taken in the ticks that have such work. A phase of the program is a run of ticks,
-see `plan`. Where some layers see all tokens and others a window, attention is a conditional.
+On the scheduled engine the embedding, the head and the embedding gradient have a conditional each
+in the body of a phase's loop, taken in the ticks with such work. A phase of the program is a run of
+ticks, see `plan`. Where some layers see all tokens and others a window, attention is a conditional.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Phase(NamedTuple):
     Attributes:
       kinds: slots that every tick computes, idle or not, such as "FB".
       ticks: number of ticks.
-      embeddings, heads, embedding_gradients: ticks that have such work.
+      embeddings, heads, embedding_gradients: numbers of ticks that have such work.
     """
 
     kinds: str
@@ -34,7 +34,7 @@ class Phase(NamedTuple):
     embedding_gradients: int
 
     def times_taken(self, origin: Origin) -> int | None:
-        """Return in how many ticks a conditional does its work; None if it is none of these."""
+        """Return in how many ticks a conditional does its work; None if it is for other work."""
         if origin.scope == "head":
             return self.heads
         if origin.scope == "embedding":
@@ -65,7 +65,7 @@ def global_share(config: Config) -> float:
     """Return the share of a stage's layers that see all tokens; stages wait for the one with most.
 
     Args:
-      config: resolved, of an engine with one program.
+      config: resolved configuration of an engine with one program.
     """
     layout = build_layout(config)
     layers = _sees_all(config.model)[layout.layer_index[: layout.num_repeats]]  # [V, S, L]
@@ -76,8 +76,8 @@ def chunk_share(model: ModelConfig, layers: np.ndarray) -> float:
     """Return the share of a chunk's layers that see all tokens.
 
     Args:
-      model: resolved.
-      layers: their indices in model order, int [L].
+      model: the resolved model section.
+      layers: indices of the chunk's layers in model order, int [L].
     """
     return float(_sees_all(model)[layers].mean())
 
@@ -94,10 +94,10 @@ def times_taken(
     """Return how often a step does the work of a conditional, by default each time.
 
     Args:
-      phases: of the scheduled engine; empty on others.
-      attends_to_all: as `global_share` or `chunk_share` returns it.
-      origin: of the conditional.
-      reached: how often a step gets there.
+      phases: phases of the scheduled engine; empty on others.
+      attends_to_all: share of layers that see all tokens, see `global_share` and `chunk_share`.
+      origin: where the conditional comes from.
+      reached: how often a step reaches the conditional.
     """
     if origin.scope == ATTENTION:
         return attends_to_all * reached

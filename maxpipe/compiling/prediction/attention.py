@@ -10,8 +10,8 @@ _NAME = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Matrix products over the channels of queries, and over those of values, in each kernel: forward,
 # gradient for queries, gradients for keys and values.
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-# The blocks of a kernel, in tokens, as JAX writes them next to it: their names end with its word,
-# those of the forward with none. Where it writes none, the option's default is assumed.
+# Block sizes of a kernel, in tokens, as JAX writes them next to it: their names end with its word,
+# except in the forward. Where JAX writes none, the option's default is assumed.
 _DEFAULT_BLOCK = 512
 _BLOCK = r'block_{}\\*": (\d+)'
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+)+)\]")
@@ -19,7 +19,7 @@ _MASK = re.compile(r"^s(?:8|16|32)\[(\d+(?:,\d+)+)\]")
 
 
 def is_attention(kernel: Instruction) -> bool:
-    """Return whether a kernel is one of splash attention's, which its name tells."""
+    """Return whether a kernel is one of splash attention's, by its name."""
     return _NAME.search(kernel.name) is not None
 
 
@@ -27,8 +27,8 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
     """Return the FLOPs of the blocks of scores that a kernel visits.
 
     Args:
-      computation: that holds the kernel and its operands.
-      kernel: one for which `is_attention` holds.
+      computation: the computation that holds the kernel and its operands.
+      kernel: a kernel for which `is_attention` holds.
 
     Returns:
       None if its operands are not queries, keys and values.
@@ -62,10 +62,10 @@ def attention_flops(computation: Computation, kernel: Instruction) -> float | No
 
 
 def _keys_met(length: int, block_q: int, block_k: int, reach: int) -> float:
-    """Return how many keys a query meets on average, those in visited blocks that are masked too.
+    """Return how many keys a query meets on average, with masked ones in visited blocks.
 
     Args:
-      length: of the sequence.
+      length: tokens of the sequence.
       block_q, block_k: tokens of a block of queries and of keys.
       reach: most keys that a block of queries visits: a mask of a window has no more columns.
     """

@@ -19,8 +19,8 @@ class Constants:
     """What a prediction assumes of a device.
 
     Attributes:
-      chip: its short name.
-      clock: cycles of its cores in a second.
+      chip: short name of the chip.
+      clock: cycles of its cores per second.
       peak_flops: FLOP/s of one JAX device, bfloat16.
       attention_efficiency: share of the peak that attention kernels, and others, reach.
       hbm_bandwidth: bytes/s of one JAX device.
@@ -38,7 +38,7 @@ class Constants:
     dcn_bandwidth: float | None
 
     def text(self, crosses_slices: bool) -> str:
-        """Return the constants in words, that of the network only between several slices."""
+        """Return the constants in words, with the network's only if there are several slices."""
         dcn = ""
         if crosses_slices and self.dcn_bandwidth:
             dcn = f", DCN {self.dcn_bandwidth / 1e9:.3g} GB/s"

@@ -34,7 +34,7 @@ from maxpipe.devices.chips import Chip, devices_per_chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
 
 _HOST = "S(5)"  # memory space in the layout of arrays on the host
-_INDEX_BYTES = 64  # operands of slices up to this say where they begin
+_INDEX_BYTES = 64  # operands of a slice up to this size say where it begins
 
 
 class Part(StrEnum):
@@ -53,12 +53,12 @@ class Price(NamedTuple):
     Attributes:
       part: what it counts as.
       seconds: how long it takes; None if that is unknown.
-      collective: HLO name of the collective, such as "all-gather"; "" if it is none.
+      collective: HLO name of the collective, such as "all-gather"; "" for other operations.
       axes: mesh axes of the collective, such as "fsdp".
       is_estimated: whether the seconds are the compiler's estimate.
-      is_guess: whether they are only those of its bytes through memory, for want of an estimate.
+      is_guess: whether they are only its bytes over the memory's bandwidth, without an estimate.
       links: the links that the collective sends over, or the memory that a copy passes through; ""
-        for what is no transfer. Transfers over the same links wait for each other.
+        if it is not a transfer. Transfers over the same links wait for each other.
     """
 
     part: Part
@@ -70,7 +70,7 @@ class Price(NamedTuple):
     links: str = ""
 
 
-_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')  # a negative one is none
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')  # a negative one is no estimate
 _PAIRS = re.compile(r"\bsource_target_pairs=(\{[{}\d,]*\})")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
@@ -82,7 +82,7 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
 }  # fmt: skip
-# Custom calls of the compiler's own that only name, join or mark what is there already.
+# The compiler's own custom calls that only name, join or mark existing values.
 _NO_WORK = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
     "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding",
@@ -95,9 +95,9 @@ class Prices:
 
     Args:
       module: the program of one device.
-      mesh: what it was compiled for.
-      chip: of the mesh.
-      constants: of a device.
+      mesh: the mesh that it was compiled for.
+      chip: the chip of the mesh's devices.
+      constants: what is assumed of a device.
     """
 
     def __init__(self, module: Module, mesh: Mesh, chip: Chip, constants: Constants):
@@ -128,7 +128,7 @@ class Prices:
         return Price(part, moved / self._constants.hbm_bandwidth, is_guess=True)
 
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
-        """Return the price of a collective, of its start, or of a fusion that is nothing else."""
+        """Return the price of a collective, its start or a fusion around one; None for others."""
         if kind := between_slices(instruction):
             sent = dcn_sent_bytes(instruction, self._mesh)
             bandwidth = self._constants.dcn_bandwidth
@@ -162,14 +162,14 @@ class Prices:
         )
         if instruction.opcode == "slice-start" or "slice" in instruction.name:
             moved = min([moved, *(n for n in array_bytes(instruction.type) if n > _INDEX_BYTES)])
-        # Copies share the bandwidth of the chip's memory; the host's is another.
+        # Copies share the bandwidth of the chip's memory; the host's memory has its own.
         queue = "host" if _HOST in instruction.type else "memory"
         return Price(Part.COPIES, moved / self._constants.hbm_bandwidth, links=queue)
 
     def channel(self, instruction: Instruction) -> str:
-        """Return what the two ends of a transfer share, for a fusion that of the collective inside.
+        """Return what identifies a transfer at both ends; for a fusion, of the collective inside.
 
-        Between slices that is the name of a rendezvous, else the number of a channel. "" if there
+        Between slices it is the name of a rendezvous, else the number of a channel; "" if there
         is neither.
         """
         names = instruction.called().get("calls", []) if instruction.opcode == "fusion" else []
@@ -184,9 +184,9 @@ class Prices:
     def _candidates(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield an instruction, and those of a computation that a fusion or a start wraps.
+        """Yield an instruction, and the instructions that a fusion or a start wraps.
 
-        A call that is started runs on the chip's sparse cores.
+        A call that is started asynchronously runs on the chip's sparse cores.
         """
         yield computation, instruction
         if instruction.opcode in ("fusion", "async-start", "call-start"):
@@ -197,7 +197,7 @@ class Prices:
                     yield inside, inner
 
     def _links_of(self, groups: Sequence[Sequence[int]]) -> float:
-        """Return the links of a device in groups, which may be a part of a mesh axis each."""
+        """Return the links of a device in these groups, each perhaps a part of a mesh axis."""
         key: tuple[int, ...] = max(map(tuple, groups), key=len, default=())
         if len(key) < 2:
             return self._chip.links / self._devices_per_chip
@@ -256,7 +256,7 @@ class Prices:
     def _sparse_rows(
         self, instruction: Instruction, shapes: Sequence[Sequence[int]]
     ) -> tuple[int, int] | None:
-        """Return how many rows a kernel uses of how many; None if it uses all.
+        """Return how many rows a kernel uses and how many there are; None if it uses all.
 
         XLA drops the name of some kernels; these are taken to be like others with as many rows.
         """
@@ -267,7 +267,7 @@ class Prices:
 
     @cached_property
     def _used_rows(self) -> dict[int, int]:
-        """Return how many rows calls use at most, by the number that they have."""
+        """Return the most rows that calls use, by the number of rows that they have."""
         computations = self._module.computations.values()
         instructions = [i for c in computations for i in c.instructions.values()]
         named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
@@ -277,7 +277,7 @@ class Prices:
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
     """Return the bytes that an operation reads and writes, about twice its result.
 
-    What takes or updates a slice in place touches only the smaller side.
+    An operation that takes or updates a slice in place touches only the smaller side.
     """
     if "slice" in instruction.name or "slice" in instruction.opcode:
         sizes = [

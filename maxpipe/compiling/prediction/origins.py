@@ -12,7 +12,7 @@ from maxpipe.compiling.hlo import PRODUCTS, Instruction, Module
 
 # Scopes that the programs name, the innermost of which says what an operation belongs to.
 SCOPES = ("attention", "mlp", "layer", "head", "embedding", "optimizer", "transfer")
-# Parts of the pipeline, which say less: of a gather of weights, for instance.
+# Parts of the pipeline, for operations in none of these scopes, such as a gather of weights.
 PIPELINE_SCOPES = ("forward", "backward", "weight_gradients", "stage")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
     @property
     def phase(self) -> int | None:
-        """Return the number of the scheduled engine's phase; None outside of them."""
+        """Return the number of the scheduled engine's phase; None outside of its phases."""
         number = _PHASE.search(self.op_name)
         return int(number[1]) if number else None
 
@@ -62,8 +62,8 @@ class Origins:
     """The origins of the instructions of one module.
 
     Args:
-      text: HLO, with its tables of frames.
-      module: the same, parsed.
+      text: HLO text with its tables of frames.
+      module: the same text, parsed.
     """
 
     def __init__(self, text: str, module: Module):
@@ -76,14 +76,14 @@ class Origins:
         self._frames = {
             number: (
                 locations.get(_value(entry, "file_location_id"), ("", 0)),
-                # Numbers of parents are one too large; that of an outermost frame is its own.
+                # Numbers of parents are one too large; an outermost frame is its own parent.
                 _value(entry, "parent_frame_id") - 1,
             )
             for number, entry in _table(text, "StackFrames").items()
         }
 
     def of(self, instruction: Instruction) -> Origin:
-        """Return the origin of an instruction, of a fusion without one that of its main part."""
+        """Return the origin of an instruction; of its main part for a fusion without one."""
         op_name = _OP_NAME.search(instruction.attributes)
         if op_name:
             return Origin(op_name[1], self._source(instruction.attributes))

@@ -21,7 +21,7 @@ from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.render.html import document
 
 MAX_LOOPS = 6
-SHORTEST = 1 / 3000  # of a timeline; shorter neighbours are joined
+SHORTEST = 1 / 3000  # share of a timeline; shorter neighbours are joined
 COLOURS = {
     Part.MATRIX_PRODUCTS.value: "#3574d4",
     Part.ATTENTION.value: "#17917c",
@@ -69,12 +69,12 @@ for (const lanes of document.querySelectorAll(".lanes")) {
 def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
     """Return a page with a step's time by phase, scope, source line and operation, and timelines.
 
-    The first timeline is the whole step, each loop one span; then come iterations of loops.
+    The first timeline is the whole step, with a span for each loop; iterations of loops follow.
 
     Args:
-      prediction: of the step; its lines stand at the top.
-      timeline: that it sums up.
-      title: of the configuration and its devices.
+      prediction: the predicted step; its lines stand at the top.
+      timeline: the timeline that it sums up.
+      title: title of the page: the configuration and its devices.
     """
     tables = (
         ("By part of the step", table(timeline, lambda spent: spent.place.phase)),
@@ -85,7 +85,7 @@ def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
     longest = sorted(timeline.loops, key=lambda loop: -loop.iterations * loop.seconds)[:MAX_LOOPS]
     whole = list(spans(timeline, timeline.entry, opens_loops=False))
     figures = _figure(f"The whole step: {_time(timeline.seconds)}", whole, timeline.seconds)
-    for loop in sorted(longest, key=timeline.loops.index):  # as they run
+    for loop in sorted(longest, key=timeline.loops.index):  # in the order in which they run
         name = f"One of {loop.iterations:.0f} iterations of {loop.phase}: {_time(loop.seconds)}"
         figures += _figure(name, list(spans(timeline, loop.body)), loop.seconds)
     key = "".join(
@@ -124,7 +124,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
 
 
 def _figure(title: str, shown: Sequence[Span], seconds: float) -> str:
-    """Draw spans of so many seconds: a lane for computation, one for each kind of transfer."""
+    """Draw spans over `seconds`: a lane for computation, one for each kind of transfer."""
     if not seconds:
         return ""
     rectangles = merged(shown, SHORTEST * seconds)

@@ -41,14 +41,14 @@ def predict(
     """Predict the step of a compiled program.
 
     Args:
-      config: resolved.
-      mesh: what the program was compiled for.
-      chip: of the mesh.
+      config: the resolved configuration.
+      mesh: the mesh that the program was compiled for.
+      chip: the chip of the mesh's devices.
       hlo: optimized and scheduled text of one device's program.
-      model_flops: of a step over all devices.
+      model_flops: model FLOPs of a step over all devices.
 
     Returns:
-      The prediction, and the timeline that it sums up; None if there is none.
+      The prediction, and the timeline that it sums up, or None without a timeline.
     """
     engine = ENGINES[config.pipeline.engine]
     table = build_table(config) if engine.has_stages else None
@@ -103,7 +103,7 @@ def time_program(
 
 
 def has_fusions(module: Module) -> bool:
-    """Return whether a program computes anything next to which XLA writes an estimate."""
+    """Return whether a program has fusions, next to which XLA writes its estimates."""
     return any(
         instruction.opcode == "fusion"
         for computation in module.computations.values()
@@ -114,7 +114,7 @@ def has_fusions(module: Module) -> bool:
 def speed_of(
     config: Config, mesh: Mesh, chip: Chip, seconds: float | None, model_flops: float
 ) -> Speed | None:
-    """Return the speed of a step of so many seconds; None if these are unknown."""
+    """Return the speed of a step that takes `seconds`; None if these are unknown."""
     if not seconds:
         return None
     num_chips = mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist())
@@ -132,7 +132,7 @@ def parts_of(timeline: Timeline) -> dict[Part, float]:
 
 
 def guessed_seconds(timeline: Timeline) -> float:
-    """Return the seconds of a step that are priced by bytes for want of an estimate."""
+    """Return the seconds of a step that are priced by bytes for lack of an estimate."""
     return sum(spent.total for spent in timeline.spent if spent.price.is_guess)
 
 
@@ -170,8 +170,8 @@ def phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]:
     """Return the seconds of each phase, in the order in which they run.
 
     Args:
-      timeline: of a step.
-      phases: of the scheduled engine; empty on others.
+      timeline: the timeline of a step.
+      phases: phases of the scheduled engine; empty on others.
     """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:

@@ -19,13 +19,13 @@ class CollectiveTime(NamedTuple):
 
 
 class PhaseTime(NamedTuple):
-    """What a phase of a step takes.
+    """Times of a phase of a step.
 
     Attributes:
       name: "phase_1", "forward loop 1" or "outside the loops".
       slots: kinds of units that each tick computes, such as "FB"; "" on other engines.
       iterations: ticks, or iterations of the loop; 0 outside of loops.
-      seconds: of all iterations, and of what the phase computes before and after them.
+      seconds: time of all iterations, and of what the phase computes before and after them.
       each: seconds of one iteration; 0 outside of loops.
     """
 
@@ -41,7 +41,7 @@ class Basis(NamedTuple):
 
     Attributes:
       libtpu: version of the compiler whose estimates these are.
-      constants: of the device; None if the chip's are unknown.
+      constants: what is assumed of the device; None if the chip's clock is unknown.
       crosses_slices: whether the devices are in several slices.
     """
 
@@ -67,19 +67,19 @@ class Prediction:
     """The predicted step of a compiled program.
 
     Attributes:
-      seconds: of a step; None if something that matters cannot be priced.
+      seconds: time of a step; None if something that matters cannot be priced.
       basis: what it rests on.
       parts: seconds by part; they add up to what could be priced.
-      collectives: exposed seconds, the slowest first; their sum is a part.
+      collectives: exposed seconds, the slowest first; they add up to one of the parts.
       bubble: seconds of idle slots.
       has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
-      leaves_out: what a step also runs and neither seconds nor parts hold, in words.
-      conditionals: how often they are taken.
-      phases: in order.
-      units: of a chunk; None where there are no units, or where they cannot be told apart.
-      speed: None if the seconds are.
+      leaves_out: what a step also runs but neither seconds nor parts include, in words.
+      conditionals: all conditionals, and how often they are taken.
+      phases: times of the phases, in order.
+      units: times of a chunk's units; None if there are none, or they cannot be told apart.
+      speed: speed of the step; None if its seconds are unknown.
       unknown: what cannot be priced, in words.
-      guessed: seconds in the parts without an estimate of the compiler's, priced by bytes.
+      guessed: seconds in the parts that are priced by bytes, for lack of a compiler's estimate.
     """
 
     seconds: float | None
@@ -149,14 +149,14 @@ class Prediction:
         return lines
 
     def _collective_lines(self) -> list[str]:
-        """Return the breakdown of the part that collectives are."""
+        """Return the breakdown of the collectives' part."""
         return [
             f"    {f'{time.kind} {time.axes}'.strip():<26} {time.seconds:>9.3g} s"
             for time in self.collectives
         ]
 
     def _conditional_lines(self) -> list[str]:
-        """Return how often conditionals do their work, those that are alike in one line."""
+        """Return how often conditionals do their work, with one line for all that are alike."""
         counts: dict[tuple[str, str, str], list[float]] = {}
         for c in self.conditionals:
             count = counts.setdefault((c.scope, c.phase, f"{c.seconds:.3g}"), [0.0, 0.0])

@@ -27,8 +27,8 @@ class Span(NamedTuple):
     Attributes:
       lane: `COMPUTATION`, `Part.COPIES`, or a collective with its axes, such as "all-gather fsdp".
       kind: a `Part`, `WAIT`, `CONDITIONAL` or `LOOP`.
-      name: of the operation.
-      start, end: seconds.
+      name: name of the operation.
+      start, end: seconds since the timeline's start.
       source: line of code; "" if unknown.
       scope: part of the model; "" if unknown.
     """
@@ -46,9 +46,9 @@ def table(timeline: Timeline, name_of: Callable[[Spent], str], limit: int = 0) -
     """Return the time of a step by some property of its operations, the largest first.
 
     Args:
-      timeline: of a step.
-      name_of: the property; "" for none.
-      limit: the most rows, 0 for all; the rest is one more row.
+      timeline: the timeline of a step.
+      name_of: function that returns an operation's property; "" for none.
+      limit: the most rows, 0 for all; the rest is summed up in one more row.
     """
     totals: dict[str, dict[Part, float]] = {}
     for spent in timeline.spent:
@@ -64,7 +64,7 @@ def table(timeline: Timeline, name_of: Callable[[Spent], str], limit: int = 0) -
 
 
 def operation_name(spent: Spent) -> str:
-    """Return what an operation is called in the program, with where it stands."""
+    """Return an operation's name in the program, with its runs, its time and its place."""
     place = "" if spent.place.phase == OUTSIDE else f", {spent.place.phase}"
     return f"{spent.name} ({spent.place.runs:.0f} x {1e6 * spent.seconds:.3g} µs{place})"
 
@@ -77,10 +77,10 @@ def spans(
     A conditional that is not always taken is one span of its expected length.
 
     Args:
-      timeline: of a step.
-      computation: its name.
+      timeline: the timeline of a step.
+      computation: name of the computation.
       start: when it begins, in seconds.
-      opens_loops: whether what runs inside loops is shown; else each is one span.
+      opens_loops: whether to yield what runs inside loops; else each loop is one span.
     """
     for event in timeline.events[computation]:
         if event.inside and (event.times == 1 or (event.times > 1 and opens_loops)):

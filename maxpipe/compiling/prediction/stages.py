@@ -28,19 +28,19 @@ def predict_stages(
     """Compose the units' times in the order of the schedule.
 
     What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
-    time alone. All stages update their parameters when the last has its gradients, whose norm they
-    need; that counts as loop fusions priced by bytes. The start of the step is not in it.
+    time alone. All stages update their parameters when the last one has its gradients, since they
+    need the norm of all; that counts as loop fusions priced by bytes. The start of the step is
+    not included.
 
     Args:
-      table: the schedule, free-running.
-      timelines: of the program of each unit, and of those that run once a step.
-      basis: what they rest on.
-      communication: seconds in which a unit's result gets to a neighbouring stage.
+      table: the schedule, a free-running table.
+      timelines: timelines of the units' programs, and of programs that run once a step.
+      basis: what the timelines rest on.
+      communication: seconds to send a unit's result to a neighbouring stage.
       updates: seconds of the optimizer's update of each stage.
 
     Returns:
-      The prediction without its speed; its parts, and what of them is guessed, are those of the
-      busiest stage.
+      The prediction without its speed; parts and guessed seconds are those of the busiest stage.
     """
     unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
     costs = unit_costs(table, timelines, communication)

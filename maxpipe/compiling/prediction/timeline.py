@@ -29,9 +29,9 @@ class Spent(NamedTuple):
     """What an operation adds to a step.
 
     Attributes:
-      name, price, origin: of the operation; of a transfer, its start.
+      name, price, origin: facts of the operation; for a transfer, of its start.
       place: where it stands.
-      seconds: in each run: the whole of a computation, the wait for a transfer.
+      seconds: time in each run: of a whole computation, or of the wait for a transfer.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Event(NamedTuple):
     Attributes:
       name, price, origin: as in `Spent`; `price` is None for a loop or a conditional.
       inside: name of the computation that a loop or a conditional runs.
-      times: how often, one after the other; less than 1 for a conditional that is not always
+      times: how often it runs in succession; less than 1 for a conditional that is not always
         taken.
       is_wait: whether this is the time in which computation stands still for a transfer, which has
         an event of its own.
@@ -72,10 +72,10 @@ class Loop(NamedTuple):
     """A loop that no other loop contains.
 
     Attributes:
-      phase: label.
-      body: name of the computation.
-      iterations: in a step.
-      seconds: of one iteration.
+      phase: label of its phase.
+      body: name of the computation that it repeats.
+      iterations: number of iterations in a step.
+      seconds: time of one iteration.
     """
 
     phase: str
@@ -85,13 +85,13 @@ class Loop(NamedTuple):
 
 
 class Conditional(NamedTuple):
-    """A conditional.
+    """A conditional, and how often it does its work.
 
     Attributes:
       scope: what it belongs to, such as "head".
-      phase: label of the place.
+      phase: label of the phase in which it stands.
       reached, taken: how often in a step.
-      seconds: of the branch with the work.
+      seconds: time of the branch with the work.
     """
 
     scope: str
@@ -106,12 +106,12 @@ class Timeline:
     """A program that has been walked through.
 
     Attributes:
-      entry: name of the computation that is the whole.
-      seconds: of the whole.
+      entry: name of the entry computation.
+      seconds: time of the entry computation.
       spent: what each operation adds.
       loops: outermost loops, in order.
-      conditionals: all of them.
-      events: of each computation that was walked, by name.
+      conditionals: all conditionals.
+      events: events of each computation that was walked, by its name.
       unknown_loops: names of loops whose trip count is unknown, counted once.
     """
 

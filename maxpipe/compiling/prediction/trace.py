@@ -15,8 +15,8 @@ def trace_json(timeline: Timeline) -> bytes:
     """Return the whole step as JSON: a thread for each lane, times in microseconds.
 
     Spans of a lane that overlap, such as copies that run at once, have threads of their own:
-    Perfetto drops a span that begins within another one and ends after it. A longer trace than
-    Perfetto opens easily ends after `MAX_SPANS` operations, and its process's name says so.
+    Perfetto drops a span that begins within another one and ends after it. A trace too long
+    for Perfetto to open easily ends after `MAX_SPANS` operations; its process's name says so.
     """
     title = "predicted step of one device"
     shown = list(islice(spans(timeline, timeline.entry), MAX_SPANS + 1))
@@ -61,7 +61,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return microseconds of which a reader that drops fractions makes the same nanoseconds."""
+    """Return microseconds that become the same nanoseconds if a reader drops fractions."""
     value = nanoseconds / 1000
     return value if int(1000 * value) == nanoseconds else math.nextafter(value, math.inf)
 

@@ -1,4 +1,4 @@
-"""Tell the times of single units from a walked step, as the simulator takes them."""
+"""Derive the times of single units from a walked step, as the simulator takes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class UnitSeconds:
     """Seconds of one unit: one chunk of layers and one microbatch; None for what does not run.
 
     Attributes:
-      forward, backward, input_gradient, weight_gradient: an F, B, I, W.
-      head: loss and gradient of one microbatch if one stage computed them alone.
-      repeats: chunks of a stage.
+      forward, backward, input_gradient, weight_gradient: seconds of an F, B, I and W.
+      head: seconds of one microbatch's loss and gradient if one stage computed them alone.
+      repeats: number of chunks of a stage.
     """
 
     forward: float
@@ -57,9 +57,9 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     the conditionals of embedding and head, tell the slots apart.
 
     Args:
-      timeline: of a step.
+      timeline: the timeline of a step.
       table: the schedule.
-      phases: of the scheduled engine; empty on the circular one.
+      phases: phases of the scheduled engine; empty on the circular one.
 
     Returns:
       None if phases or loops do not tell the kinds of units apart.
@@ -85,7 +85,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
 
 
 def _head_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> float:
-    """Return the seconds of a stage's share in the head of one microbatch, which all stages share.
+    """Return the seconds of a stage's share of one microbatch's head, which all stages share.
 
     The scheduled engine has a conditional for it; the circular one runs it after the pipeline.
     """

@@ -23,7 +23,7 @@ from maxpipe.compiling.prediction.timeline import (
     Timeline,
 )
 
-# Of the end of a transfer whose start is not in the same computation.
+# Price of the end of a transfer whose start is not in the same computation.
 UNMATCHED = Price(Part.COPIES, None)
 
 # (origin of a conditional, how often a step reaches it) -> how often it does its work.
@@ -58,7 +58,7 @@ class _Transfer(NamedTuple):
 def _is_start(instruction: Instruction) -> bool:
     """Return whether an instruction only starts a transfer.
 
-    Some starts on TPUs are fusions, which their names tell.
+    Some starts on TPUs are fusions, recognized by their names.
     """
     return (
         instruction.opcode.endswith("-start")
@@ -136,7 +136,7 @@ class _Walker:
         return clock
 
     def _keys(self, start: Instruction) -> list[str]:
-        """Return the names by which a transfer is known to what waits for it."""
+        """Return the names by which an instruction that waits for a transfer can refer to it."""
         channel = self._prices.channel(start)
         return [start.name, f"channel {channel}"] if channel else [start.name]
 
