@@ -31,9 +31,9 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
     """Compare configuration and `contents` over several processes; all of them call this.
 
     Args:
-      config: of this process, before or after values are derived.
+      config: this process's configuration, before or after values are derived.
       contents: name -> digest or version of what a run depends on besides its configuration. If a
-        name is a configuration key, such as that of a path, the digest is compared instead of its
+        name is a configuration key, such as one of a path, the digest is compared instead of its
         value.
 
     Raises:
@@ -44,10 +44,10 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
 
 
 def agree_on(texts: Mapping[str, str]) -> None:
-    """Compare texts over several processes, without use of the devices; all of them call this.
+    """Compare texts over several processes, without using the devices; all of them call this.
 
     Args:
-      texts: by configuration key or other name.
+      texts: texts to compare, by configuration key or other name.
 
     Raises:
       ConfigError: processes differ; one problem per name, the same in every process.

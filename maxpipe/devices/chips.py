@@ -24,7 +24,7 @@ TERA = 1e12
 # What predictions assume; neither is tuned on a measured step.
 ATTENTION_EFFICIENCY = 0.5  # share of the peak that attention kernels reach
 LINK_EFFICIENCY = 0.9  # share of a link's bandwidth that transfers reach
-MATRIX_EFFICIENCY = 0.9  # share of the peak that matrix products reach on chips without their own
+MATRIX_EFFICIENCY = 0.9  # share of the peak that matrix products reach on chips without a figure
 
 
 class Device(Protocol):
@@ -41,7 +41,7 @@ class Torus(NamedTuple):
     """How the chips of a slice are wired: to two neighbours in each dimension.
 
     Attributes:
-      dimensions: number of them.
+      dimensions: number of dimensions.
       ring_size: a dimension is closed to a ring if its size is a multiple of this; else its ends
         have one neighbour.
       all_or_none: whether dimensions are closed only if all of them can be.
@@ -72,12 +72,12 @@ class MemoryShares(NamedTuple):
     """Shares of a memory's bandwidth that programs reach by XLA's own estimates.
 
     Arrays are of 8192 x 8192 values, compiled for one chip with libtpu 0.0.42 by
-    `scripts/benchmark/memory_shares.py`; whole where XLA has not been asked.
+    `scripts/benchmark/memory_shares.py`; 1 where XLA has not been asked.
 
     Attributes:
-      float32: of an update by Adam.
-      bfloat16: of SwiGLU.
-      zeros: of filling a float32 array. As many zeros in bfloat16 take as long.
+      float32: share for an update by Adam.
+      bfloat16: share for SwiGLU.
+      zeros: share for filling a float32 array. As many zeros in bfloat16 take as long.
     """
 
     float32: float = 1.0
@@ -89,11 +89,11 @@ _WHOLE = MemoryShares()
 
 
 class Tpu(NamedTuple):
-    """What decides how often and how a TPU gathers weights.
+    """Facts that decide how often and how a TPU gathers weights.
 
     Attributes:
-      memory: bytes of a JAX device.
-      longest_ring: as of `Chip`.
+      memory: bytes of memory of a JAX device.
+      longest_ring: as in `Chip`.
     """
 
     memory: float
@@ -108,8 +108,8 @@ class Chip:
       name: the usual short name.
       peak_flops: FLOP/s of dense matrix products, by `model.dtype`. float32 is what XLA runs at its
         default precision: one bfloat16 pass on TPUs, TF32 on GPUs.
-      hbm_bytes: memory size.
-      hbm_bandwidth: bytes/s.
+      hbm_bytes: bytes of its memory.
+      hbm_bandwidth: bytes/s of its memory.
       ici_bandwidth: bytes/s one way to the other chips of the slice, or of the NVLink domain.
       dcn_bandwidth: bytes/s one way to other slices or nodes, its share of the host's; None if
         unpublished.
@@ -120,10 +120,10 @@ class Chip:
       matrix_efficiency: share of the peak that large products reach by XLA's own estimates, squares
         of 2048 to 8192 in bfloat16 compiled for one chip with libtpu 0.0.42; None where XLA has
         not been asked.
-      memory_shares: what moving bytes reaches, by the same estimates.
+      memory_shares: shares of the memory's bandwidth that are reached, by the same estimates.
       has_fp8: whether products of 8-bit floats are faster than those of bfloat16.
-      longest_ring: most devices of mesh axis fsdp that pass weights on in steps by default. Steps
-        are faster there than all-gathers, by the same estimates, and compile in minutes; see
+      longest_ring: largest mesh axis fsdp that passes weights on in steps by default. Up to there
+        steps are faster than all-gathers, by the same estimates, and compile in minutes; see
         docs/benchmarks.md.
     """
 
@@ -156,7 +156,7 @@ def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
 
 
 CHIPS = (
-    # Matrix units have 128 x 128 multipliers, of v6e 256 x 256.
+    # Matrix units have 128 x 128 multipliers; those of v6e have 256 x 256.
     Chip(
         "v4",
         _peaks(275, 275),
@@ -220,7 +220,7 @@ CHIPS = (
         12.5 * GB,
         CUBES,
         has_fp8=True,
-        longest_ring=8,  # as v5p: without a clock XLA's cycles are no seconds to compare
+        longest_ring=8,  # as on v5p: without a clock XLA's cycles cannot be converted
     ),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB, has_fp8=True),
@@ -245,7 +245,7 @@ _OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
 
 
 def chip_of(topology: str) -> Chip | None:
-    """Return the chip of a `compile.topology` such as v5p:4x4x4; None if it names none."""
+    """Return the chip of a `compile.topology` such as v5p:4x4x4; None if the table lacks it."""
     return _BY_NAME.get(topology.partition(":")[0])
 
 
@@ -305,7 +305,7 @@ def device_memory(devices: Sequence[Device]) -> float | None:
 
 
 def tpu_of(devices: Sequence[Device]) -> Tpu | None:
-    """Return what planning knows of one of these TPUs, None for an unknown or no TPU."""
+    """Return what planning knows about one of these TPUs; None if unknown or not a TPU."""
     memory, chip = device_memory(devices), chip_for(devices[0].device_kind)
     if devices[0].platform != "tpu" or memory is None or chip is None:
         return None

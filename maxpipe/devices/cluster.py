@@ -1,6 +1,6 @@
 """Read from the environment how the processes of a run find each other.
 
-No other module does. Imports no JAX, except in a process of its own where only JAX knows.
+No other module does. JAX is imported only in a process of its own, and only if nothing else knows.
 """
 
 import json
@@ -19,14 +19,14 @@ from maxpipe.config.errors import ConfigError, Problem
 # launch.
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 
-# Hosts of a run that goes on with fewer of them: JSON by `whole_variable`, from a supervisor.
+# All hosts of a run that goes on with fewer of them: JSON by `whole_variable`, from a supervisor.
 WHOLE = "MAXPIPE_WHOLE"
 
 # Below the ports that systems give to clients, from 32768 (Linux) or 49152 on.
 _SERVER_PORTS = range(20_000, 30_000)
 
 _DETECT_SECONDS = 300
-_IMPORT_SECONDS = 60  # for JAX, on top
+_IMPORT_SECONDS = 60  # for importing JAX, on top
 _DETECT = f"""
 import json
 from jax._src.clusters import ClusterEnv
@@ -38,7 +38,7 @@ _REMEDY = "set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROC
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its run: who coordinates, of how many processes, which one."""
+    """The place of a process in its run: the coordinator, the number of processes, its index."""
 
     host: str
     port: int
@@ -48,12 +48,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Sizes:
-    """With how many processes a run may go on, as its trainers find out.
+    """Numbers of processes with which a run may go on, as its trainers find out.
 
     Attributes:
-      counts: smaller numbers of processes, by commas; "" if it needs all of them.
-      wait_seconds: for those that are lost to come back.
-      whole: what the trainers of fewer processes have to know, the value of MAXPIPE_WHOLE.
+      counts: smaller numbers of processes, separated by commas; "" if it needs all of them.
+      wait_seconds: time that lost processes have to come back.
+      whole: value of MAXPIPE_WHOLE, which the trainers of fewer processes have to know.
     """
 
     counts: str = ""
@@ -65,7 +65,7 @@ def announced_processes() -> int:
     """Return the number of processes in the environment; 1 where only JAX can detect it.
 
     Raises:
-      ConfigError: it is no number there.
+      ConfigError: the variable does not hold a number.
     """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         return _integer("JAX_NUM_PROCESSES")
@@ -87,7 +87,7 @@ def job_of_process() -> tuple[str, int]:
     """Return name and attempt of the job that this process belongs to; ("", 0) without a job.
 
     A scheduler or launcher that starts a job again gives it the same name and a higher attempt,
-    after the attempt before has ended. MAXPIPE_JOB and MAXPIPE_ATTEMPT, which the launchers set,
+    after the previous attempt has ended. MAXPIPE_JOB and MAXPIPE_ATTEMPT, which the launchers set,
     take precedence over the variables of Slurm.
     """
     env = os.environ
@@ -113,7 +113,7 @@ def coordinator_variables() -> tuple[str, int, int] | None:
     """Return coordinator, number of processes and index from JAX's variables, None if not set.
 
     Raises:
-      ConfigError: only some of the variables are set, or not as they should be.
+      ConfigError: some of the variables are missing or malformed.
     """
     env = os.environ
     if "JAX_COORDINATOR_ADDRESS" not in env:
@@ -173,7 +173,7 @@ def free_port() -> int:
     """Return a port at which nothing listens, for a server that starts within seconds.
 
     Raises:
-      OSError: if none is free.
+      OSError: no port is free.
     """
     for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
         with suppress(OSError), socket.create_server(("", port)):
@@ -184,11 +184,11 @@ def free_port() -> int:
 def hold_port(address: str) -> socket.socket:
     """Return a socket that keeps a port for a server of this process, until the socket is closed.
 
-    The server has to set SO_REUSEADDR. Systems give the port to no other program; one that names
-    it without SO_REUSEADDR is refused.
+    The server has to set SO_REUSEADDR. Systems give the port to no other program; one that asks
+    for it without SO_REUSEADDR is refused.
 
     Args:
-      address: of this machine, an IPv4 or IPv6 number.
+      address: address of this machine, an IPv4 or IPv6 number.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

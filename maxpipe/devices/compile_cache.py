@@ -16,14 +16,14 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
 from maxpipe.devices.simulated import uses_cache
 
-# What JAX warns of, and goes on to compile.
+# JAX's warning, after which it goes on to compile.
 _NOT_READ = "Error reading persistent compilation cache entry for '(.+?)': (.*)"
-_SUFFIX = "-cache"  # of entries, which begin with the name of their program
-_ZSTD = b"\x28\xb5\x2f\xfd"  # how what zstandard has packed begins
+_SUFFIX = "-cache"  # end of the names of entries, which begin with their program's name
+_ZSTD = b"\x28\xb5\x2f\xfd"  # first bytes of data that zstandard has packed
 
 
 def start_compile_cache(config: Config) -> None:
-    """Use the persistent compilation cache, unless it is off or files cannot be run here."""
+    """Use the persistent compilation cache, unless it is off or stored programs cannot run here."""
     cache = compile_cache(config)
     if cache is None or not uses_cache(config):
         jax.config.update("jax_enable_compilation_cache", False)

@@ -1,4 +1,4 @@
-"""Copy arrays between the memories of devices and of the host, and say what the host's has free."""
+"""Copy arrays between device and host memory, and say how much of the host's is free."""
 
 from pathlib import Path
 
@@ -26,8 +26,8 @@ def move(array: jax.Array, memory_kind: str) -> jax.Array:
     that other collectives hold.
 
     Args:
-      array: of any sharding.
-      memory_kind: such as `pinned_host`.
+      array: an array of any sharding.
+      memory_kind: kind of the other memory, such as `pinned_host`.
     """
     shards = [
         jax.device_put(
@@ -56,20 +56,20 @@ def to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
 
 
 def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return how many bytes of memory are free for this process, as the host and a container say.
+    """Return how many bytes of memory the host and a container have free for this process.
 
     Args:
-      meminfo: of the host.
-      cgroup: of the container, version 2; has no limit where there is none.
+      meminfo: the host's /proc/meminfo.
+      cgroup: directory of the container's cgroup, version 2; without one there is no limit.
     """
     available = 1024 * _numbers(meminfo.read_text().replace(":", ""))["MemAvailable"]
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         cached = _numbers((cgroup / "memory.stat").read_text())
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no cgroup, or "max"
         return available
-    # What is cached of files on disk is given up for anything else.
+    # Memory that caches files on disk is given up when it is needed.
     used -= cached["inactive_file"] + cached["active_file"]
     return max(min(available, limit - used), 0)
 

@@ -30,7 +30,7 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
     """Build the mesh of a resolved configuration.
 
     Args:
-      config: resolved, so that the product of `mesh.ici` and `mesh.dcn` is the number of devices.
+      config: resolved configuration; `mesh.ici` times `mesh.dcn` is the number of devices.
       devices: the devices to use; all by default.
 
     Returns:
@@ -46,7 +46,7 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
             ici, dcn, devices, allow_split_physical_axes=True
         )
     elif devices[0].platform == "cpu":
-        # CPU devices have no topology; they are numbered as they are.
+        # CPU devices have no topology; they stay in their order.
         grid = np.asarray(devices).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
     else:
         # JAX arranges the axes along the links of the slice.
@@ -58,9 +58,9 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
 
 
 def whole_processes(grid: np.ndarray) -> np.ndarray:
-    """Return the devices arranged so that no process has parts of several stages, if they can be.
+    """Return the devices arranged so that no process has parts of several stages, if possible.
 
-    Where the grid is so already, as with one process, it is returned as it is.
+    A grid that is already arranged so, as with one process, is returned unchanged.
 
     Args:
       grid: devices by mesh axis.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-_POSTS_KEPT = 1000  # far more than processes may be apart
+_POSTS_KEPT = 1000  # far more posts than processes may be apart
 # Without a limit: heartbeats and the watchdog end a run whose process 0 is lost or hangs.
 _ENDLESS_MS = 2**31 - 1
 _posts = itertools.count()
@@ -16,7 +16,7 @@ _reports = itertools.count()
 
 
 class KeyValueStore(Protocol):
-    """What is used of JAX's client of the coordination service."""
+    """The part of JAX's client of the coordination service that is used here."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -58,7 +58,7 @@ def agree(ok: bool) -> bool:
 
 
 def of_first_process(value: int) -> int:
-    """Return process 0's `value` in every process, without use of the devices."""
+    """Return process 0's `value` in every process, without using the devices."""
     if jax.process_count() == 1:
         return value
     number = next(_posts)
@@ -112,7 +112,7 @@ def barrier(name: str) -> None:
 
 
 def coordinator() -> Any:
-    """Return JAX's client of the coordination service, which all processes share; None with one."""
+    """Return JAX's client of the coordination service; None if there is only one process."""
     return _state().client
 
 

@@ -25,14 +25,14 @@ MOST_THREADS = 256  # XLA makes no larger pool
 
 
 def has_started() -> bool:
-    """Return whether JAX has made its devices, of which there can be no others in this process."""
+    """Return whether JAX has made its devices, which then cannot change in this process."""
     from jax._src import xla_bridge  # there is no public name for it
 
     return xla_bridge.backends_are_initialized()
 
 
 def check_simulated(devices: int) -> None:
-    """Check that JAX, which has started, simulates as many devices; accelerators are used as is.
+    """Check that JAX, which has started, simulates so many devices; accelerators stay as they are.
 
     Raises:
       ConfigError: it has other CPU devices.
@@ -67,7 +67,7 @@ def hindrance() -> str:
 
 
 def hindrance_of(devices: int, processes: int) -> str:
-    """Return `hindrance` of a run with other numbers of devices and processes than this one."""
+    """Return the `hindrance` of a run with these numbers of devices and processes."""
     if jax.default_backend() != "cpu" or devices == 1:
         return ""
     if processes > 1:

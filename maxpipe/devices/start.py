@@ -21,7 +21,7 @@ from maxpipe.devices.compile_cache import start_compile_cache
 from maxpipe.devices.simulated import check_simulated, has_started, start_threads
 from maxpipe.devices.transfers import start_transfers
 
-# What libtpu asks for on a machine without a TPU; the values play no part.
+# What libtpu asks for on a machine without a TPU; the values do not matter.
 NO_MACHINE = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
 
@@ -54,13 +54,13 @@ def start_jax(config: Config) -> None:
 
 
 def check_platforms() -> None:
-    """Start the devices of a process without others, and check that JAX_PLATFORMS is right.
+    """Start the devices of a run with one process, and check that JAX_PLATFORMS is right.
 
     Raises:
-      ConfigError: JAX lacks a platform that it names, as CUDA without the extra that installs it.
+      ConfigError: JAX lacks a platform that it names, such as CUDA without its extra.
     """
     if processes.count() > 1:
-        return  # an error may as well be that of a lost process
+        return  # an error may also come from a lost process
     platforms = os.environ.get("JAX_PLATFORMS")
     try:
         jax.local_devices()
@@ -90,7 +90,7 @@ def name_machine() -> None:
 def simulated_share(devices: int) -> int:
     """Return how many of the simulated devices belong to this process.
 
-    They are those of all hosts, also while the run goes on without some of them.
+    The configuration counts those of all hosts, even if the run goes on without some of them.
 
     Raises:
       ConfigError: the devices do not divide over the processes.

@@ -1,7 +1,7 @@
 """Send arrays between devices of different processes; nothing else chooses how they travel.
 
-Every process has the same arrays in its hands. One whose devices all belong to other processes is
-absent here: it has a shape and a layout, and no data. The processes of the sender and those of the
+Every process handles the same arrays. One whose devices all belong to other processes is absent
+here: it has a shape and a layout, but no data. The processes of the sender and those of the
 receiver make the same calls in the same order, and wait for nothing. So do all other processes: JAX
 numbers transfers in each process by itself, and a sender and a receiver find each other by the
 number.
@@ -25,15 +25,15 @@ _STREAMS = 4  # parallel connections between two processes
 # ended by heartbeats and the watchdog.
 _TIMEOUT_SECONDS = 7 * 24 * 3600
 
-_holders: list[socket.socket] = []  # of this process's port, for as long as it lives
+_holders: list[socket.socket] = []  # they hold this process's port as long as it lives
 
 
 def start_transfers() -> None:
-    """Let this process exchange arrays over sockets; after it has joined, before it has devices."""
+    """Let this process exchange arrays over sockets; call after joining, before it has devices."""
     own = _own_address(processes.coordinator_address())
     place = f"[{own}]" if ":" in own else own
-    # The transfer server takes no port 0, others learn the port from JAX, and JAX listens there
-    # only from the first transfer on, maybe an hour later.
+    # The port is held: the transfer server accepts no port 0, others learn the port from JAX, and
+    # JAX listens there only from the first transfer on, maybe an hour later.
     holder = hold_port(own)
     _holders.append(holder)
     port = holder.getsockname()[1]
@@ -73,12 +73,12 @@ def absent(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def send(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Copy arrays of one mesh to another; an array that ends elsewhere is absent here.
+    """Copy arrays of one mesh to another; those sent to other processes are absent here.
 
     Args:
-      arrays: all on the same devices.
-      targets: where they go, all the same devices. Between processes an array keeps its layout: the
-        PartitionSpec, and the sizes of the axes that it names.
+      arrays: arrays that are all on the same devices.
+      targets: shardings of the copies, all on one set of devices. Between processes an array keeps
+        its layout: the PartitionSpec, and the sizes of the axes that it names.
     """
     if not arrays:
         return []
@@ -103,7 +103,7 @@ def _own_address(coordinator: str) -> str:
     """Return the address by which this host reaches the coordinator, and others reach this host."""
     host, _, port = coordinator.rpartition(":")
     addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    # All hosts have to choose alike, so the order in which a resolver answers does not count.
+    # All hosts have to choose alike, so the order of a resolver's answers must not matter.
     family, kind, protocol, _, target = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     # A datagram socket sends nothing when it connects; it only chooses an interface.
     with socket.socket(family, kind, protocol) as probe:

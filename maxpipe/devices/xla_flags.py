@@ -18,7 +18,7 @@ def assignment(variable: str, text: str) -> str:
 
 
 def added_to(text: str, flags: Mapping[str, str]) -> str:
-    """Return a variable's text with those flags added that it does not name."""
+    """Return a variable's text plus the flags that it does not name."""
     named = names_in(text)
     words = [f"--{name}={value}" for name, value in flags.items() if name not in named]
     return " ".join([text, *words] if text else words)
@@ -70,7 +70,7 @@ class FlagSet(NamedTuple):
     flags: Mapping[str, str]
 
 
-# More of a chip's own memory for each kernel: from it some products gain and others lose.
+# More of a chip's own memory for each kernel: some products gain and others lose.
 _KERNEL_MEMORY = tuple(
     FlagSet(f"{mib} MiB for kernels", {"xla_tpu_scoped_vmem_limit_kib": str(1024 * mib)})
     for mib in (64, 96)
@@ -100,7 +100,7 @@ RECOMMENDED = {
 
 
 def sets_to_try(chip: str) -> list[FlagSet]:
-    """Return what may make a step faster on a TPU, or slower: `maxpipe.compile --tune-flags`."""
+    """Return flags that may make a step on a TPU faster, or slower, for `--tune-flags`."""
     recommended = FlagSet("overlap, as recommended", RECOMMENDED[chip].flags)
     offloaded = [_OFFLOADED] if chip in _SPARSE_CORES else []
     return [recommended, *offloaded, *_KERNEL_MEMORY]
@@ -123,8 +123,8 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
     """Return lines on the recommended flags if the environment leaves one unset, else none.
 
     Args:
-      device: what runs the program.
-      environment: variables of the process. A flag that is set to another value is the user's
+      device: the device that runs the program.
+      environment: the process's variables. A flag that is set to another value is the user's
         choice.
 
     Returns:
