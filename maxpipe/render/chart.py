@@ -44,7 +44,7 @@ class Frame:
     Attributes:
       scale: pixels per unit of time.
       horizon: the time at the right edge.
-      num_stages: rows.
+      num_stages: number of rows.
     """
 
     scale: float
@@ -69,7 +69,7 @@ class Frame:
         return self.curves_top + CURVES + 14
 
     def x(self, time: float) -> float:
-        """Return where a time is."""
+        """Return the x coordinate of a time."""
         return LEFT + self.scale * time
 
     def y(self, stage: int) -> float:
@@ -88,13 +88,13 @@ def fit_frame(runs: list[Simulation]) -> Frame:
 
 
 def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool = True) -> str:
-    """Draw a run.
+    """Draw a run as SVG.
 
     Args:
       run: the simulated schedule.
-      frame: shared with other charts; None for one that fits this chart.
-      standalone: for a file of its own, with styles, background and a `<title>` per unit; else for
-        a page, whose script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
+      frame: a frame shared with other charts; None for one that fits this chart.
+      standalone: whether to draw a file of its own, with styles, background and unit titles; for
+        a page, its script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
     """
     frame = frame or fit_frame([run])
     table = run.table
@@ -125,7 +125,7 @@ def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool =
 
 
 def _heading(run: Simulation, frame: Frame) -> list[str]:
-    """Draw name and figures, and the legend next to them."""
+    """Draw the name and the figures, and the legend next to them."""
     table = run.table
     facts = (
         f"bubble {run.bubble_fraction:.1%} · makespan {run.makespan:g} · peak in flight "
@@ -283,7 +283,7 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
     }
     for stage in range(table.num_stages):
         times, counts = run.in_flight(stage)
-        # Several changes at one time are one step, to the last of them.
+        # Several changes at the same time are one step, to the last value.
         last = np.append(np.diff(np.round(times, 9)) > 0, True)
         times, counts = times[last].tolist(), counts[last].tolist()
         steps.append([[round(t, 4) for t in times], counts])

@@ -25,14 +25,14 @@ STAGES = (Rgb(116, 86, 214), Rgb(47, 134, 208), Rgb(34, 160, 140), Rgb(211, 152,
 
 
 def unit_colour(kind: str, chunk: int, num_repeats: int) -> Rgb:
-    """Return the fill of a unit; later chunks are lighter."""
+    """Return the fill colour of a unit; later chunks are lighter."""
     hue, saturation = HUES[kind]
     step = chunk / (num_repeats - 1) if num_repeats > 1 else 0.15
     return _rgb(hue, DARKEST + (LIGHTEST - DARKEST) * step, saturation)
 
 
 def stage_colour(stage: int, num_stages: int) -> Rgb:
-    """Return the line of a stage, violet to amber; legible on dark and light ground."""
+    """Return the line colour of a stage, violet to amber; legible on dark and light ground."""
     position = (len(STAGES) - 1) * (stage / (num_stages - 1) if num_stages > 1 else 0.0)
     below = min(int(position), len(STAGES) - 2)
     pairs = zip(STAGES[below], STAGES[below + 1], strict=True)
@@ -40,7 +40,7 @@ def stage_colour(stage: int, num_stages: int) -> Rgb:
 
 
 def ink(fill: Rgb) -> Rgb:
-    """Return white or near black, whichever can be read on a fill."""
+    """Return white or near black, whichever can be read on a fill colour."""
     linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in fill]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     # WCAG's contrast with white; above 3.5 white looks better even where black scores higher.

@@ -7,8 +7,8 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     """Return a line for each row, with two spaces between columns of equal width.
 
     Args:
-      rows: of as many cells each.
-      left: numbers of the columns that are aligned to the left; the others are to the right.
+      rows: rows with the same number of cells.
+      left: indices of the columns that are aligned left; the others are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -37,10 +37,10 @@ def document(title: str, body: str, style: str, script: str) -> str:
     """Return a page in the light or dark colours that the reader prefers.
 
     Args:
-      title: of the window.
-      body: HTML.
-      style: CSS besides that of all pages.
-      script: JavaScript after that of all pages.
+      title: title of the window.
+      body: HTML of the body.
+      style: CSS that is added to the CSS of all pages.
+      script: JavaScript that runs after the script of all pages.
     """
     return f"""<!doctype html>
 <html lang="en">

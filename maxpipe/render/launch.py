@@ -34,7 +34,7 @@ def launch(arguments: argparse.Namespace) -> None:
 
     Raises:
       ConfigError: the configuration is wrong, or has no stages that fit.
-      ValueError: the command line is wrong, a schedule cannot be built, or a file not be written.
+      ValueError: the command line is wrong, a schedule cannot be built, or a file cannot be made.
     """
     words = arguments.words
     if words and words[0] == COMMAND:
@@ -94,7 +94,7 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
             "a configuration is compared with uniform stages anyway"
         )
     collector.check()
-    # Traces a layer of the model. Schedules by name need no JAX, which takes seconds to import.
+    # This traces a layer of the model; schedules by name need no JAX, which is slow to import.
     from maxpipe.render.stages import draw_configuration
 
     drawing = draw_configuration(arguments.words[0], arguments.words[1:])

@@ -30,7 +30,7 @@ def _bases(plan: Plan) -> list[str]:
     proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
     if proofs and not any(proof.seconds for proof in proofs):
         line = "memory of what was compiled is the compiler's, seconds are closed forms"
-        # What is too large has no estimate of time on any chip.
+        # A step that is too large has no estimate of time on any chip.
         if any(proof.fits for proof in proofs):
             line = f"no compiler's estimate of time for this chip; {line}"
         return [line]
@@ -49,7 +49,7 @@ def _bases(plan: Plan) -> list[str]:
 
 
 def _probed_lines(plan: Plan) -> list[str]:
-    """Return what probed seconds rest on, and those next to them; nothing without probes."""
+    """Return what probed and scaled seconds rest on; nothing without probes."""
     if not any(row.probed for row in [*plan.rows, *plan.misfits]):
         return []
     probed = "closed forms in which compiled units stand for layers and head, with the compiler's"
@@ -62,7 +62,7 @@ def _probed_lines(plan: Plan) -> list[str]:
 
 
 def _uncompiled_lines(plan: Plan) -> list[str]:
-    """Return a line if rows that were not compiled are predicted faster than the chosen one is."""
+    """Return a line if rows that were not compiled are predicted faster than the chosen row."""
     chosen = plan.winner
     if chosen is None or chosen.basis != "compiled":
         return []
@@ -81,7 +81,7 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    """Return a line if the run would see other tokens than the file's batch and steps say."""
+    """Return a line if the run would see more or fewer tokens than the file's batch implies."""
     written, chosen = plan.request.written, plan.winner
     if chosen is None or chosen.candidate.batch == written.data.global_batch_size:
         return []
@@ -96,14 +96,14 @@ def _batch_lines(plan: Plan) -> list[str]:
 def _simulated_lines(plan: Plan) -> list[str]:
     """Return a warning if simulated devices need more memory together than this machine has free.
 
-    What is free is no limit of the search: a plan shall not differ from machine to machine.
+    Free memory does not limit the search: a plan should not differ from machine to machine.
     """
     machine, chosen = plan.request.machine, plan.winner
     if chosen is None or not machine.is_simulated:
         return []
     try:
         free = free_memory()
-    except OSError:  # only Linux says it in a file
+    except OSError:  # only Linux has such a file
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = machine.devices * chosen.memory
     if needed <= free:

@@ -8,7 +8,7 @@ from maxpipe.planning.search.rows import Row
 
 
 def omission_lines(plan: Plan) -> list[str]:
-    """Return the lines that are true of a plan."""
+    """Return the lines that apply to a plan."""
     of_plan = [*_kernel_lines(plan), *_network_lines(plan), *_host_lines(plan)]
     return [*of_plan, *_closed_form_lines(plan)]
 
@@ -45,7 +45,7 @@ def _host_lines(plan: Plan) -> list[str]:
 
 
 def _closed_form_lines(plan: Plan) -> list[str]:
-    """Return what closed forms do not price; where compiled, one program has it."""
+    """Return what closed forms do not price; a compiled step of one program includes it."""
     config, lines = plan.request.config, []
     if config.optimizer.name == "muon":
         lines.append("closed forms leave out the products of Muon's update: a step takes longer")

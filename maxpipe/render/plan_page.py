@@ -39,14 +39,14 @@ for (const mark of document.querySelectorAll("[data-text]")) {
 }
 """
 _ROW, _LABEL, _TIME, _MEMORY, _GAP = 34, 300, 480, 170, 56
-_LONGEST = 44  # characters of a label in its own width; longer ones are squeezed into the space
+_LONGEST = 44  # characters of a label that fit; longer labels are squeezed into the space
 
 
 def page_html(plan: Plan, words: Sequence[str]) -> str:
-    """Return the page.
+    """Return the page of a plan.
 
     Args:
-      plan: what is drawn.
+      plan: the plan to draw.
       words: the command line after the command.
     """
     own = [plan.own] if isinstance(plan.own, Row) else []
@@ -120,7 +120,7 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     for number, row in enumerate(rows):
         y, x = 8 + number * _ROW, float(_LABEL)
         parts.append(_label(plan, row, y, is_chosen=number == 0 and bool(plan.rows)))
-        # Where the compiler predicts the sum of the parts, its length is drawn.
+        # A bar is as long as the row's seconds, of which each part has its share.
         scale = _TIME * row.per_sequence / max(times) / float(row.parts.step)
         for (name, colour), value in zip(PARTS, row.parts, strict=True):
             width = float(value) * scale

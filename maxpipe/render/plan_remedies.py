@@ -13,7 +13,7 @@ _NO_OTHER = f"no other mesh and schedule fits{_CLOSED}"
 
 
 def nothing_fits_lines(plan: Plan) -> list[str]:
-    """Return why nothing fits, and what would; of a plan in which something fits, no lines."""
+    """Return why nothing fits, and what would; no lines if something fits."""
     if plan.winner is not None:
         return []
     capacity, misfits = plan.request.machine.capacity, plan.misfits
@@ -49,7 +49,7 @@ def _none_of(count: int, done: str) -> str:
 
 
 def _others(plan: Plan, compiled: int) -> str:
-    """Return what was not compiled of what fits by closed forms."""
+    """Return what fits by closed forms but was not compiled."""
     if left := plan.uncompiled:
         others = "1 other was" if left == 1 else f"{left} others were"
         return f"{others} not compiled: --compile {2 * compiled}"
@@ -60,7 +60,7 @@ def _others(plan: Plan, compiled: int) -> str:
 
 
 def _state_lines(plan: Plan) -> list[str]:
-    """Return how many chips hold what cannot be made smaller, if there are fewer."""
+    """Return how many chips hold what cannot be made smaller, if the machine has fewer."""
     machine, limit = plan.request.machine, plan.request.limit
     state = plan.facts.least_state_bytes()
     if limit is None or state <= machine.devices * limit:

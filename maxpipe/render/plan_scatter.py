@@ -8,8 +8,8 @@ from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.candidate import Candidate
 from maxpipe.planning.search.plan import Plan
 
-_SLOWEST = 2.5  # times the chosen one, or the fastest, at the end of the axis
-_RIGHT = 110  # of the plot: room for a label that overlaps no points
+_SLOWEST = 2.5  # end of the axis, as a multiple of the chosen or the fastest one
+_RIGHT = 110  # right margin of the plot, for a label that overlaps no points
 
 
 class Point(NamedTuple):
@@ -38,7 +38,7 @@ def scatter_svg(plan: Plan) -> str:
     unit = None if plan.request.machine.is_timed else min(c.per_sequence for c in candidates)
     points = [_point(candidate, unit) for candidate in candidates]
     edge = front(points)
-    # What is far slower, of the front as well, would squeeze the others together.
+    # Points that are far slower, even on the front, would squeeze the others together.
     latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
     chosen = plan.winner.candidate.per_sequence if plan.winner else edge[0].seconds
     latest = min(latest, _SLOWEST * chosen)
@@ -48,7 +48,7 @@ def scatter_svg(plan: Plan) -> str:
     if capacity:
         most = min(most, 3 * capacity)
     points = [p for p in points if p.memory <= most]
-    if not points:  # the least is far too large
+    if not points:  # even the smallest is far too large
         return ""
     first = min(p.seconds for p in points)
     width, height, margin = 700.0, 320.0, 56.0
@@ -109,7 +109,7 @@ def _axes(frame: tuple[float, float, float], most: float, longest: float) -> str
 
 
 def _point(candidate: Candidate, unit: float | None) -> Point:
-    """Return the point of a candidate, with its time in so many seconds of a sequence if given."""
+    """Return a candidate's point; its text gives the time as a multiple of `unit` if set."""
     seconds = candidate.per_sequence
     time = f"{candidate.seconds.step:.3g} s" if unit is None else f"{seconds / unit:.3g} x fastest"
     text = (

@@ -78,7 +78,7 @@ def _repeats(row: Row) -> str:
 
 
 def reason_text(plan: Plan, row: Row) -> str:
-    """Return why a row is not chosen, and what was not compiled of it where others were."""
+    """Return why a row is not chosen, and if it was not compiled or probed although others were."""
     if row.proof is not None or not any(row is other for other in [*plan.rows, *plan.misfits]):
         return row.reason
     if any(ranked.proof for ranked in plan.rows):
@@ -128,7 +128,7 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def _place(plan: Plan) -> str:
-    """Return a slice by its shape, since users name many by a number."""
+    """Return the shape of the slice, since users often name a slice by a number."""
     machine = plan.request.machine
     if machine.chip.torus is None:
         return ""

@@ -25,7 +25,7 @@ OTHER_COSTS = {
     "activation_bytes": "activation_bytes",
 }
 TIMES = (*UNIT_COSTS, "comm", "head")
-MOST_CELLS = 10**8  # of a table, which takes gigabytes
+MOST_CELLS = 10**8  # in a table; as many take gigabytes
 KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 
@@ -41,7 +41,7 @@ class Collector:
     """Tries the parts of a command line and keeps the reasons why some of them are refused.
 
     Attributes:
-      reasons: so far, each once.
+      reasons: the reasons so far, each once.
     """
 
     def __init__(self) -> None:
@@ -73,10 +73,10 @@ class Request:
 
     Attributes:
       schedules: names or CSV files.
-      sizes: the ones of `SIZES` that the command line gives.
-      switches: the ones of `SWITCHES` that are on.
+      sizes: values of those `SIZES` that the command line gives.
+      switches: those of `SWITCHES` that are on.
       costs: times of whole stages, not of chunks.
-      are_times_given: whether the command line gives any of them; orders then follow them.
+      are_times_given: whether the command line gives any times; orders then follow them.
     """
 
     schedules: tuple[str, ...]
@@ -104,9 +104,9 @@ def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> 
     """Parse schedules and `key=value` words, and check what needs no table to be built.
 
     Args:
-      words: of the command line.
-      compare: without a schedule, take all of them.
-      collector: keeps why words are refused, which are then not in the request.
+      words: words of the command line.
+      compare: whether to take all schedules if none is named.
+      collector: keeps why words are refused; refused words are not in the request.
     """
     schedules = tuple(word for word in words if "=" not in word)
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
@@ -125,7 +125,7 @@ def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> 
     given = not pairs.keys().isdisjoint(TIMES)
     request = Request(schedules or tuple(SCHEDULES), sizes, switches, costs, given)
     lenient = compare or len(request.schedules) > 1
-    # How many times there must be is not known without the number of stages.
+    # Without the number of stages, the number of times cannot be checked.
     checked_costs = None if is_refused("stages", pairs, sizes) else costs
     for name in request.schedules:
         options = collector.attempt(None, options_of, name, request, lenient=lenient)
@@ -189,7 +189,7 @@ def options_of(name: str, request: Request, *, lenient: bool) -> Options:
     Args:
       name: schedule or CSV file.
       request: sizes and options.
-      lenient: leave out what the schedule does not have.
+      lenient: whether to leave out options that the schedule does not have.
 
     Raises:
       ValueError: the file cannot be read.
@@ -217,7 +217,7 @@ def options_of(name: str, request: Request, *, lenient: bool) -> Options:
 
 
 def _check_schedule(name: str, options: Options, costs: Costs | None, collector: Collector) -> None:
-    """Keep what can be known to be wrong with one schedule before it is built."""
+    """Keep reasons to refuse one schedule that are known before it is built."""
     sizes = options.stages, options.microbatches, options.repeats
     if not collector.attempt(False, check_cells, *sizes):
         return
@@ -228,7 +228,7 @@ def _check_schedule(name: str, options: Options, costs: Costs | None, collector:
 
 
 def no_key(key: str, keys: Sequence[str], subject: str) -> str:
-    """Return that there is no such key, and which there are; `subject` begins the sentence."""
+    """Return a message that there is no such key, with the keys; `subject` begins the sentence."""
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{key}: {subject} no such key; {hint}keys are {', '.join(keys)}"
@@ -267,7 +267,7 @@ def parse_size(key: str, value: str) -> int:
 
 
 def check_cells(stages: int, microbatches: int, repeats: int) -> bool:
-    """Return true: a table of these sizes fits into memory.
+    """Return True if a table of these sizes fits into memory.
 
     Raises:
       UsageError: it does not.
@@ -297,7 +297,7 @@ def parse_costs(pairs: dict[str, str], collector: Collector) -> Costs:
 
     Args:
       pairs: values by key.
-      collector: keeps why values are refused, which count as 1 then.
+      collector: keeps why values are refused; refused values count as 1.
     """
 
     def per_stage(key: str, default: float | list[float]) -> float | list[float]:
@@ -353,7 +353,7 @@ def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
         collector.attempt(None, costs.of, kind, num_stages)
     half = np.asarray(costs.backward) / 2
     for kind, time in (("I", costs.input_gradient), ("W", costs.weight_gradient)):
-        if not np.array_equal(time, half):  # else what is wrong with it is said of backward
+        if not np.array_equal(time, half):  # else the reason is given for backward
             collector.attempt(None, costs.of, kind, num_stages)
     collector.check()
     forward, backward, input_gradient, weight_gradient = (

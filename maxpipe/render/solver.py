@@ -45,7 +45,7 @@ def parse_task(words: Sequence[str]) -> Task:
     """Parse the words after `solve`.
 
     Raises:
-      UsageError: words are no keys with legal values; with all of them.
+      UsageError: words are not keys with legal values; with all such words.
     """
     collector = Collector()
     pairs: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _max_in_flight(pairs: dict[str, str], microbatches: int, repeats: int) -> in
 
 
 class ProgressLine:
-    """Show the best makespan and the bound: one line that changes, or in a file a line at times.
+    """Show the best makespan and the bound: one line that changes, or lines now and then in a file.
 
     Args:
       stream: where to write.

@@ -27,8 +27,8 @@ class Drawing:
     """What there is to draw.
 
     Attributes:
-      runs: of the configured stages, and of uniform ones if they differ; tables are named after
-        their chunks.
+      runs: simulations of the configured stages, and of uniform ones if they differ; tables are
+        named after their chunks.
       text: stages and figures, in lines.
       subtitle: the model and the unit of time.
     """
@@ -42,7 +42,7 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     """Simulate the schedule of a YAML file with `key=value` words.
 
     Devices are those of `compile.topology`, whose chips limit memory, else as many as the mesh
-    names, where -1 is 1.
+    names, where -1 counts as 1.
 
     Raises:
       ConfigError: the configuration is wrong, has one stage, or no stages that fit.
@@ -77,8 +77,8 @@ def stages_text(
     """Return a line for each stage, then the slowest one, and uniform stages if they differ.
 
     Args:
-      chosen: what was drawn.
-      uniform: what uniform stages would cost; None where the layers do not divide.
+      chosen: the stages that were drawn.
+      uniform: what uniform stages would cost; None if the layers do not divide evenly.
       limit: bytes that a device may use, infinite if unknown; None where memory was predicted for
         another engine.
     """

@@ -174,7 +174,7 @@ def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
 
 
 def _engines(table: Table) -> Sequence[str]:
-    """Return the engines of a named schedule, or those that run a table that was searched for."""
+    """Return the engines of a named schedule, or those that run a table found by the solver."""
     if table.source:
         return ()
     # A configured schedule's name is followed by its numbers of layers.
@@ -186,6 +186,6 @@ def _engines(table: Table) -> Sequence[str]:
 
 
 def comparison_text(runs: Sequence[Simulation]) -> str:
-    """Return the rows as aligned text; numbers to the right."""
+    """Return the rows as aligned text, with numbers aligned right."""
     lines = columns([HEADER, *comparison_rows(runs)], left=(0, len(HEADER) - 1))
     return "\n".join([*lines, "", FOOTNOTE]) + "\n"
