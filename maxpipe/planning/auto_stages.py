@@ -37,8 +37,8 @@ class PredictedStages:
 
     Attributes:
       sizes: layers of each chunk, in model order.
-      times: of a layer and of the head.
-      run: the schedule with these stages, in units of the forward of one layer.
+      times: the times of a layer and of the head.
+      run: the simulated schedule with these stages; its unit of time is one layer's forward.
       memory: float [S], bytes on one device of each stage, from shapes; for the MPMD engine.
     """
 
@@ -62,7 +62,7 @@ class PredictedStages:
 def run_table(config: Config) -> Table:
     """Build the table that is simulated: a lockstep one on the MPMD engine loses its ticks.
 
-    There no stage waits for a tick, only the order of units on each stage stays.
+    No stage waits for a tick there; only the order of units on each stage remains.
 
     Raises:
       ScheduleError: the schedule cannot be built.
@@ -86,14 +86,14 @@ def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> P
     """Simulate the schedule with chunks of these sizes.
 
     Args:
-      config: resolved; its own numbers of layers are ignored.
+      config: the resolved configuration; its own numbers of layers are ignored.
       sizes: layers of each chunk, in model order.
-      on_tpus: whether the devices are TPUs, if it is known.
+      on_tpus: whether the devices are known to be TPUs.
 
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    # An order that follows the times of units depends on the sizes, which leave no layer outside.
+    # An order that follows unit times depends on the sizes; no layer is left outside the pipeline.
     sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
     table, times = run_table(sized), layer_times(config)
     memory = StageMemory(config, table, on_tpus=on_tpus)
@@ -106,7 +106,7 @@ def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> P
 
 
 def fullest_stage_bytes(config: Config, *, on_tpus: bool = False) -> float:
-    """Return the bytes on a device of the fullest stage, whose stages are chosen."""
+    """Return the bytes on a device of the fullest stage; stages must have been chosen."""
     chunks = build_layout(config).chunk_sizes
     return float(predict(config, chunks, on_tpus=on_tpus).memory.max())
 
@@ -114,11 +114,11 @@ def fullest_stage_bytes(config: Config, *, on_tpus: bool = False) -> float:
 def bubble_fraction(config: Config) -> float:
     """Return the idle share of the stages' time, from 0 to 1.
 
-    One program computes equal chunks, padding among them. Where each stage has programs of its own,
-    chunks take as long as their layers do, and the last one as long as the head besides.
+    One program computes chunks of equal size, padding included. Where each stage has its own
+    programs, a chunk takes as long as its layers, and the last one takes the head's time as well.
 
     Args:
-      config: resolved, its stages chosen.
+      config: the resolved configuration, with its stages chosen.
 
     Raises:
       ScheduleError: the schedule cannot be built.
@@ -129,19 +129,19 @@ def bubble_fraction(config: Config) -> float:
 
 
 def uniform_sizes(config: Config) -> list[int] | None:
-    """Return chunks of one size, or None if the layers do not divide."""
+    """Return equal sizes for all chunks, or None if the layers do not divide evenly."""
     chunks = run_table(config).num_chunks
     size, remainder = divmod(len(layers_in_chunks(config)), chunks)
     return None if remainder else [size] * chunks
 
 
 def plan_stages(config: Config, limit: float) -> PredictedStages:
-    """Plan stages such that the slowest takes least.
+    """Plan stages so that the slowest one takes the least time.
 
     Uniform stages are taken if the simulator finds them no slower.
 
     Args:
-      config: resolved, `pipeline.layers_per_stage` still auto.
+      config: the resolved configuration, with `pipeline.layers_per_stage` still auto.
       limit: bytes that a device may use; infinite if unknown.
 
     Raises:
@@ -152,12 +152,12 @@ def plan_stages(config: Config, limit: float) -> PredictedStages:
     fitting = [p for p in predictions if _is_within(p, limit)]
     if not fitting:
         raise _does_not_fit(config, limit, predictions)
-    # With several chunks a stage, balanced stages alone need not be the fastest.
+    # With several chunks per stage, balanced stages need not be the fastest.
     return min(fitting, key=lambda p: round(p.run.makespan, 9))
 
 
 def _candidates(config: Config, limit: float) -> list[PredictedStages]:
-    """Predict uniform stages and balanced ones; nothing if none fits in the schedule's own order.
+    """Predict uniform and balanced stages; return none if none fits in the schedule's own order.
 
     An order that follows the times of units, which depend on the stages, may need more memory.
     """
@@ -173,7 +173,7 @@ def _candidates(config: Config, limit: float) -> list[PredictedStages]:
         count, ends = sum(sizes), times.head if stage == head_stage else 0.0
         if stage == first_stage:
             ends += times.first_layers
-        # Several chunks of a stage do not lie one after another: layers count as average ones.
+        # A stage's chunks are not adjacent in the model: their layers count as average ones.
         layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
         return layers + ends
 
@@ -198,9 +198,9 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Confi
     """Return the configuration with `layers_per_stage` and `unit_times` decided if they are auto.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       chip_bytes: memory of a device; None if unknown.
-      note: called with the decision and its reason, a line each.
+      note: function called with the decision and its reason, one line each.
 
     Raises:
       ConfigError: nothing fits, or the schedule cannot be built.
@@ -214,7 +214,7 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Confi
 
 
 def with_unit_times(config: Config) -> Config:
-    """Return the configuration with `pipeline.unit_times` by FLOPs if it is auto and matters."""
+    """Return the configuration, with `pipeline.unit_times` by FLOPs if it is auto and matters."""
     if config.pipeline.unit_times != AUTO or not _follows_times(config):
         return config
     times = layer_times(config)
@@ -268,13 +268,13 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
 def _distribute(
     config: Config, table: Table, cost: Callable[[int, int, Sizes], float]
 ) -> list[int] | None:
-    """Distribute all layers by `balance_layers`; return the sizes of chunks, None if none fits.
+    """Distribute all layers by `balance_layers`; return the chunk sizes, or None if nothing fits.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       table: the schedule.
-      cost: of a stage with chunks of some sizes, infinite if they do not fit; its arguments are the
-        stage, the first layer if it has one chunk, and the sizes.
+      cost: returns the cost of a stage, infinite if its chunks do not fit; its arguments are the
+        stage, the first layer if it has one chunk, and the chunk sizes.
     """
     total, times = config.pipeline.parallel_layers, layer_times(config)
     first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
@@ -334,7 +334,7 @@ def _reasons(
 def _does_not_fit(
     config: Config, limit: float, predictions: Sequence[PredictedStages]
 ) -> ConfigError:
-    """Return the error of a limit that is too low, also for these predictions."""
+    """Return the error for a limit that is too low, also for these predictions."""
     if predictions:
         least = min(predictions, key=lambda p: float(p.memory.max()))
         sizes, needed = least.sizes, least.memory.tolist()
@@ -366,7 +366,7 @@ def _fits(config: Config, limit: float) -> bool:
     try:
         return any(_is_within(p, limit) for p in _candidates(config, limit))
     except ScheduleError:
-        return False  # a CSV file is for one number of microbatches
+        return False  # a CSV file has a fixed number of microbatches
 
 
 def _alternatives(c: Config) -> Iterator[Updates]:

@@ -1,11 +1,11 @@
 """Find the order of units with the least makespan, and a bound on it, with OR-Tools' CP-SAT.
 
 Microbatches are alike, so some best order has, on every stage, the units of each kind and chunk in
-the order of microbatches: whatever order they had, the k-th input to arrive can be called that of
-microbatch k. The model says so, which makes the search much smaller.
+the order of microbatches: whatever their order, the k-th input to arrive can be labelled microbatch
+k. The model imposes this order, which makes the search much smaller.
 
-Times are whole numbers in the model. They are rounded down, so that its bound holds for the times
-that were given; the order that it finds is timed with those.
+Times are whole numbers in the model. They are rounded down, so that its bound holds for the given
+times; the order that it finds is timed with the given ones.
 """
 
 import time
@@ -25,11 +25,11 @@ class Backward:
     """The backward of a pair in the model: an I with a W, or a B.
 
     Attributes:
-      start: of the I or B.
-      end: of the I or B.
-      weight: start of the W; of the B if there is no W.
-      release: when the pair is no longer in flight.
-      is_whole: true if it is a B; None if it never is.
+      start: start of the I or B.
+      end: end of the I or B.
+      weight: start of the W, or of the B if there is no W.
+      release: time from which the pair is no longer in flight.
+      is_whole: true if it is a B; None if it can never be one.
     """
 
     start: cp_model.IntVar
@@ -43,8 +43,8 @@ class OrderModel:
     """A CP-SAT model of a workload.
 
     Args:
-      workload: what is ordered.
-      horizon: a makespan that has been reached.
+      workload: the units to order.
+      horizon: a makespan that some order is known to reach.
     """
 
     def __init__(self, workload: Workload, horizon: float) -> None:
@@ -85,7 +85,7 @@ class OrderModel:
         model = self.model
         _, i, w, b = self._lengths(pair)
         start, weight = self._variable(f"I{pair}"), self._variable(f"W{pair}")
-        if b >= i + w:  # an I and then its W are as short, and the gradient is there earlier
+        if b >= i + w:  # an I and then its W take no longer, and the gradient is ready earlier
             model.add(weight >= start + i)
             return Backward(start, start + i, weight, weight + w, None)
         is_whole = model.new_bool_var(f"B{pair}")
@@ -165,7 +165,7 @@ class OrderModel:
         model.add_cumulative(intervals, [1] * len(intervals), workload.max_in_flight)
 
     def hint(self, orders: Orders, timing: Timing) -> None:
-        """Start the search from orders."""
+        """Start the search from given orders."""
         pairs = self.workload.num_pairs
         for pair, backward in enumerate(self.backward):
             self._hint(self.forward[pair], timing.start[pair])
@@ -200,9 +200,9 @@ class Report(cp_model.CpSolverSolutionCallback):
 
     Args:
       scale: the model's units per unit of time.
-      makespan: of the best order so far.
-      progress: see `Progress`.
-      offset: time that is not in the model.
+      makespan: makespan of the best order so far.
+      progress: function to report to, see `Progress`.
+      offset: time to add to the model's makespans and bounds.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Report(cp_model.CpSolverSolutionCallback):
         self._tell()
 
     def on_bound(self, bound: float) -> None:
-        """Take a better bound, in the model's units."""
+        """Record a better bound, in the model's units."""
         self._bound = bound / self._scale + self._offset
         self._tell()
 
@@ -232,13 +232,13 @@ class Report(cp_model.CpSolverSolutionCallback):
 def solve_exactly(
     workload: Workload, orders: Orders, seconds: float, progress: Progress
 ) -> tuple[Orders, float]:
-    """Return the best orders that were found within a time, and a bound that no order can beat.
+    """Return the best orders found within a time limit, and a bound that no order can beat.
 
     Args:
-      workload: what is ordered.
-      orders: where the search starts.
+      workload: the units to order.
+      orders: orders that the search starts from.
       seconds: time limit.
-      progress: called when there is something new.
+      progress: function called with the best makespan and bound so far.
     """
     timing = workload.time(orders)
     assert timing is not None
@@ -259,7 +259,7 @@ def solve_exactly(
 
 
 def scale_of(times: list[float]) -> int:
-    """Return the model's units per unit of time: whole lengths if possible, else fine ones."""
+    """Return the model's units per unit of time: few that make all times whole, else many."""
     for scale in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000):
         if all(abs(time * scale - round(time * scale)) < 1e-7 for time in times):
             return scale

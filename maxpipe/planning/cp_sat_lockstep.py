@@ -1,8 +1,8 @@
-"""Find the lockstep table of the least makespan, and a bound on it, with OR-Tools' CP-SAT.
+"""Find the lockstep table with the least makespan, and a bound on it, with OR-Tools' CP-SAT.
 
-Every tick computes the slot of each kind on all stages from the kind's first unit to its last, so
-the makespan is a sum of spans, in ticks, times the slots' times. Microbatches are alike, so their
-order is given, as in `maxpipe.planning.cp_sat`.
+From a kind's first unit to its last, every tick computes the slot of that kind on all stages. So
+the makespan is the sum over kinds of this span, in ticks, times the slot's time. Microbatches are
+alike, so their order is fixed, as in `maxpipe.planning.cp_sat`.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ Ticks = dict[str, np.ndarray]
 
 
 class SlotTimes(NamedTuple):
-    """What the slots of a tick take.
+    """Times of the slots of a tick.
 
     Attributes:
-      slots: time of each kind that the table has, `F` and `B`, or `F`, `I` and `W`.
+      slots: time of each kind of unit in the table: `F` and `B`, or `F`, `I` and `W`.
       communication: time of the transfers of a tick; 0 with one stage.
       head: time of the loss of all microbatches.
     """
@@ -37,8 +37,8 @@ class TickModel:
     """A CP-SAT model of the ticks of all units.
 
     Args:
-      seed: a table that the search starts from; it names sizes, placement and kinds.
-      times: of the slots.
+      seed: the table that the search starts from; it sets sizes, placement and kinds.
+      times: times of the slots.
       max_in_flight: chunks that may be in flight on a stage.
       scale: the model's units per unit of time.
     """
@@ -66,7 +66,7 @@ class TickModel:
         return self.model.new_int_var(0, self.horizon, "")
 
     def _connect(self) -> None:
-        """Order the units of a microbatch, and microbatches."""
+        """Order the units within each microbatch, and the microbatches."""
         add, last = self.model.add, self.seed.num_chunks - 1
         backward = self.ticks["I" if "I" in self.ticks else "B"]
         for microbatch, row in enumerate(self.ticks["F"]):
@@ -137,16 +137,16 @@ def solve_ticks(
     seconds: float,
     progress: Progress,
 ) -> tuple[Ticks | None, float]:
-    """Return the ticks of the best table that was found, and a bound that no table can beat.
+    """Return the ticks of the best table found, and a bound that no table can beat.
 
     Args:
       seed: a table that fits the memory, with the kinds that `times` names.
-      times: of the slots.
-      makespan: of the seed.
+      times: times of the slots.
+      makespan: makespan of the seed.
       max_in_flight: chunks that may be in flight on a stage.
       scale: the model's units per unit of time.
       seconds: time limit.
-      progress: called when there is something new.
+      progress: function called with the best makespan and bound so far.
     """
     model = TickModel(seed, times, max_in_flight, scale)
     solver = cp_model.CpSolver()

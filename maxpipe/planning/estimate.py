@@ -1,7 +1,7 @@
 """Estimate the memory and the least time of a step from shapes alone.
 
-The memory explains a compiler's figure and prices alternatives. The least time is what each part of
-the machine would need if it did nothing else.
+The memory explains a compiler's figure and prices alternatives. The least time of a step is given
+for each part of the machine, as if the others were free.
 
 Letters: S stages, V repeats, M microbatches, D embed.
 """
@@ -57,11 +57,11 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer: at rest.
-      gradients: sums, whole where they are scattered once a step.
-      activations: everything that grows with tokens, without what gradients take the place of.
-      in_use: copies of weights that are computed with, and what becomes of their gradients before
-        these are added to the sums.
+      parameters, optimizer: parameters and optimizer state at rest.
+      gradients: sums of gradients, whole where they are scattered once a step.
+      activations: everything that grows with tokens, less what gradients replace.
+      in_use: copies of weights for computation, and their gradients before these are added to the
+        sums.
     """
 
     parameters: float
@@ -81,9 +81,9 @@ class Bounds:
     """Least seconds of a step, each as if the others were free.
 
     Attributes:
-      compute: FLOPs at the chip's peak, bubble included: idle slots are computed masked.
-      hbm: weights, optimizer state and activations through memory, counted from shapes.
-      network: the slower of ICI and DCN; None if a needed bandwidth is unknown.
+      compute: time of the FLOPs at the chip's peak, masked idle slots of the bubble included.
+      hbm: time to move weights, optimizer state and activations through memory, from shapes.
+      network: time of the slower of ICI and DCN; None if a needed bandwidth is unknown.
       mfu: model FLOPs utilisation of a step that takes as long as the largest of these.
     """
 
@@ -102,9 +102,9 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
     Args:
-      config: resolved.
-      tpu: of a device; None if it is no TPU, or an unknown one. Weights are gathered in
-        steps on TPUs.
+      config: the resolved configuration.
+      tpu: the device's chip; None if it is not a TPU or an unknown one. Weights are
+        gathered in steps on TPUs.
     """
     if tpu is not None:
         config = on_platform(config, "tpu")
@@ -156,12 +156,12 @@ def step_bounds(
     """Bound the time of a compiled step from below.
 
     Args:
-      config: resolved.
-      chip: what it runs on.
-      num_chips: chips of the mesh.
+      config: the resolved configuration.
+      chip: the chip that it runs on.
+      num_chips: number of chips in the mesh.
       flops: FLOPs of a step over all devices.
       model_flops: model FLOPs of a step.
-      memory: estimate for one device.
+      memory: estimated memory of one device.
       network: least seconds for the collectives of a step; None if unknown.
     """
     peak = chip.peak_flops[config.model.dtype]
@@ -174,8 +174,8 @@ def step_bounds(
 def traffic(config: Config, memory: Memory) -> float:
     """Return the least bytes that a device moves to and from its memory in a step."""
     size, count = itemsize(config.model.dtype), config.pipeline.num_microbatches
-    # The backward may compute what was not saved without the products, and what is frozen has no
-    # gradients for weights.
+    # Unless nothing is saved, the backward may recompute without products; frozen weights have no
+    # gradients.
     passes = _PASSES - 1 + remat_policy(config.pipeline).saves_nothing
     read, trained = _multiplied(config), _multiplied(config, only_trained=True)
     weights = size * (passes * read + trained) * count
@@ -191,14 +191,14 @@ def traffic(config: Config, memory: Memory) -> float:
 
 
 def _multiplied(config: Config, *, only_trained: bool = False) -> float:
-    """Return the parameters that a device multiplies with in a microbatch: all of its stage.
+    """Return the parameters that a device multiplies with in a microbatch: all of its stage's.
 
-    A table of embeddings is looked up, unless it is the head's as well.
+    The embedding table is only looked up, unless it is the head's as well.
     """
     total = total_parameters(config, ("fsdp",), only_trained=only_trained)
     if config.model.tie_embeddings:
         return total
-    # First dense layers, which its part holds, are multiplied with.
+    # The part "embed" also holds the first dense layers, which are multiplied with.
     table = with_dense_layers(config)
     return total - device_parameters(
         table, "embed", whole_over=("fsdp",), only_trained=only_trained
@@ -206,7 +206,7 @@ def _multiplied(config: Config, *, only_trained: bool = False) -> float:
 
 
 class _Moments(NamedTuple):
-    """Bytes that grow with tokens: kept from forwards to backwards, and while units compute."""
+    """Bytes that grow with tokens: kept from forward to backward, and used by a unit or head."""
 
     kept: float
     unit: float
@@ -237,14 +237,14 @@ def _moments(config: Config, *, on_tpus: bool) -> _Moments:
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
     others = layers - 1 if engine.has_stages else 0
-    # What a backward holds and has not computed itself it reads in its store.
+    # What a backward holds but has not computed itself, it reads in its store.
     working = working_width(config, on_tpus=on_tpus)
     working += others * (held_width(config) - residual_width(config))
     if is_unrolled(pipeline):
-        # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
+        # A loop copies a layer's residuals from its stack; an unrolled layer reads them in place.
         working -= min(made_width(config), residual_width(config))
     if model.first_dense_layers:
-        share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
+        share = stored.outside if engine.lockstep else 1.0  # part of a microbatch's rows
         first_working = working_width(with_dense_layers(config), on_tpus=on_tpus)
         working = max(working, float(share) * first_working)
     column = tokens * size

@@ -1,7 +1,7 @@
 """Count a model's parameters and training FLOPs, from its parameter specs and its traced layer.
 
 FLOPs are counted as in "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al. 2022,
-appendix B): model FLOPs, those that the mathematics asks for. What a run spends beyond them, on
+appendix B): model FLOPs, those that the mathematics needs. What a run spends beyond them, on
 recomputation, padding or pipeline bubbles, is not counted, so that it lowers MFU instead of raising
 it.
 """
@@ -28,8 +28,8 @@ def parameter_count(model: ModelConfig) -> int:
 def active_parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters of a resolved model that a token uses.
 
-    Of a mixture's routed experts these are the chosen ones; the router counts, and the whole
-    embedding table.
+    Of the routed experts only the chosen ones count; the router and the embedding table count in
+    full.
     """
     idle = model.moe.experts - model.moe.per_token
     if idle <= 0:
@@ -43,16 +43,16 @@ def active_parameter_count(model: ModelConfig) -> int:
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Return the training FLOPs per token, forward and backward, averaged over a sequence.
 
-    Of a decoder of L layers with H query heads of width D these are 6 N + 6 L H D T, with N the
-    parameters that are multiplied with a token's activations: the output projection included, tied
-    or not; the embedding lookup, norms and biases left out, as are experts that a token does not
-    use. With adapters the base has no gradients of its weights, so that these are 4 N, and 6 for
-    each of the adapters' parameters. The second term is attention: PaLM's 12 L H D T
-    halved, because on average a causal query sees half of the T keys; in layers with a window it
-    sees fewer. Packed sequences are counted as if they were one document.
+    For a decoder of L layers with H query heads of width D this is 6 N + 6 L H D T, where N counts
+    the parameters that are multiplied with a token's activations: the output projection included,
+    tied or not; the embedding lookup, norms and biases left out, as are experts that a token does
+    not use. With adapters the base weights have no gradients, so that the first term is 4 N, plus 6
+    for each of the adapters' parameters. The second term is attention: PaLM's 12 L H D T halved,
+    because on average a causal query sees half of the T keys; in layers with a window it sees
+    fewer. Packed sequences are counted as if they were one document.
 
     Args:
-      model: resolved: `head_dim` is not -1.
+      model: the resolved model, whose `head_dim` is not -1.
       sequence_length: T, tokens per sequence.
     """
     passes = _PASSES - bool(model.lora.rank)
@@ -67,9 +67,9 @@ def _layer_flops(model: ModelConfig, sequence_length: int, weight_passes: int) -
     """Return the FLOPs per token of a layer's forward and backward.
 
     Args:
-      model: resolved.
-      sequence_length: T.
-      weight_passes: over products with weights, those of adapters apart.
+      model: the resolved model.
+      sequence_length: T, tokens per sequence.
+      weight_passes: passes over the products with weights, adapters' excepted.
     """
     layer = read_layer(trace_model(model, sequence_length), lambda spec: (1,) * len(spec.shape))
     flops = weight_passes * layer.weight_flops + _PASSES * layer.activation_flops

@@ -49,7 +49,7 @@ def optimizer_bytes(config: Config) -> float:
 
 
 def update_bytes(config: Config) -> float:
-    """Return the bytes that the optimizer's update moves for a parameter: all but its products."""
+    """Return the bytes that the optimizer's update moves per parameter, matrix products apart."""
     state = itemsize(config.model.param_dtype) + optimizer_bytes(config)
     return 2 * state + FLOAT32  # read and written, and the gradient read
 
@@ -61,7 +61,7 @@ def microbatch_tokens(config: Config) -> float:
 
 
 def logits_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of a device's logits, float32, and their gradient, for so many tokens."""
+    """Return the bytes of a device's logits, float32, and their gradient, for `tokens` tokens."""
     columns = config.model.vocab_size / config.mesh.size("tensor")
     size = itemsize(config.model.dtype)
     return float(tile_bytes(tokens, config.model.logit_tiles, columns, size))
@@ -78,12 +78,12 @@ def device_parameters(
     """Return the parameters of a part of the model that a device holds.
 
     Args:
-      config: resolved.
-      part: "embed", "head", "layers" for one layer, which lies on one stage, or "outside" for one
-        outside the pipeline, as it lies for use.
+      config: the resolved configuration.
+      part: "embed", "head", "layers" for one layer, which lies on one stage, or "outside" for a
+        layer outside the pipeline, laid out for use.
       whole_over: mesh axes over which the parameters are gathered.
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
-      only_trained: leave out what is frozen.
+      only_trained: whether to leave out frozen parameters.
     """
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
     if without_stages or part == "layers":
@@ -96,7 +96,7 @@ def device_parameters(
 def total_parameters(
     config: Config, whole_over: Collection[str] = (), *, only_trained: bool = False
 ) -> float:
-    """Return the parameters of all parts on one device; arguments as of `device_parameters`."""
+    """Return the parameters of all parts on one device; arguments as in `device_parameters`."""
     layers = config.model.stacked_layers / config.mesh.size("stage")
     of_layer, *ends = (
         device_parameters(config, part, whole_over=whole_over, only_trained=only_trained)
@@ -111,16 +111,16 @@ def with_dense_layers(config: Config) -> Config:
 
 
 def on_platform(config: Config, platform: str) -> Config:
-    """Return the configuration with what `auto` makes of a layer there.
+    """Return the configuration with the kernels of a layer that `auto` chooses on a platform.
 
-    Without that, attention is taken for a kernel that never holds all scores.
+    Until they are chosen, attention counts as a kernel that never holds all scores.
 
     Args:
-      config: resolved.
-      platform: of the devices, as JAX names it.
+      config: the resolved configuration.
+      platform: the devices' platform, as JAX names it.
 
     Raises:
-      ConfigError: as `choose_kernel`.
+      ConfigError: see `choose_kernel`.
     """
     return update(
         config,
@@ -133,15 +133,15 @@ def on_platform(config: Config, platform: str) -> Config:
 
 
 def holds_scores(config: Config) -> bool:
-    """Return whether the attention kernel that is configured holds all scores of a layer."""
+    """Return whether the configured attention kernel holds all scores of a layer."""
     return config.model.attention == EVERYWHERE
 
 
 def scores_width(config: Config, score_bytes: float = FLOAT32) -> float:
-    """Return the width of a layer's scores, of so many bytes each; 0 if its kernel holds none.
+    """Return the width of a layer's scores of `score_bytes` each; 0 if its kernel holds none.
 
-    By default these are the probabilities in float32, all that a backward needs of attention
-    besides its operands and its result.
+    By default these are the probabilities in float32, which is all that attention's backward needs
+    besides operands and result.
     """
     return scores_of_token(config) * score_bytes / itemsize(config.model.dtype)
 
@@ -154,9 +154,9 @@ def scores_of_token(config: Config) -> float:
 
 
 def made_width(config: Config) -> float:
-    """Return the width of what a layer's forward makes of its products, among it any scores.
+    """Return the width of the results of a forward's products in a layer, any scores included.
 
-    A kernel that holds these has them in float32 and in the dtype of activations.
+    A kernel that holds scores has them in float32 and in the dtype of activations.
     """
     scores = scores_width(config, FLOAT32 + itemsize(config.model.dtype))
     return layer_of(config).result_width + scores
@@ -182,10 +182,10 @@ def _named_width(config: Config, layer: Layer, *, by_itself: bool) -> float:
     """Return the width of the named tensors that a layer saves on the device.
 
     Args:
-      config: resolved.
-      layer: of its model, or a first dense one.
+      config: the resolved configuration.
+      layer: a layer of the model's stack, or a first dense one.
       by_itself: whether the layer applies the policy to itself, and saves what its own backward
-        reads. The last product's result is left out where only the next layer's input is made of
+        reads. The last product's result is left out where only the next layer's input depends on
         it.
     """
     names = RematPolicy(device=remat_policy(config.pipeline).device)
@@ -246,10 +246,10 @@ def offloaded_width(config: Config) -> float:
 
 
 def held_width(config: Config) -> float:
-    """Return the width of what a chunk's backward holds of each layer but the one it is at.
+    """Return the width of what a chunk's backward holds of each layer except its current one.
 
-    These are saved tensors, and what it computes again: nothing where it takes one layer after the
-    other.
+    These are saved tensors, and what it recomputes for all layers at once: nothing where it
+    recomputes layer by layer.
     """
     pipeline, saved = config.pipeline, residual_width(config)
     if not pipeline.remat_iterations or not ENGINES[pipeline.engine].has_stages:
@@ -260,20 +260,20 @@ def held_width(config: Config) -> float:
 
 
 def cheap_width(config: Config) -> float:
-    """Return the width of what else a backward may hold of each layer that it computes once.
+    """Return the width of cheap values that a backward may hold of each layer, computed only once.
 
-    XLA holds less of it: some it computes again within the operations that read it.
+    XLA holds fewer: it recomputes some within the operations that read them.
     """
     saved = layer_of(config).residual_bytes(None) / itemsize(config.model.dtype)
     return max(0.0, saved + scores_width(config) - held_width(config))
 
 
 def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts:
-    """Return the parameters on one device of a configuration on an engine of one program.
+    """Return the parameters on one device for a configuration on an engine of one program.
 
     Args:
-      config: resolved, its stages chosen.
-      only_trained: leave out what is frozen.
+      config: the resolved configuration, with its stages chosen.
+      only_trained: whether to leave out frozen parameters.
     """
     layout = build_layout(config)
     rows, _, layers = layout.shape
@@ -283,15 +283,15 @@ def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts
 
 
 def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOfParts:
-    """Return the parameters of parts of a model on one device; arguments as of `weights_of`."""
+    """Return the parameters of parts of a model on one device; arguments as in `weights_of`."""
     part = partial(device_parameters, only_trained=only_trained)
 
     def ends(whole_over: Collection[str] = ()) -> float:
         return sum(part(config, name, whole_over=whole_over) for name in ("embed", "head"))
 
     def head(whole_over: Collection[str] = ()) -> tuple[float, float]:
-        """Return those that make logits, and those of first dense layers."""
-        # The table, without the first dense layers next to it.
+        """Return the parameters that make logits, and those of the first dense layers."""
+        # The embedding table, without the first dense layers of the same part.
         table = part(with_dense_layers(config), "embed", whole_over=whole_over)
         first = part(config, "embed", whole_over=whole_over) - table
         tied = config.model.tie_embeddings
@@ -314,8 +314,8 @@ def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOf
 def stash_width(config: Config) -> float:
     """Return the width of what a layer's I leaves to its W on the scheduled engine.
 
-    These are the gradients of results of products and norms, where a gate and what it multiplies
-    share one, and the results that W makes operands of, as far as they are computed again.
+    These are the gradients of results of products and norms (a gate and what it multiplies share
+    one), and the recomputed results from which W computes its operands.
     """
     layer, pipeline = layer_of(config), config.pipeline
     policy = remat_policy(pipeline)
@@ -327,8 +327,8 @@ def stash_width(config: Config) -> float:
 def handed_over_width(config: Config) -> float:
     """Return the width of what a layer's I leaves to its W on the MPMD engine.
 
-    These are the operands of products and the gradients of their results. Besides these there is
-    what the slicing does not take apart further: norms in float32, and activation functions.
+    These are the operands of products, the gradients of their results, and what the slicing does
+    not take apart further: norms in float32, and activation functions.
     """
     layer = layer_of(config)
     norms = sum(scale.bytes for scale in layer.scales) / itemsize(config.model.dtype)
@@ -338,20 +338,20 @@ def handed_over_width(config: Config) -> float:
 def working_width(config: Config, *, on_tpus: bool = False) -> float:
     """Return the width of what the backward of a layer holds at its widest moment.
 
-    These are all tensors, and the gradients of those that one product reads. Keys and values are
-    those of whole sequences, and tokens at experts those of all devices that share these, each with
-    its gradient. Each array of scores (see `made_width`) also has a gradient, except on TPUs, where
+    It holds all tensors, and the gradients of those that one product reads. Keys and values are
+    those of whole sequences, tokens at experts those of all devices that share experts, each with a
+    gradient. Each array of scores (see `made_width`) also has a gradient, except on TPUs, where
     XLA computes the gradients of scores within the products that read them.
 
     Args:
-      config: resolved, with its kernels chosen.
+      config: the resolved configuration, with its kernels chosen.
       on_tpus: whether the devices are TPUs.
     """
     layer = layer_of(config)
     scores = (2 - on_tpus) * (made_width(config) - layer.result_width)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
     if config.model.moe.experts and (devices := config.mesh.size(EXPERT_AXIS)) > 1:
-        # Tokens of all devices, and what the experts of this one add to them.
+        # Tokens of all devices, and what this device's experts add to them.
         others += 2 * devices * config.model.embed_dim
     made = layer.result_width + layer.elementwise_width + scores
     return made + layer.widest_gradients + 2 * others
@@ -415,7 +415,7 @@ def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:
 
 
 def _shards(spec: PartitionSpec, sizes: Sizes) -> int:
-    """Return the devices over which an array with this spec is split."""
+    """Return the number of devices over which an array with this spec is split."""
     size_of = dict(sizes)
     names = (
         n for entry in spec if entry for n in (entry if isinstance(entry, tuple) else (entry,))

@@ -1,11 +1,11 @@
 """Decide how often weights are gathered: `pipeline.fsdp_gather`.
 
-On TPUs a gather in every iteration is exposed, and one in steps takes copies. Gathering all
+On TPUs a gather in every iteration is exposed, and one in steps needs copies. Gathering all
 weights of a stage once is faster by the compiler's estimate, but it holds them and the sums of
 their gradients in full. Where the engine can, gathering a repeat ahead is as fast, and with more
-than two repeats it holds less. Without split weights the same modes are worth it, too: the circular
-engine sums up gradients over devices with the same weights once, lockstep engines gather the head
-once, and units of the mpmd engine take weights that were cast before.
+than two repeats it holds less. The same modes also pay without split weights: the circular engine
+sums gradients over devices with the same weights once, lockstep engines gather the head once, and
+units of the mpmd engine read weights that were cast beforehand.
 """
 
 from maxpipe.config.catalog import ENGINES
@@ -23,8 +23,8 @@ from maxpipe.planning.prefetch import IDLE_SHARE, changes_step, sharing_axes
 from maxpipe.planning.prefetch import KEY as PREFETCH
 
 KEY = "pipeline.fsdp_gather"
-MEMORY_SHARE = 0.05  # of a device, for weights and gradients that are in memory in full
-ROOM = 0.9  # of a device, for everything, since estimates are coarse
+MEMORY_SHARE = 0.05  # share of a device's memory for weights and gradients that are held in full
+ROOM = 0.9  # share of a device's memory for everything, since estimates are coarse
 
 _HELD = {
     "once": "whole weights and gradients",
@@ -36,9 +36,9 @@ def with_gather_mode(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     """Return the configuration with `pipeline.fsdp_gather` decided.
 
     Args:
-      config: resolved.
-      tpu: of a device; None if it is no TPU, or an unknown one.
-      note: called with the decision and its reason where both ways are open.
+      config: the resolved configuration.
+      tpu: the device's chip; None if it is not a TPU or an unknown one.
+      note: function called with the decision and its reason if there is a choice.
     """
     return update(config, {KEY: _gather_mode(config, tpu, note)})
 
@@ -59,14 +59,14 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
         return "per_iteration"
     memory = tpu.memory
     if pipeline.memory_limit_gib and pipeline.layers_per_stage and engine.takes(LIMIT_KEY):
-        # The stages have been chosen to stay below it.
+        # The stages have been chosen to stay below this limit.
         memory = min(memory, GIB * pipeline.memory_limit_gib)
     device = f"a device's {memory / GIB:.3g} GiB"
     iteration = _needed(update(config, {KEY: "per_iteration"}), tpu)
     totals = {m: _needed(update(config, {KEY: m}), tpu) for m in _whole_modes(config)}
     if config.mesh.dcn.fsdp == 1:
-        # Predicted equally fast within 1 %, so the smaller comes first. Between slices `once` does,
-        # since gathers per repeat are not all hidden there.
+        # Predicted times differ by at most 1 %, so the mode with less memory comes first. Between
+        # slices `once` does, since gathers per repeat are not all hidden there.
         totals = dict(sorted(totals.items(), key=lambda item: item[1]))
     reason = ""
     for mode, whole in totals.items():
@@ -91,16 +91,16 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
 
 
 def _needed(config: Config, tpu: Tpu) -> float:
-    """Return the bytes that a step needs on a device, on one of the fullest stage."""
+    """Return the bytes that a step needs on a device, or on a device of the fullest stage."""
     if ENGINES[config.pipeline.engine].one_program:
         return estimate(config, tpu).total
-    # A run has chosen its stages before; who only asks what a file would do has not.
+    # A run has chosen its stages before; a caller that only asks what a file would do has not.
     config = choose_stages(update(on_platform(config, "tpu"), {LIMIT_KEY: 0}), None, ignore_note)
     return fullest_stage_bytes(config, on_tpus=True)
 
 
 def _held(config: Config, mode: str) -> str:
-    """Return what a mode holds, the subject of a note."""
+    """Return what a mode holds, as the subject of a note's sentence."""
     if config.mesh.size("fsdp") > 1:
         return _HELD[mode]
     engine = ENGINES[config.pipeline.engine]
@@ -113,7 +113,7 @@ def _held(config: Config, mode: str) -> str:
 
 
 def _obstacle(config: Config) -> str:
-    """Return why this configuration does not go with whole weights; "" if it does."""
+    """Return why this configuration rules out whole weights; "" if it does not."""
     if config.pipeline.fsdp_prefetch == "true":
         return f"{PREFETCH}=true gathers in steps"
     if ENGINES[config.pipeline.engine].one_program and offloaded_names(config.pipeline):
@@ -125,6 +125,6 @@ def _obstacle(config: Config) -> str:
 
 
 def _whole_modes(config: Config) -> list[str]:
-    """Return the engine's modes that gather whole weights, the one that gathers least first."""
+    """Return the engine's modes that gather whole weights, the one with fewest gathers first."""
     refused = [value for r in refusals_of(config.pipeline.engine, KEY) for value in r.values]
     return [mode for mode in _HELD if mode not in refused]

@@ -2,7 +2,7 @@
 
 The count runs over the jaxpr, where loops still have their lengths: XLA's own cost analysis counts
 the body of a loop once, and after TPU compilation a matrix product no longer looks like one. Matrix
-products, convolutions and kernels count, of attention kernels the blocks that they visit;
+products, convolutions and kernels count (attention kernels by the blocks that they visit);
 element-wise operations are noise.
 """
 
@@ -17,7 +17,7 @@ from maxpipe.model.experts.exchange import SPARSE_CALL
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
 BranchRuns = Callable[[float], float]
-_ATTENTION = "splash_"  # in the names of its kernels
+_ATTENTION = "splash_"  # part of the names of splash attention's kernels
 
 
 def every_time(runs: float) -> float:
@@ -29,21 +29,21 @@ def program_flops(jaxpr: ClosedJaxpr, branch_runs: BranchRuns = every_time) -> f
     """Return the FLOPs of a program over all devices.
 
     Args:
-      jaxpr: of the whole program, before partitioning.
-      branch_runs: how often a conditional that is reached so many times does its work.
+      jaxpr: the whole program, before partitioning.
+      branch_runs: maps how often a conditional is reached to how often it does its work.
     """
     return _count(jaxpr.jaxpr, 1.0, branch_runs)
 
 
 def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = every_time) -> float:
-    """Return the FLOPs of one equation that runs so many times, with all that it calls."""
+    """Return the FLOPs of an equation that runs `runs` times, with all that it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         depth = math.prod(shaped(eqn.invars[0]).shape[d] for d in contracted)
         return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name.startswith("ragged_dot"):
-        # Each row meets the matrix of its own group only.
+        # Each row is multiplied with the matrix of its own group only.
         return (
             runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
         )
@@ -59,12 +59,12 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
     devices = 1
     if used := re.fullmatch(rf"{SPARSE_CALL}(\d+)_of_(\d+)", str(params.get("name", ""))):
-        # Its conditionals skip the others.
+        # Its conditionals skip the unused rows.
         runs, branch_runs = runs * int(used[1]) / int(used[2]), every_time
     if name == "scan":
         runs *= params["length"]
     elif name == "shard_map":
-        # Shapes inside are those of one device, over the axes that the program names itself.
+        # Shapes inside are those of one device, along the axes that this equation makes manual.
         # Devices do not multiply the runs: `branch_runs` takes how often one device reaches a
         # conditional.
         devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
@@ -90,17 +90,17 @@ def _kernel(eqn: JaxprEqn) -> float:
 def _visited_share(eqn: JaxprEqn) -> float:
     """Return the share of a splash attention kernel's grid in which it computes.
 
-    It skips blocks of queries and keys that a causal mask hides. Devices that have parts of the
-    queries have as many visible blocks as others on average.
+    It skips blocks of queries and keys that a causal mask hides. Devices with parts of the queries
+    are taken to have the average number of visible blocks.
     """
     operands = [shaped(v) for v in eqn.invars]
     mask = next((x.shape for x in operands if x.dtype == jnp.int8), ())  # [..., queries, keys]
     queries, keys = [x.shape[-2] for x in operands if jnp.issubdtype(x.dtype, jnp.floating)][:2]
-    refs = [v.aval for v in eqn.params["jaxpr"].invars]  # of what a visit takes
+    refs = [v.aval for v in eqn.params["jaxpr"].invars]  # the blocks that one visit works on
     block, key_block = [r.shape[-2] for r in refs if jnp.issubdtype(r.dtype, jnp.floating)][:2]
     rows, columns = keys // block, keys // key_block
     if tuple(mask[-2:]) != (queries // block, columns):
-        return 1.0  # the grid of a window has no other blocks
+        return 1.0  # the grid of a window has no hidden blocks
     return sum(visible_blocks(rows, block, key_block)) / (rows * columns)
 
 
@@ -108,7 +108,7 @@ def visible_blocks(rows: int, block: int, key_block: int) -> list[int]:
     """Return how many blocks of keys each block of queries sees under a causal mask.
 
     Args:
-      rows: blocks of queries.
-      block, key_block: tokens of a block of queries, and of keys.
+      rows: number of blocks of queries.
+      block, key_block: tokens of a block of queries, and of a block of keys.
     """
     return [math.ceil((row + 1) * block / key_block) for row in range(rows)]

@@ -1,8 +1,8 @@
 """Read products, tensors and their widths off the traced program of a layer.
 
-A walk over the jaxpr follows which values are made of activations and which of parameters alone,
-and what is made of what. Widths are values per token on one device: a dimension of a result is
-split over devices as the dimension of the weight that it comes from.
+A walk over the jaxpr tracks which values depend on activations and which on parameters alone, and
+what each is made of. Widths are values per token on one device: a dimension of a result is split
+over devices like the dimension of the weight that it comes from.
 """
 
 import math
@@ -20,7 +20,7 @@ from maxpipe.pipeline.jaxprs import CALLS, CHECKPOINTS, inner_jaxprs, open_jaxpr
 from maxpipe.planning.jaxpr_flops import equation_flops
 from maxpipe.planning.layer_trace import ATTENTION, GROUPED, ModelTrace, trace_residuals
 
-# Return the devices over which each dimension of a parameter is split while a layer computes.
+# Returns over how many devices each dimension of a parameter is split while a layer computes.
 DimensionShards = Callable[[ParamSpec], Sequence[int]]
 
 _CALLS = (*CALLS, *CHECKPOINTS, "custom_vjp_call", "custom_jvp_call")
@@ -34,7 +34,7 @@ class Tensor:
     """The result of a product, or a value that `checkpoint_name` names.
 
     Attributes:
-      name: empty without one; of kernels, of the equation that stands for them.
+      name: its name, or ""; for a kernel, the name of the equation that stands for it.
       width: values per token on one device.
       makers: for a named value, the nearest tensors that it is made of.
     """
@@ -64,11 +64,11 @@ class Product:
     """A multiplication of activations with weights, or with each other.
 
     Attributes:
-      flops: per token of the sequence, over all devices. Attention counts by the
+      flops: FLOPs per token of the sequence, over all devices. Attention counts by the
         share of keys that a query sees on average.
       has_weight: whether an operand is made of parameters.
-      operands: those made of activations.
-      result: what it makes.
+      operands: the operands that are made of activations.
+      result: the product's result.
     """
 
     flops: float
@@ -84,12 +84,12 @@ class Value:
     Attributes:
       kind: "activation" if it depends on x, "weight" if on parameters alone, else "constant".
       width: values per token on one device.
-      itemsize: bytes of a value.
-      shards: devices over which dimensions of weights split it.
+      itemsize: bytes per value.
+      shards: number of devices over which dimensions of weights split it.
       dimension_shards: the same for each dimension of a weight; empty where it is not known.
       tensors: nearest tensors that it is made of.
       results: products and scales that it is made of without another product in between.
-      activated: those among them that went through an activation function.
+      activated: those of `results` that went through an activation function.
     """
 
     kind: str
@@ -107,12 +107,12 @@ class Layer:
     """What one layer multiplies and makes.
 
     Attributes:
-      products, scales: in the program's order.
+      products, scales: its products and scales, in the program's order.
       gathered_width: width of activations that are gathered: rows of experts, and their results.
       named: values that `checkpoint_name` names.
-      output: the layer's activations.
-      residual_bytes: bytes per token on one device that a layer saves if it applies a policy to
-        itself, or without one; its input and weights are not among them.
+      output: the layer's output activations.
+      residual_bytes: returns the bytes per token on one device that a layer saves if it applies a
+        policy to itself, or none; its input and weights do not count.
     """
 
     products: Sequence[Product]
@@ -129,7 +129,7 @@ class Layer:
 
     @cached_property
     def expert_flops(self) -> float:
-        """Return the FLOPs among `weight_flops` of rows with the weights of their experts."""
+        """Return the part of `weight_flops` that multiplies rows with their experts' weights."""
         return sum(p.flops for p in self.products if p.result.name == GROUPED)
 
     @cached_property
@@ -140,8 +140,7 @@ class Layer:
     def recomputed_flops(self, saved: Collection[str]) -> float:
         """Return the FLOPs per token of a second forward that finds the named tensors saved.
 
-        A product is left out if nothing but saved tensors is made of its result before the next
-        product.
+        A product is left out if only saved tensors depend on its result before the next product.
         """
         used = self._used_tensors
         users: dict[Tensor, list[Tensor]] = {}
@@ -183,7 +182,7 @@ class Layer:
         A norm makes two tensors: one normalised, one scaled.
         """
         norms = 2 * sum(scale.width for scale in self.scales)
-        # Rows of experts are added up to tokens before.
+        # Rows of experts have been summed to tokens before.
         sums = sum(
             self.output.width if result.result.name == GROUPED else result.result.width
             for result in self.output.results
@@ -198,10 +197,10 @@ class Layer:
 
     @cached_property
     def gradient_width(self) -> float:
-        """Return the width of the gradients of results that weight gradients are made of.
+        """Return the width of the gradients of results from which weight gradients are computed.
 
-        Results of which only the same operand of a product is made share that operand's gradient,
-        as a gate and what it multiplies do.
+        Results that go into one operand of a product and nothing else share that operand's
+        gradient, as a gate and what it multiplies do.
         """
         gradients = {self._shared_operand(r) or r: r for r in self._results_with_gradient}
         return sum(
@@ -229,9 +228,9 @@ class Layer:
         )
 
     def recomputed_operand_width(self, saved: Collection[str]) -> float:
-        """Return the width of the results that weight gradients compute their operands of.
+        """Return the width of the results from which weight gradients compute their operands.
 
-        Saved tensors are left out. The layer's output counts as an operand, of the next layer.
+        Saved tensors are left out. The layer's output counts, as an operand of the next layer.
         """
         readers: list[Value | Scale] = [*self._weight_operands, *self.scales, self.output]
         tensors = frozenset[Tensor]().union(*(reader.tensors for reader in readers))
@@ -271,9 +270,9 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
     """Read a traced layer.
 
     Args:
-      trace: of the model.
-      dimension_shards: devices over which each dimension of a parameter is split while a layer
-        computes with it.
+      trace: the traced model.
+      dimension_shards: returns over how many devices each dimension of a parameter is split while
+        a layer computes with it.
     """
     walk = _Walk(trace.tokens, trace.visible_share)
     inputs = _inputs(trace, trace.layer, dimension_shards)
@@ -332,9 +331,9 @@ class _Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def constant(self, atom: Var | Literal) -> Value:
-        """Return the value of an atom that depends on no input and is split over no device."""
+        """Return the value of an atom that depends on no input and is not split over devices."""
         dtype = getattr(atom.aval, "dtype", None)
-        itemsize = getattr(dtype, "itemsize", 0)  # keys of random numbers have none
+        itemsize = getattr(dtype, "itemsize", 0)  # random keys have none
         return Value("constant", math.prod(shaped(atom).shape) / self.tokens, itemsize)
 
     def _equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -390,7 +389,7 @@ class _Walk:
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
         q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])
-        # Scores [T, T] of a head from [T, C], and their products with values, without masked ones.
+        # Scores [T, T] of a head from [T, C], and their products with values; masked ones are free.
         return self.visible_share * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
 
     def _multiply(
@@ -412,9 +411,9 @@ class _Walk:
         ]
 
     def _product_shards(self, eqn: JaxprEqn, inputs: list[Value]) -> int:
-        """Return the devices over which a product's result is split.
+        """Return the number of devices over which a product's result is split.
 
-        Summing over dimensions that are split makes a result that is whole over their devices.
+        Summing over split dimensions makes a result that is whole on each of their devices.
         """
         shards = max(value.shards for value in inputs)
         weight = next((i for i, value in enumerate(inputs) if value.kind == "weight"), None)
@@ -429,7 +428,7 @@ class _Walk:
         return max(shards // summed, 1) * math.prod(free)
 
     def _derive(self, atom: Var, activations: Sequence[Value]) -> Value:
-        """Return a result that is no product: it is split as what it is made of."""
+        """Return a result that is not a product's: it is split like what it is made of."""
         shards = max(value.shards for value in activations)
         plain = self.constant(atom)
         return replace(

@@ -2,10 +2,10 @@
 
 Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
 runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
-matrix of probabilities, which `footprint` adds where a kernel does. A product of rows with the
-weights of their experts is one equation, too, without rows that fill up blocks; where devices share
-experts there are rows for every choice of all their tokens, of which the products skip what is
-empty. Where windows differ by layer the traced layer has their average.
+matrix of probabilities; `footprint` adds the matrix where a kernel holds it. A product of rows with
+the weights of their experts is one equation, too, without rows that pad blocks; where devices share
+experts, there are rows for every choice of all their tokens, and the products skip empty ones.
+Where windows differ by layer, the traced layer has their average.
 """
 
 from dataclasses import dataclass, replace
@@ -142,19 +142,19 @@ def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
     """Return the program of a resolved model around `planned_attention`.
 
     Args:
-      model: resolved.
-      expert_devices: devices that share its experts.
+      model: the resolved model.
+      expert_devices: number of devices that share its experts.
     """
     assert model.head_dim > 0, "head_dim is not resolved"
     return _program(model, BLOCKS[model.block], expert_devices)
 
 
 def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 1) -> ModelTrace:
-    """Trace a resolved model; made once for each model, length and number of devices.
+    """Trace a resolved model, once for each model, length and number of devices.
 
-    Adapters are left out: next to the base's their products and results are narrow. So is
-    quantisation, which changes neither the products nor what is saved. Nor does the kernel of
-    attention change the trace.
+    Adapters are left out, since their products and results are narrow next to the base's. So is
+    quantisation, which changes neither the products nor what is saved. The attention kernel does
+    not change the trace either.
     """
     plain = replace(model.base, quantisation="none", quantised_passes="forward", attention="auto")
     return _trace(model_program(plain, expert_devices), sequence_length)
@@ -177,7 +177,7 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
 
 @cache
 def trace_residuals(trace: ModelTrace, policy: RematPolicy | None) -> ClosedJaxpr:
-    """Trace a layer that applies a policy to itself, or none; inputs as of `ModelTrace.layer`.
+    """Trace a layer that applies a policy to itself, or none; inputs as in `ModelTrace.layer`.
 
     The outputs are the saved values, in any order; some are inputs of the layer.
     """

@@ -11,7 +11,7 @@ from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 from maxpipe.pipeline.schedules.load import build_table
 
 KEY = "pipeline.fsdp_prefetch"
-IDLE_SHARE = 0.5  # of a device, for everything: up to it whole weights and cheap values are held
+IDLE_SHARE = 0.5  # whole weights and cheap values are held if a step takes less of a device
 
 
 def changes_step(
@@ -20,25 +20,25 @@ def changes_step(
     """Return whether the modes of `pipeline.fsdp_gather` differ for an engine on a mesh.
 
     Args:
-      engine: that runs the model.
+      engine: the engine that runs the model.
       size: mesh axis -> its size.
-      repeats: of a stage, V.
+      repeats: V, repeats of a stage.
       casts: whether parameters are used in a narrower dtype than they are stored in.
     """
     is_split = engine.has_stages and size("fsdp") > 1
     if engine.is_differentiated:
         return is_split or bool(sharing_axes(size, repeats))
-    if engine.lockstep:  # whose stages have a part of the head each
+    if engine.lockstep:  # each stage has a part of the head
         return is_split or size("stage") > 1
     # Units that are programs of their own cast weights for themselves.
     return is_split or (not engine.one_program and casts)
 
 
 def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
-    """Return the mesh axes along which a differentiated loop sums up gradients in each iteration.
+    """Return the mesh axes along which a differentiated loop sums gradients in each iteration.
 
-    Devices have the same weights and other tokens there. Over context XLA sums up once where a
-    stage has several repeats, whose gradients are parts of one array.
+    Devices along them have the same weights but different tokens. Over context XLA sums once where
+    a stage has several repeats, whose gradients are parts of one array.
     """
     axes = BATCH_AXES if repeats == 1 else ROW_AXES
     return [axis for axis in axes if axis != "fsdp" and size(axis) > 1]
@@ -47,12 +47,12 @@ def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
 def tpu_for_gathers(
     config: Config, devices: Sequence[Device], note: Note = ignore_note
 ) -> Tpu | None:
-    """Return the TPU by which weights may be gathered once or in steps; else None.
+    """Return the chip by which gathers once or in steps are decided; None if not a known TPU.
 
     Args:
-      config: resolved.
-      devices: of the mesh.
-      note: called where a decision is open, but the TPU is not known.
+      config: the resolved configuration.
+      devices: the devices of the mesh.
+      note: function called if there is a choice but the TPU is not known.
     """
     tpu, pipeline = tpu_of(devices), config.pipeline
     engine, size = ENGINES[pipeline.engine], config.mesh.size
@@ -73,15 +73,15 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     Their transfers, and those of their gradients, run while the chunk computes.
 
     Args:
-      config: resolved.
-      tpu: of a device; None if it is no TPU, or an unknown one.
-      note: called with the decision and its reason where both ways are open.
+      config: the resolved configuration.
+      tpu: the device's chip; None if it is not a TPU or an unknown one.
+      note: function called with the decision and its reason if there is a choice.
     """
     if not _can_gather_in_steps(config):
         return False
     if config.pipeline.fsdp_prefetch != "auto":
         return config.pipeline.fsdp_prefetch == "true"
-    # Simulated devices have nothing to overlap; GPUs run an all-gather during computation as it is.
+    # Simulated devices have nothing to overlap; GPUs overlap an all-gather with computation anyway.
     if tpu is None:
         return False
     ring = config.mesh.size("fsdp")

@@ -1,9 +1,9 @@
 """Decide whether a backward computes cheap values layer by layer: `pipeline.remat_cheap`.
 
-The backward of a chunk computes its forward again, all layers at once. What is cheap, such as
-norms and activation functions, it may hold for all layers, or compute once more at each of them.
-The latter takes less memory, and on TPUs more than the operations themselves: XLA then copies all
-weights and saved tensors that the layer reads out of their stores.
+The backward of a chunk computes its forward again, all layers at once. It may hold cheap values,
+such as norms and activation functions, for all layers, or compute them once more at each layer. The
+latter takes less memory, but on TPUs it costs more than the operations themselves: XLA then copies
+all weights and saved tensors that the layer reads from their stores.
 """
 
 from maxpipe.config.catalog import ENGINES
@@ -24,9 +24,9 @@ def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     """Return the configuration with `pipeline.remat_cheap` decided.
 
     Args:
-      config: resolved, `pipeline.fsdp_gather` decided.
-      tpu: of a device; None if it is no TPU, or an unknown one.
-      note: called with the decision and its reason where both ways are open.
+      config: the resolved configuration, with `pipeline.fsdp_gather` decided.
+      tpu: the device's chip; None if it is not a TPU or an unknown one.
+      note: function called with the decision and its reason if there is a choice.
     """
     if not ENGINES[config.pipeline.engine].takes(KEY):
         return update(config, {KEY: "true"})
@@ -37,9 +37,9 @@ def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
 
 
 def _has_choice(config: Config) -> bool:
-    """Return whether chunks have several layers, no loop, which are computed again at once.
+    """Return whether chunks have several layers, not in a loop, that are recomputed together.
 
-    Split backwards hold what is cheap either way.
+    Split backwards hold cheap values either way.
     """
     pipeline = config.pipeline
     return (

@@ -23,7 +23,7 @@ COST_FIELDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "wei
 
 @dataclass(frozen=True)
 class Costs:
-    """The times that a simulation reckons with, all in the same unit of time.
+    """The times that a simulation uses, all in the same unit of time.
 
     The time of an F, B, I or W is one number, or one for each stage, or one for each global chunk.
 
@@ -74,7 +74,7 @@ class Costs:
         return self.of(kind, table.num_stages)[table.stage_of_chunk]
 
     def unit_times(self, num_stages: int, num_repeats: int, placement: str) -> UnitTimes:
-        """Return times of stages as orders take them, which know no `collectives`.
+        """Return the times of units in the form that orders take, without `collectives`.
 
         Raises:
           ValueError: there are not as many numbers as stages, or one is negative.
@@ -129,8 +129,8 @@ class Simulation:
     def bubble(self) -> float:
         """Return the time lost: the longest span minus the work of the busiest stage.
 
-        Spans, since steps that follow each other without a barrier overlap where stages start and
-        end at different times; zero-bubble schedules count on it.
+        Spans count, since steps that follow each other without a barrier overlap where stages start
+        and end at different times; zero-bubble schedules count on it.
         """
         lost = float(self.span.max() - self.work.max())
         return lost if lost > 1e-9 * self.makespan else 0.0
@@ -166,7 +166,7 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     """Run a valid table against costs; by default F = 1, B = 2, I = W = 1 and all else is free.
 
     Raises:
-      ValueError: costs that are negative or not for this number of stages.
+      ValueError: costs are negative or not for this number of stages.
     """
     costs = costs or Costs()
     for key in ("communication", "head", "activation_bytes"):
@@ -186,7 +186,7 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     else:
         work[table.stage_of_chunk[-1]] += costs.head * table.num_microbatches
     stages = [table.stage_of_chunk == s for s in range(table.num_stages)]
-    # A stage may be without units of some kind.
+    # A stage may have no units of some kind.
     first = np.array([np.nanmin([t[:, chunks] for t in start.values()]) for chunks in stages])
     last = np.array([np.nanmax([t[:, chunks] for t in end.values()]) for chunks in stages])
     last[table.stage_of_chunk[-1]] = max(last[table.stage_of_chunk[-1]], head_end.max())

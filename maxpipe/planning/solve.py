@@ -1,4 +1,4 @@
-"""Find the schedule of the least makespan under a cap on activations in flight.
+"""Find the schedule with the least makespan under a cap on activations in flight.
 
 The search starts from every named schedule of these sizes that fits, and from list scheduling under
 many policies; a tabu search improves the best of them, and CP-SAT proves a bound and improves them
@@ -26,20 +26,20 @@ from maxpipe.planning.solver_task import NAME, Progress, Task
 
 FREE, LOCKSTEP = "free-running", "lockstep"
 STARTS = 4  # orders that the tabu search improves
-HEURISTICS = 1 / 3  # of the time, at most, before CP-SAT
-UNITS_TIMED = 600_000  # by the tabu search, from each of them
+HEURISTICS = 1 / 3  # share of the time, at most, before CP-SAT
+UNITS_TIMED = 600_000  # units that the tabu search times from each of these orders
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-      run: the best schedule.
-      bound: a makespan that no schedule of the forms that were searched can beat.
+      run: the best schedule, simulated.
+      bound: a makespan that no schedule of the searched forms can beat.
       named: the named schedules of these forms that fit, by makespan.
       exact: whether CP-SAT searched.
-      forms: of the tables that were searched, in words.
+      forms: forms of the tables that were searched, in words.
     """
 
     run: Simulation
@@ -50,17 +50,17 @@ class Solution:
 
     @property
     def is_optimal(self) -> bool:
-        """Return whether the bound is reached, but for rounding."""
+        """Return whether the bound is reached, up to rounding."""
         return self.run.makespan <= self.bound * (1 + 1e-6) + 1e-9
 
 
 def solve(task: Task, seconds: float, progress: Progress) -> Solution:
-    """Search for a time, or until the best schedule is proved.
+    """Search until the time limit, or until the best schedule is proved optimal.
 
     Args:
       task: sizes, times and memory.
-      seconds: of search; 0 for the heuristics alone, which then take as long as they take.
-      progress: called when there is something new.
+      seconds: time limit of the search; 0 for the heuristics alone, without a limit.
+      progress: function called with the best makespan and bound so far.
     """
     if task.lockstep is None:
         return _solve_forms(task, seconds, progress)
@@ -80,7 +80,7 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
 def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
     """Return the faster of a free-running and a lockstep table.
 
-    Where the loss takes no time, ticks only delay units. In V placement no engine runs them.
+    Where the loss takes no time, ticks only delay units. No engine runs them in V placement.
     """
     free = replace(task, lockstep=False)
     if not task.costs.head or task.placement != "loop":
@@ -92,7 +92,7 @@ def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
         fastest = min(fastest, makespan)
         progress(time.monotonic() - begin, fastest, min(bound, least, fastest))
 
-    # Lockstep tables are fewer; most of them are solved in a short time.
+    # There are fewer lockstep tables, and most tasks are solved in a short time.
     in_lockstep = solve(replace(task, lockstep=True), seconds / 2, report)
     least = in_lockstep.bound
     running_free = solve(free, seconds / 2, report)
@@ -114,8 +114,8 @@ def _since(begin: float, progress: Progress) -> Progress:
 def _named(task: Task) -> Iterator[Simulation]:
     """Yield the named schedules of a task's sizes, placement and form that fit its memory.
 
-    Without a head the order of a lockstep table may also run freely, in no more time. With one the
-    lockstep table spreads it over the stages, as no free-running table does.
+    Without a head the order of a lockstep table may also run freely, in no more time. With a head
+    the lockstep table spreads it over the stages, which no free-running table does.
     """
     forms = (True,) if task.lockstep else (False,) if task.costs.head else (False, True)
     sizes = task.num_stages, task.num_microbatches, task.num_repeats

@@ -1,4 +1,4 @@
-"""Find the lockstep table of the least makespan under a cap on activations in flight."""
+"""Find the lockstep table with the least makespan under a cap on activations in flight."""
 
 from dataclasses import replace
 
@@ -20,9 +20,9 @@ def solve_lockstep(
     Args:
       task: sizes, times and memory.
       named: the named lockstep schedules that fit.
-      seconds: for CP-SAT.
+      seconds: time limit of CP-SAT.
       exact: whether CP-SAT searches; otherwise the best known table is returned.
-      progress: called when there is something new.
+      progress: function called with the best makespan and bound so far.
     """
     sizes = task.num_stages, task.num_microbatches, task.num_repeats
     runs = [*named]

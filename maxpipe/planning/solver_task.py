@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from maxpipe.pipeline.schedules.timed_orders import Workload
 from maxpipe.planning.simulate import Costs, Simulation
 
-NAME = "solved"  # of the tables that it finds
+NAME = "solved"  # name of the tables that it finds
 # Called with the seconds since the start, the best makespan and the bound.
 Progress = Callable[[float, float, float], None]
 
@@ -17,7 +17,7 @@ class Task:
 
     Attributes:
       num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      lockstep: form of the table; None for whichever is faster.
+      lockstep: whether the table is in lockstep; None for whichever is faster.
       max_in_flight: chunks that may be in flight on a stage, at least `num_repeats`.
       costs: times of units of one chunk.
     """
@@ -32,7 +32,7 @@ class Task:
 
     @property
     def workload(self) -> Workload:
-        """Return the task as the search takes it."""
+        """Return the task in the form that the search takes."""
         sizes = self.num_stages, self.num_microbatches, self.num_repeats
         times = self.costs.unit_times(self.num_stages, self.num_repeats, self.placement)
         return Workload(*sizes, self.placement, times, self.max_in_flight)

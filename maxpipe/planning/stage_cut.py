@@ -11,15 +11,15 @@ from math import inf
 def balance_layers(
     cost: Callable[[int, int, int], float], num_stages: int, total: int
 ) -> list[int] | None:
-    """Return numbers of layers such that the most costly stage costs least.
+    """Return numbers of layers such that the most costly stage costs the least.
 
-    Of several such choices it is the one whose stages differ least, and of those the one with more
-    layers in front, whose pipeline is full a little earlier.
+    Among equal choices the one whose stages differ least is taken, and among these the one with
+    more layers in front, whose pipeline is full a little earlier.
 
     Args:
       cost: returns what holding some layers costs a stage, infinite where it cannot; its arguments
         are the stage, the first layer, and the number of layers.
-      num_stages: that hold the layers one after another.
+      num_stages: number of stages, which hold the layers one after another.
       total: layers to distribute.
 
     Returns:
@@ -76,10 +76,10 @@ def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0, first: float = 
     The first chunks get more where the layers do not divide.
 
     Args:
-      layers: at least as many as chunks.
-      num_chunks: of the stage.
-      last: what its last chunk does besides its layers, in layers.
-      first: likewise of its first chunk.
+      layers: the stage's layers, at least as many as chunks.
+      num_chunks: number of the stage's chunks.
+      last: work of its last chunk besides its layers, in layers.
+      first: the same for its first chunk.
     """
     assert layers >= num_chunks
     sizes = [1] * num_chunks

@@ -1,4 +1,4 @@
-"""Estimate the memory of a stage's devices under a schedule: which numbers of layers fit.
+"""Estimate the memory of a stage's devices under a schedule, to tell how many layers fit.
 
 It counts parameters, optimizer state and sums of gradients; what the schedule keeps in flight on
 the stage, more on earlier stages; and what the largest unit works with, gathered weights included.
@@ -40,9 +40,9 @@ class StageMemory:
     """Bytes on a device of each stage on the MPMD engine.
 
     Args:
-      config: resolved.
-      table: its schedule.
-      on_tpus: whether the devices are TPUs, if it is known.
+      config: the resolved configuration.
+      table: table of its schedule.
+      on_tpus: whether the devices are known to be TPUs.
     """
 
     def __init__(self, config: Config, table: Table, *, on_tpus: bool = False):
@@ -52,7 +52,7 @@ class StageMemory:
         self._arrived = slots.activations.peak + slots.gradients.peak
 
     def bytes(self, stage: int, sizes: Sequence[int]) -> float:
-        """Return the peak on one device of a stage whose chunks have so many layers."""
+        """Return the peak on one device of a stage whose chunks have `sizes` layers."""
         unit = self._working(stage, max(sizes)) + self._gathered_layers(max(sizes))
         if self._is_last(stage):
             # A forward ends with the head, after its layers and before a backward.
@@ -63,7 +63,7 @@ class StageMemory:
     def state_bytes(self, stage: int, layers: int) -> float:
         """Return the bytes of parameters, optimizer state and sums of gradients.
 
-        Weights that are cast and gathered once a step are there twice, and the sums of their
+        Weights that are cast and gathered once a step are held twice, and the sums of their
         gradients are whole; otherwise all are sharded as at rest.
         """
         model = self._config.model
@@ -87,7 +87,7 @@ class StageMemory:
     def _held(
         self, stage: int, layers: int, *, gathered: bool = False, only_trained: bool = False
     ) -> tuple[float, float]:
-        """Return the parameters that a stage owns, and those that it has as a copy."""
+        """Return the parameters that a stage owns, and those of which it has a copy."""
         parameters = partial(self._parameters, gathered=gathered, only_trained=only_trained)
         owned = layers * parameters("layers")
         copied = 0.0
@@ -127,15 +127,15 @@ class StageMemory:
         """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
         config, results = self._config, made_width(self._config)
         kept = residual_width(config)
-        # The results of the layer at work are among what is kept or computed again of the chunk.
+        # The results of the current layer are among what the chunk keeps or recomputes.
         counted = min(results, kept) if config.pipeline.remat_layers else results
         widest = working_width(config, on_tpus=self._on_tpus) - counted
         if self._is_first(stage) and config.model.first_dense_layers:
             first = working_width(with_dense_layers(config), on_tpus=self._on_tpus)
             widest = max(widest, first)
         copied = offloaded_width(config)
-        # A chunk is recomputed as a whole, with what comes back from the host among the results,
-        # unless layer by layer.
+        # Unless it is recomputed layer by layer, a chunk is recomputed as a whole, with what comes
+        # back from the host among the results.
         recomputed = max(results - kept, 0.0)
         if config.pipeline.remat_layers:
             # Without `remat_iterations` the inputs of layers are residuals.
@@ -197,7 +197,7 @@ def units_in_flight(table: Table) -> list[np.ndarray]:
     Returns:
       For each stage int [combinations, 2 V], V chunks of a stage. The first V columns count units
       between F and the end of B or I, the others those between I and the end of W. Each combination
-      that occurs is there once.
+      that occurs is listed once.
     """
     repeats = table.num_repeats
     events: list[list[tuple[int, int, str, int]]] = [[] for _ in range(table.num_stages)]

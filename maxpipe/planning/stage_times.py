@@ -1,8 +1,8 @@
-"""Compute the times of units from FLOPs: what a stage with some number of layers takes.
+"""Compute the times of units from FLOPs: how long a stage with some number of layers takes.
 
-These are products with weights, and attention, of which a causal query does half. The backward of
-a product with weights is one for its input and one for its weight; that of attention belongs to the
-input gradient.
+These are FLOPs of products with weights, and of attention, of which a causal query does half. The
+backward of a product with weights is one product for its input and one for its weight; attention's
+backward belongs to the input gradient.
 
 They leave out norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
 real widths, and the embedding: a lookup in the forward, and in the backward a sum that moves bytes
@@ -37,7 +37,7 @@ class FirstLayers(NamedTuple):
     """Times of all first dense layers together, in units of the forward of one other layer.
 
     Attributes:
-      forward, input_gradient, weight_gradient: as of `LayerTimes`.
+      forward, input_gradient, weight_gradient: as in `LayerTimes`.
     """
 
     forward: float
@@ -53,13 +53,13 @@ class LayerTimes:
     """Times for one microbatch, in units of the forward of one layer.
 
     Attributes:
-      input_gradient: of a layer on average, with what it computes again.
-      weight_gradient: of a layer.
+      input_gradient: a layer's input gradient on average, with what it recomputes.
+      weight_gradient: a layer's weight gradient.
       head: loss and its gradient.
-      extras: of each layer in a chunk, in model order, what its forward and its input gradient
+      extras: for each layer in a chunk, in model order, what its forward and its input gradient
         take above the average; empty if layers are alike.
-      first: what the units of the first chunk run before their layers; 0 where all stages share
-        these layers.
+      first: the first dense layers, which the units of the first chunk run before their own; 0
+        where all stages share them.
     """
 
     input_gradient: float
@@ -159,7 +159,7 @@ def _flops(config: Config) -> tuple[float, float]:
 
 
 def _weight_gradient_flops(config: Config) -> float:
-    """Return the FLOPs per token of a layer's weight gradients, with adapters of theirs alone."""
+    """Return the FLOPs per token of a layer's weight gradients; only of adapters' if it has any."""
     return adapter_flops(config.model) or layer_of(config).weight_flops
 
 
@@ -178,7 +178,7 @@ def _extras(config: Config) -> tuple[tuple[float, float], ...]:
 
 
 def _recomputed_flops(config: Config) -> float:
-    """Return the FLOPs per token that a layer's backward recomputes, see `pipeline.remat`."""
+    """Return the FLOPs per token that a layer's backward recomputes, see `pipeline.chunk`."""
     pipeline = config.pipeline
     policy = remat_policy(pipeline)
     if policy.everything:

@@ -1,4 +1,4 @@
-"""Compute what an engine keeps from forwards to backwards, of one configuration or of many.
+"""Compute what an engine keeps from forwards to backwards, for one configuration or for many.
 
 Every number may be an array with an entry for each of many candidates. Widths are values of
 `model.dtype` per token of a microbatch.
@@ -18,7 +18,7 @@ class Widths(NamedTuple):
     """Widths of one layer.
 
     Attributes:
-      embed: D, of an activation between layers.
+      embed: D, width of an activation between layers.
       residuals: what a layer saves besides the input of its chunk.
       stash: what a layer's I leaves to its W.
     """
@@ -35,9 +35,9 @@ class Store(NamedTuple):
       units: chunks whose residuals are kept; layers where there are no chunks.
       inputs: activations or gradients that wait for a unit.
       stashes: chunks between their I and their W.
-      outside: microbatches whose residuals layers outside the pipeline keep, and the first dense
-        layers.
-      masks: activations that a mask of one byte for each value is kept for.
+      outside: microbatches whose residuals are kept by layers outside the pipeline and by first
+        dense layers.
+      masks: activations for which a mask of one byte per value is kept.
       has_chunks: whether a unit is a chunk.
     """
 
@@ -52,7 +52,7 @@ class Store(NamedTuple):
 def sequential_store(num_layers: Number) -> Store:
     """Return what an engine without stages keeps: every layer's residuals.
 
-    `num_layers` are those with the same parameters.
+    `num_layers` counts the layers with the same shapes of parameters.
     """
     return Store(num_layers, outside=1.0, has_chunks=False)
 
@@ -63,23 +63,23 @@ def lockstep_store(
     """Return what a lockstep engine keeps.
 
     Args:
-      residuals: slots of the residual store; each store has a scratch slot more.
+      residuals: slots of the residual store; each store has one more, for scratch.
       arrivals: slots of the stores of activations and gradients.
       stash: slots of the stash, 0 without split backwards.
       stages: S.
-      rows: of a microbatch on one device.
+      rows: rows of a microbatch on one device.
     """
     outside = lockstep_share(rows, stages)  # of one microbatch, within a tick
     return Store(residuals + 1, arrivals + 2, stash + np.greater(stash, 0), outside)
 
 
 def lockstep_share(rows: Number, stages: Number) -> Number:
-    """Return which part of a microbatch a stage has in layers outside the pipeline.
+    """Return the share of a microbatch that a stage has in layers outside the pipeline.
 
-    Stages divide its sequences, each of which is on one stage, and pad them to as many on each.
+    Stages divide its sequences, each of which is on one stage, and pad them to equal numbers.
 
     Args:
-      rows: of a microbatch on one device, at least one.
+      rows: rows of a microbatch on one device, at least one.
       stages: S.
     """
     return np.ceil(np.divide(rows, stages)) / rows
@@ -92,7 +92,7 @@ def circular_store(
 
     Args:
       stages, microbatches, repeats: S, M, V.
-      delay: of a transfer, in iterations.
+      delay: delay of a transfer, in iterations.
       by_autodiff: 1 where JAX differentiates the loop over iterations, else 0.
     """
     iterations = microbatches * repeats + delay * (stages - 1)
@@ -118,10 +118,10 @@ def stored_columns(
     """Return the width of everything that is kept from forwards to backwards.
 
     Args:
-      store: of the engine.
-      layers: of a chunk.
+      store: what the engine keeps.
+      layers: layers of a chunk.
       outside_layers: layers outside the pipeline, without the first dense ones.
-      widths: of a layer.
+      widths: widths of a layer.
       itemsize: bytes of a value.
       first: width of what the first dense layers keep of a microbatch.
     """
@@ -140,9 +140,9 @@ def tile_bytes(tokens: Number, tiles: Number, columns: float, itemsize: float) -
     """Return the bytes of a tile of logits, float32, and of their gradient, on one device.
 
     Args:
-      tokens: on the device.
-      tiles: of these tokens.
-      columns: of the vocabulary on the device.
+      tokens: tokens on the device.
+      tiles: number of tiles into which these tokens are cut.
+      columns: columns of the vocabulary on the device.
       itemsize: bytes of a value of `model.dtype`.
     """
     return (FLOAT32 + itemsize) * np.ceil(np.divide(tokens, tiles)) * columns

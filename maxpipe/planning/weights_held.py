@@ -17,16 +17,16 @@ class ParameterCounts(NamedTuple):
     """Parameters on one device, as numbers of values.
 
     Attributes:
-      stored: all of them, with the rows of layers outside the pipeline and their padding.
-      at_rest: all of them, layers outside the pipeline split by their dimensions, as for use.
-      layers_at_rest: those of all layers of chunks.
-      gathered: those of chunks and of embedding and head, whole over fsdp.
-      layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
-      projection: those that make logits, whole over all storage axes.
+      stored: all parameters, with the rows of layers outside the pipeline and their padding.
+      at_rest: all parameters, layers outside the pipeline split by their dimensions, as for use.
+      layers_at_rest: parameters of all layers of chunks.
+      gathered: parameters of chunks and of embedding and head, whole over fsdp.
+      layer_at_rest, layer_gathered: parameters of a layer, the second whole over all storage axes.
+      projection: parameters that make logits, whole over all storage axes.
       shared_at_rest, shared: those of the head, of first dense layers and of layers outside the
         pipeline, which the stages of a lockstep engine share; the second whole over all storage
         axes.
-      outside_at_rest, outside: those among them of layers outside the pipeline.
+      outside_at_rest, outside: the part of the shared ones in layers outside the pipeline.
     """
 
     stored: Number
@@ -43,12 +43,12 @@ class ParameterCounts(NamedTuple):
 
     @property
     def outside_rows(self) -> Number:
-        """Return those of the rows of layers outside the pipeline, with padding."""
+        """Return the parameters in the rows of layers outside the pipeline, with padding."""
         return self.stored - self.at_rest + self.outside_at_rest
 
     @property
     def layers_gathered(self) -> Number:
-        """Return those of all layers of chunks, whole over all storage axes."""
+        """Return the parameters of all layers of chunks, whole over all storage axes."""
         return self.layers_at_rest * self.layer_gathered / self.layer_at_rest
 
 
@@ -56,7 +56,7 @@ class StageLayers(NamedTuple):
     """Layers that a stage has on an engine of one program.
 
     Attributes:
-      in_chunks: those of its chunks, all as large as the largest.
+      in_chunks: layers of its chunks, all as large as the largest.
       in_rows: places for layers outside the pipeline, used or padding.
       outside: layers outside the pipeline, which the stages share.
     """
@@ -72,8 +72,8 @@ class WeightsOfParts(NamedTuple):
     Attributes:
       layer_at_rest, layer_over_fsdp, layer_gathered: those of a layer: at rest, whole over fsdp and
         whole over all storage axes.
-      outside_layer: those of a layer outside the pipeline, as it lies for use.
-      ends, ends_over_fsdp: those of embedding and head: at rest and whole over fsdp.
+      outside_layer: parameters of a layer outside the pipeline, laid out for use.
+      ends, ends_over_fsdp: parameters of embedding and head: at rest and whole over fsdp.
       projection: as in `ParameterCounts`.
       shared_at_rest, shared: those of the head and of first dense layers: at rest and whole over
         all storage axes.
@@ -115,9 +115,9 @@ class Use(NamedTuple):
     Attributes:
       microbatches, repeats, layers: M, V, and layers of a chunk.
       period: the fewest microbatches that a conveyor holds, S or twice that.
-      per_repeat, once: 1 where weights are gathered so often, else 0.
+      per_repeat, once: 1 where weights are gathered that often, else 0.
       in_steps: 1 where they are gathered in steps, else 0.
-      size, stored: bytes of a value that is computed with, and at rest.
+      size, stored: bytes of a value in computation, and at rest.
       keeps_gathered: 1 where the backward of layers without stages reads the weights that their
         forward has gathered, else 0.
       unrolled: 1 where each layer without stages is compiled by itself, else 0.
@@ -140,11 +140,11 @@ class Held(NamedTuple):
     """Bytes on one device.
 
     Attributes:
-      copies: of weights, all step long.
-      gradients: sums, all step long, and those that wait to be added.
+      copies: copies of weights, all step long.
+      gradients: sums of gradients, all step long, and gradients that wait to be added.
       late: the part of `gradients` that layers make one by one while their residuals are freed.
       unit: what a unit makes of weights, and their gradients, while it computes.
-      head: the same of the head.
+      head: the same for the head.
     """
 
     copies: Number
@@ -160,10 +160,10 @@ def weights_held(
     """Return what an engine of one program holds besides parameters and optimizer at rest.
 
     Args:
-      engine: the facts.
+      engine: facts about the engine.
       weights: all parameters.
       use: how the engine uses them.
-      trained: those of them that have a gradient; None if all have.
+      trained: the parameters that have a gradient; None if all have one.
     """
     trained = weights if trained is None else trained
     if not engine.has_stages:
@@ -173,11 +173,11 @@ def weights_held(
 
 
 def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> Held:
-    # Gradients of a microbatch wait until all are there, and are added then.
+    # A microbatch's gradients wait until all are computed, and are then added.
     several = np.greater(use.microbatches, 1)
     waiting = use.stored * trained.at_rest * several
     whole = weights.layers_gathered - weights.layers_at_rest
-    # A loop over layers has room for all gradients from its start.
+    # A loop over layers allocates all gradients at its start.
     late = use.unrolled * np.where(several, use.stored, FLOAT32) * trained.layers_at_rest
     return Held(
         _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
@@ -205,17 +205,17 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     whole = np.greater(trained.layer_gathered, trained.layer_at_rest) * trained.layer_gathered
     gradients = each * (1.0 - use.in_steps) * (use.layers * trained.layer_at_rest + whole)
     gradients += use.once * use.layers * trained.layer_gathered
-    # Those of layers outside the pipeline come all at once.
+    # Gradients of layers outside the pipeline come all at once.
     outside = use.once * trained.outside
     outside += each * (trained.outside_at_rest + whole) * np.greater(trained.outside_at_rest, 0)
     gradients = np.maximum(gradients, outside)
-    # Once a step the head is whole, too, and the sum of its gradients; the embedding is not.
+    # In mode `once` the head and the sum of its gradients are whole, too; the embedding is not.
     embedding = trained.at_rest - trained.layers_at_rest - trained.shared_at_rest
     whole_sums = trained.layers_gathered + trained.shared + embedding
-    # In steps those of all layers are there whole, in the dtype of activations.
+    # In steps the gradients of all layers of a chunk are whole, in the dtype of activations.
     whole_chunk = use.in_steps * use.layers * trained.layer_gathered
     return Held(
-        # Of what is gathered in steps XLA casts all shards before the loop, too.
+        # If weights are gathered in steps, XLA casts all shards before the loop, too.
         np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * (weights.layers_gathered + weights.shared)
         # Layers outside the pipeline are laid out for use.
@@ -244,7 +244,7 @@ def _circular(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     return Held(
         each * _cast_layers(weights, use)
         + use.size * (sets * chunk + use.once * weights.gathered)
-        # Of the logits of all microbatches, which are made at once.
+        # Gradients of the projection: the logits of all microbatches are made at once.
         + use.size * trained.projection
         + use.stored * weights.outside_at_rest,
         FLOAT32 * ((1.0 - use.once) * done + whole + rows),
