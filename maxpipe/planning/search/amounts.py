@@ -1,4 +1,4 @@
-"""Read the amounts of flags: shares, tokens of a step and global batches."""
+"""Read the amounts in flags: shares, tokens of a step and global batches."""
 
 import argparse
 import math
@@ -9,15 +9,15 @@ from maxpipe.config.values import Scalar, check_bounds, convert
 from maxpipe.planning.search.space import BATCH
 
 TOKENS, LARGEST, MARGIN = "--tokens-per-step", "--max-global-batch", "--memory-margin"
-DEFAULT_MARGIN = "10%"  # of a device's memory that closed forms leave free by default
-MOST_TIMES = 1024  # the batch of a step; each doubling of it is searched
+DEFAULT_MARGIN = "10%"  # share of a device's memory that closed forms leave free by default
+MOST_TIMES = 1024  # largest multiple of a step's batch; each doubling up to it is searched
 
 
 def share_of(text: str) -> float:
     """Return a share that is written as "10%" or "0.1".
 
     Raises:
-      ValueError: it is none from 0 to below 1.
+      ValueError: it is not from 0 to below 1.
     """
     number = text.removesuffix("%")
     try:
@@ -30,7 +30,7 @@ def share_of(text: str) -> float:
 
 
 def largest_margin(memory: float, capacity: float) -> int:
-    """Return the largest margin, in percent of a device's bytes, with which so many fit."""
+    """Return the largest margin, in percent of `capacity` bytes, with which `memory` bytes fit."""
     return math.floor(100 * (1 - memory / capacity))
 
 

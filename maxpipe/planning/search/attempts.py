@@ -11,16 +11,16 @@ from maxpipe.planning.search.request import TOPOLOGY, Request
 from maxpipe.planning.search.smallest import doubling
 
 POLICY = "pipeline.remat_policy"
-MOST_DOUBLINGS = 3  # of the number of slices, where there is no larger one
+MOST_DOUBLINGS = 3  # of the number of slices, once there is no larger slice
 
 
 class Attempt(NamedTuple):
     """A request that may fit.
 
     Attributes:
-      request: what is searched.
-      words: that ask for it.
-      remark: what else there is to say of it.
+      request: the request to search.
+      words: command-line words that ask for it.
+      remark: a remark that follows the words; or "".
     """
 
     request: Request
@@ -32,8 +32,8 @@ def attempts_of(request: Request, flag: str = "") -> dict[str, list[Attempt]]:
     """Return kinds of remedies with what to try of each, the least change first.
 
     Args:
-      request: for which nothing fits.
-      flag: that all of them are to have, after a space; or "".
+      request: the request for which nothing fits.
+      flag: a flag for all of them, after a space; or "".
     """
     kinds = {
         "fewer tokens": [*_fewer_tokens(request, flag)],
@@ -46,8 +46,8 @@ def attempts_of(request: Request, flag: str = "") -> dict[str, list[Attempt]]:
 def more_chips(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request on more chips of the same kind, each with the words that ask for it.
 
-    Those are larger slices, and then several of the largest; or more GPUs. Simulated devices have
-    no memory of their own.
+    These are larger slices, and then several of the largest; or more GPUs. Simulated devices have
+    no memory of their own, so there are none.
     """
     machine = request.machine
     kind, _, _ = machine.topology.partition(":")
@@ -71,7 +71,7 @@ def more_chips(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _fewer_tokens(request: Request, flag: str) -> Iterator[Attempt]:
-    """Yield smaller batches, each half as large."""
+    """Yield smaller batches, each half the one before."""
     batch, length = min(request.batches), request.config.data.sequence_length
     while batch > 1:
         batch //= 2

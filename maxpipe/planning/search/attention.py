@@ -1,7 +1,7 @@
-"""Price attention of a layer, by what the kernel computes that a run chooses on the devices.
+"""Price attention of a layer, by what the kernel that a run chooses on the devices computes.
 
-A kernel of flash attention skips blocks of scores that are masked, and holds none of them. Two
-matrix products with all scores between them skip nothing.
+A flash attention kernel skips masked blocks of scores, and holds no scores in memory. Two matrix
+products with all scores between them skip nothing.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from maxpipe.planning.stores import FLOAT32, Number
 
 # Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
 _BACKWARD = 3.5
-# How many times the bytes of scores that a forward moves its backward does, by XLA's estimates of a
-# layer of 8 heads and 2048 tokens on v5e, where it is 3.2.
+# Bytes of scores that a backward moves, as a multiple of its forward's. XLA's estimates of a layer
+# of 8 heads and 2048 tokens on v5e give 3.2.
 _SCORES_BACKWARD = 3.0
 
 
@@ -22,9 +22,9 @@ class AttentionSeconds(NamedTuple):
     """Seconds of a layer's attention for one microbatch.
 
     Attributes:
-      forward: of F.
-      backward: of its gradients, with scores that are computed again though their product's result
-        is saved. What else a policy has computed again is not in it.
+      forward: seconds in F.
+      backward: seconds of the gradients, with scores that are recomputed though their product's
+        result is saved. Nothing else that a policy recomputes is included.
     """
 
     forward: Number

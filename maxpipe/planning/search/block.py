@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
     Attributes:
       grid, engine, schedule, batch: what they share; `batch` is in sequences.
-      scans: whether all layers are a loop; they share this, too.
+      scans: whether all layers run in a loop; shared, too.
       microbatches, repeats: int [M] and [V], the numbers to try.
       policies, gathers, tiles: the values to try.
       chunk, outside: int [V], layers of a chunk and outside the pipeline.
@@ -61,7 +61,7 @@ def block_of(
     *,
     scans: bool = True,
 ) -> Block:
-    """Return the block of a mesh, an engine, a schedule, a batch and a loop over layers or none."""
+    """Return the block of a mesh, engine, schedule and batch, and of layers in a loop or not."""
     stages = grid.size("stage")
     repeats = np.array(space.repeats(schedule, stages))
     _, chunk, outside = legality.of_layers(engine, schedule, stages, repeats)
@@ -98,13 +98,13 @@ def along(values: np.ndarray | list[float], dimension: str) -> np.ndarray:
 
 
 def has_closed_form(config: Config) -> bool:
-    """Return whether a resolved configuration can be a block: its schedule is no file."""
+    """Return whether a resolved configuration can be a block: its schedule is not from a file."""
     pipeline = config.pipeline
     return not ENGINES[pipeline.engine].has_stages or pipeline.schedule in SCHEDULES
 
 
 def block_of_configuration(config: Config) -> Block:
-    """Return a resolved configuration, one that `has_closed_form`, as a block of one."""
+    """Return a resolved configuration for which `has_closed_form` is true as a block of one."""
     pipeline = config.pipeline
     ici, dcn = (
         tuple(getattr(level, axis) for axis in MESH_AXES)
@@ -128,7 +128,7 @@ def block_of_configuration(config: Config) -> Block:
 
 
 def _layers_of(config: Config) -> tuple[int, int]:
-    """Return the layers of the largest chunk, for others are padded or wait, and those outside."""
+    """Return the layers of the largest chunk (others are padded or wait), and those outside."""
     pipeline, layers = config.pipeline, config.model.stacked_layers
     if not ENGINES[pipeline.engine].has_stages:
         return layers, 0

@@ -22,10 +22,10 @@ class Candidate:
       grid, engine, schedule, batch: mesh, engine, schedule, and sequences of a step.
       microbatches, repeats: M and V.
       policy, gather, tiles: values of remat_policy, fsdp_gather and logit_tiles.
-      scans: of scan_layers.
+      scans: value of scan_layers.
       layout: keys and values that say how layers lie on stages.
-      memory: bytes of a device by the closed forms.
-      seconds: the step by the closed forms.
+      memory: bytes on a device by the closed forms.
+      seconds: times of the step by the closed forms.
     """
 
     grid: Grid
@@ -49,11 +49,11 @@ class Candidate:
 
     @property
     def sort(self) -> tuple[Grid, str, str, bool]:
-        """Return what makes it another row of the table: mesh, engine, schedule, and its loop."""
+        """Return what tells rows of the table apart: mesh, engine, schedule, and scan_layers."""
         return (self.grid, self.engine, self.schedule, self.scans)
 
     def is_twin(self, other: "Candidate") -> bool:
-        """Return whether it differs from another sort in its loop over layers alone."""
+        """Return whether its sort differs from another candidate's in scan_layers alone."""
         return self.sort[:-1] == other.sort[:-1] and self.scans != other.scans
 
     @property
@@ -104,7 +104,7 @@ class Candidate:
 def candidate_of(
     block: Block, index: int, memory: np.ndarray, seconds: Seconds, facts: Facts
 ) -> Candidate:
-    """Return the candidate at a place of a block's flat arrays."""
+    """Return the candidate at an index of a block's flat arrays."""
     m, v, policy, gather, tiles = np.unravel_index(index, block.shape)
     repeats, layers = int(block.repeats[v]), facts.config.model.stacked_layers
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)

@@ -27,7 +27,7 @@ def is_empty(space: Space) -> bool:
 
 
 def emptying(space: Space) -> list[str]:
-    """Return the fewest keys whose given values leave nothing together."""
+    """Return the fewest keys whose given values together leave nothing."""
     keys = [key for key in space.choices if key in _NARROWING]
     for number in range(1, min(len(keys), _MOST_NAMED + 1)):
         for few in itertools.combinations(keys, number):
@@ -37,7 +37,7 @@ def emptying(space: Space) -> list[str]:
 
 
 def emptiness(space: Space) -> Problem:
-    """Return which of the given values leave nothing, and where that can be told what would."""
+    """Return which of the given values leave nothing, and what contradicts what, if known."""
     keys = emptying(space)
     given = given_text(space, keys)
     leaves = "leaves" if len(keys) == 1 else "leave"
@@ -74,7 +74,7 @@ def _explanations(space: Space, keys: Sequence[str]) -> list[str]:
 
 
 def _of_mesh(space: Space, level: str, keys: Sequence[str]) -> str:
-    """Return what sizes of axes may be, if keys of one level are all that leave nothing."""
+    """Return which axis sizes are legal if the keys are all of one level of the mesh."""
     prefix = f"mesh.{level}."
     if not all(key.startswith(prefix) for key in keys):
         return ""

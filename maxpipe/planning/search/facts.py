@@ -1,7 +1,7 @@
-"""Collect what the closed forms need to know of a model, once for each way to split it.
+"""Collect what the closed forms need to know about a model, once for each way to split it.
 
-Reading a model takes JAX, which traces one layer on shapes. Nothing after that does: the same facts
-serve every candidate that splits the model alike.
+Reading a model takes JAX, which traces one layer on shapes. Nothing after that needs JAX: the same
+facts serve every candidate that splits the model alike.
 """
 
 from dataclasses import replace
@@ -52,13 +52,13 @@ class Parameters(NamedTuple):
     """Parameters on one device, as numbers of values.
 
     Attributes:
-      at_rest: all of them, as if layers divided over the stages.
-      whole_over_experts: those that each device along mesh axis `expert` has.
-      whole_over_fsdp: those that each device along `fsdp` has, which does not divide them.
-      layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
-      outer_at_rest: those of embedding and head.
-      embed_gathered, head_gathered: those of each, whole over all storage axes.
-      embed_of_stage, head_of_stage: those of each where it lies on the devices of one stage.
+      at_rest: all parameters, as if layers divided evenly over the stages.
+      whole_over_experts: those that mesh axis `expert` does not divide.
+      whole_over_fsdp: those that mesh axis `fsdp` does not divide.
+      layer_at_rest, layer_gathered: parameters of a layer, the second whole over all storage axes.
+      outer_at_rest: parameters of embedding and head.
+      embed_gathered, head_gathered: parameters of each, whole over all storage axes.
+      embed_of_stage, head_of_stage: parameters of each where it lies on the devices of one stage.
       parts: the same by parts of the model, as the closed forms of memory take them.
     """
 
@@ -79,12 +79,12 @@ class LayerCosts(NamedTuple):
     """A layer on one device; FLOPs are per token of the device, widths in values per token.
 
     Attributes:
-      weight_flops, attention_flops: of a forward; attention's are those of its kernel.
+      weight_flops, attention_flops: FLOPs of a forward; attention's are those of its kernel.
       scores: scores of a token, if the kernel of attention holds all of them; else 0.
-      expert_flops: those among weight_flops of rows with the weights of their experts.
+      expert_flops: the part of weight_flops that multiplies rows with their experts' weights.
       expert_weights: weights of the device's experts.
-      results: width of what its products make.
-      made: the same with scores, as of `footprint.made_width`.
+      results: width of its products' results.
+      made: the same with scores, as in `footprint.made_width`.
       elementwise: width of what its norms and sums make.
       rows: width of the rows of experts, and of those that are added up to tokens.
       key_values: width of what attention reads besides queries.
@@ -113,12 +113,12 @@ class Saving(NamedTuple):
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
       saves_all: 1 where nothing is computed again, else 0.
-      held: width of what a chunk's backward holds of each layer but the one it is at.
-      cheap: width of what it would hold besides, if it computed nothing cheap once more.
+      held: width of what a chunk's backward holds of each layer except its current one.
+      cheap: width of what it would also hold if it did not recompute cheap values.
       recomputed: share of a layer's forward that its backward computes again.
       scores_again: 1 where that share leaves out scores that the backward computes again, else 0.
       first_kept: width that the first dense layers keep of a microbatch.
-      first_handed_over: width that an I leaves of them to its W on that engine.
+      first_handed_over: width that an I of these layers leaves to its W on that engine.
       first_recomputed: share of their forward that their backward computes again.
     """
 
@@ -141,7 +141,7 @@ class _Key(NamedTuple):
 
     Attributes:
       axes: sizes of the axes that split it; 1 for the others.
-      parts: of a sequence, by which the kernel of attention is chosen.
+      parts: parts of a sequence, by which the kernel of attention is chosen.
     """
 
     axes: Axes
@@ -149,11 +149,11 @@ class _Key(NamedTuple):
 
 
 class Facts:
-    """What is known of one model, read when it is first needed.
+    """What is known about one model, read when it is first needed.
 
     Args:
-      config: its model, sequence length, logical axis rules and what candidates do not change;
-        its `compile.topology` says what the devices are: TPUs, simulated ones, or GPUs.
+      config: the model, sequence length, logical axis rules and whatever candidates do not change;
+        `compile.topology` says whether the devices are TPUs, simulated ones, or GPUs.
     """
 
     def __init__(self, config: Config):
@@ -222,12 +222,12 @@ class Facts:
         return self._parameters[key]
 
     def _whole_over(self, axis: str, axes: Axes, at_rest: float) -> float:
-        """Return how many of a device's parameters at rest no device along an axis shares."""
+        """Return how many of a device's parameters at rest an axis does not divide."""
         at = MESH_AXES.index(axis)
         size = axes[at]
         if size == 1:
             return at_rest
-        # On one device there are `size` times as many that are shared, and as many others.
+        # At size 1 there are `size` times as many that it divides, and as many others.
         unshared = self.parameters((*axes[:at], 1, *axes[at + 1 :])).at_rest
         return (size * at_rest - unshared) / (size - 1)
 
@@ -238,10 +238,10 @@ class Facts:
             config = self._computed(key)
             layer, split = layer_of(config), config.mesh.size("tensor")
             moe, expert_flops = config.model.moe, layer.expert_flops / split
-            # A token meets some of the experts, with two FLOPs for each of their weights.
+            # A token uses some of the experts, with two FLOPs for each of their weights.
             sharing = config.mesh.size(EXPERT_AXIS)
             used = 2.0 * moe.per_token * sharing / max(1, moe.experts)
-            # A device adds up rows for the tokens of all that share experts.
+            # A device sums rows for the tokens of all devices that share experts.
             others = (sharing - 1) * moe.per_token * config.model.embed_dim
             self._layers[key] = LayerCosts(
                 layer.weight_flops / split,
@@ -259,7 +259,7 @@ class Facts:
         return self._layers[key]
 
     def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool) -> Saving:
-        """Return what a policy saves on a device of a mesh; `scans` as of `Block`."""
+        """Return what a policy saves on a device of a mesh; `scans` as in `Block`."""
         key = (self._computing(axes), engine, policy, scans)
         if key not in self._savings:
             changes = {
@@ -300,7 +300,7 @@ class Facts:
         return _Key(split, axes[MESH_AXES.index(CONTEXT_AXIS)])
 
     def _computed(self, key: "_Key") -> Config:
-        """Return the configuration on a mesh that splits a layer so, with its kernels chosen."""
+        """Return the configuration, with kernels chosen, on a mesh that splits a layer by `key`."""
         if key not in self._computing_on:
             config = self._on(key.axes)
             parted = on_platform(
@@ -310,7 +310,7 @@ class Facts:
         return self._computing_on[key]
 
     def _kernel_share(self, config: Config) -> float:
-        """Return how many times the FLOPs of attention its kernel computes."""
+        """Return the FLOPs that attention's kernel computes, as a multiple of attention's FLOPs."""
         if holds_scores(config):  # masked ones, too
             return 1 / visible_share(config.model, config.data.sequence_length)
         return _filled_share(config.model) if self._platform == "tpu" else 1.0
@@ -322,9 +322,9 @@ class Facts:
 
 
 def _filled_share(model: ModelConfig) -> float:
-    """Return how many times the FLOPs of latent attention its kernel on TPUs computes."""
+    """Return the FLOPs of latent attention's kernel on TPUs, as a multiple of attention's FLOPs."""
     if not model.is_latent:
-        return 1.0  # heads that the kernel would have to fill up have another
+        return 1.0  # heads that this kernel would have to pad use another one
     channels = model.head_dim, model.mla.v_head_dim  # of a query and of a value
     return sum(map(filled, channels)) / sum(channels)
 
@@ -339,7 +339,7 @@ def _recomputed(config: Config) -> float:
 
 
 def _scores_again(config: Config) -> float:
-    """Return 1 where a backward computes scores again whose product's result is saved, else 0."""
+    """Return 1 where a backward recomputes scores whose product's result is saved, else 0."""
     policy = remat_policy(config.pipeline)
     if policy.everything or not holds_scores(config):
         return 0.0

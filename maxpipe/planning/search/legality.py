@@ -1,6 +1,6 @@
 """Decide which candidates are legal, before a configuration is built.
 
-What a mesh, or an engine with its options, may be is asked of the configuration's own rules, once
+The configuration's own rules decide whether a mesh, or an engine with its options, is legal, once
 each. What depends on several numbers at once is decided here, for arrays of candidates.
 
 Letters: S stages, V repeats, M microbatches.
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     is_uneven: bool
 
     def updates(self, layers: int) -> dict[str, object]:
-        """Return the keys and values of the layout of so many layers."""
+        """Return the keys and values of this layout for a number of layers."""
         return {
             "pipeline.num_layers_per_stage": -1,
             "pipeline.layers_per_stage": AUTO if self.is_uneven else [],
@@ -68,7 +68,7 @@ class Legality:
 
     Args:
       config: what all candidates share.
-      processes: that drive the devices.
+      processes: number of processes that drive the devices.
     """
 
     def __init__(self, config: Config, processes: int):

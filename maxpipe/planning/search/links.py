@@ -1,8 +1,8 @@
 """Find the links of a chip that each mesh axis can use, from the shape of the slice alone.
 
 JAX lays mesh axes along the dimensions of the torus, the last axis first; this follows the same
-preference: as many whole dimensions as fit, else parts of them. On small slices of chips with two
-dimensions it takes the devices in an order of its own instead (`jax.experimental.mesh_utils`).
+preference: as many whole dimensions as fit, else parts of them. On small slices of a torus with two
+dimensions JAX takes the devices in an order of its own instead (`jax.experimental.mesh_utils`).
 """
 
 import itertools
@@ -15,7 +15,7 @@ import numpy as np
 from maxpipe.config.rules.rule import divisors
 from maxpipe.devices.chips import Chip
 
-# Places in the order of the mesh, counted along the first dimension first.
+# Chips in the order of the mesh, numbered along the first dimension first.
 _SMALL_SLICES: dict[tuple[int, ...], tuple[int, ...]] = {
     (2, 2): (0, 1, 3, 2),
     (2, 4): (0, 1, 2, 3, 7, 6, 5, 4),
@@ -26,8 +26,8 @@ class AxisLinks(NamedTuple):
     """Links of a chip that a mesh axis uses.
 
     Attributes:
-      collectives, permutes: used by collectives, and by permutes to a neighbour.
-      sharers: devices of a chip that are in groups of their own, and share these links.
+      collectives, permutes: links used by collectives, and by permutes to a neighbour.
+      sharers: number of a chip's devices that are in separate groups, and share these links.
     """
 
     collectives: int
@@ -39,15 +39,15 @@ def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dic
     """Return the links of each mesh axis within a slice.
 
     Args:
-      sizes: of the mesh axes, in the order of the mesh; their product is the chips of the grid, or
-        a multiple where a chip is several devices.
+      sizes: sizes of the mesh axes, in the order of the mesh; their product is the number of chips
+        in the grid, or a multiple where a chip is several devices.
       grid: chips in each dimension.
-      chip: of the slice. Without a torus every axis has every link.
+      chip: the slice's chip. Without a torus every axis has every link.
     """
     if chip.torus is None:
         return {axis: AxisLinks(chip.links, chip.links) for axis in sizes}
     rings = chip.torus.rings(grid)
-    # Devices of one chip are as a further dimension, which has no links.
+    # The devices of one chip count as a further dimension, which has no links.
     per_chip = max(1, math.prod(sizes.values()) // math.prod(grid))
     places = _small_slice_places(sizes, grid) if chip.torus.dimensions == 2 else None
     if places is None:
@@ -65,7 +65,7 @@ def axis_links(sizes: Mapping[str, int], grid: Sequence[int], chip: Chip) -> dic
 
 
 def links_of(spans: Sequence[int], grid: Sequence[int], rings: Sequence[bool]) -> int:
-    """Return the links of a group that spans so many chips in each dimension."""
+    """Return the number of links of a group, from the chips that it spans in each dimension."""
     return sum(
         2 if is_ring and span == size else 1
         for span, size, is_ring in zip(spans, grid, rings, strict=True)
@@ -76,7 +76,7 @@ def links_of(spans: Sequence[int], grid: Sequence[int], rings: Sequence[bool]) -
 def _small_slice_places(
     sizes: Mapping[str, int], grid: Sequence[int]
 ) -> dict[str, list[tuple[int, ...]]] | None:
-    """Return the chips that each group of each axis spans in each dimension; None if not small."""
+    """Return the chips that each axis's groups span in each dimension; None if it is not small."""
     order = _SMALL_SLICES.get(tuple(grid))
     if order is None:
         return None

@@ -1,4 +1,4 @@
-"""State what a device and its links can do, as the closed forms reckon with it."""
+"""State what a device and its links can do, as the closed forms assume."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from maxpipe.planning.search.links import AxisLinks, axis_links
 from maxpipe.planning.search.space import Axes, Grid
 
 CPU = "cpu"
-MOST_SIMULATED = 1024  # for the product that is searched grows fast with them
+MOST_SIMULATED = 1024  # the product that is searched grows fast with them
 MOST_GPUS = 8  # of one host
 _GPUS = [chip for chip in CHIPS if chip.torus is None]
 # Simulated devices share a machine whose speed is not known: only ratios of times mean anything.
@@ -42,12 +42,12 @@ class Machine(NamedTuple):
 
     Attributes:
       topology: "v5p:4x4x8", "cpu:8" or "H100:8".
-      chip: of the devices.
+      chip: the devices' chip.
       grid: chips in each dimension of a slice.
-      devices, slices, hosts: JAX devices over all slices; slices; processes.
+      devices, slices, hosts: numbers of JAX devices over all slices, of slices, and of processes.
       peak: FLOP/s of a device in the model's dtype.
       hbm: bytes/s of a device's memory.
-      capacity: bytes of a device; None if unknown.
+      capacity: bytes of a device's memory; None if unknown.
       is_timed: whether the chip's figures are known, so that seconds mean seconds.
     """
 
@@ -64,7 +64,7 @@ class Machine(NamedTuple):
 
     @property
     def is_compilable(self) -> bool:
-        """Return whether a compiler for the devices is at hand, whose estimates can be read."""
+        """Return whether there is a compiler for the devices whose estimates can be read."""
         return self.is_timed and self.chip.torus is not None
 
     @property
@@ -74,7 +74,7 @@ class Machine(NamedTuple):
 
     @property
     def tpu(self) -> Tpu | None:
-        """Return what decides when weights are gathered on a TPU; None elsewhere."""
+        """Return what decides how weights are gathered on a TPU; None elsewhere."""
         if self.capacity is None or not self.is_compilable:
             return None
         return Tpu(self.capacity, self.chip.longest_ring)
@@ -98,7 +98,7 @@ class Machine(NamedTuple):
         return self.chip.memory_shares.zeros * self.hbm / 4
 
     def stream_rate(self, size: float) -> float:
-        """Return the bytes/s that a device moves where values have so many bytes."""
+        """Return the bytes/s that a device moves, for values of `size` bytes."""
         shares = self.chip.memory_shares
         return (shares.bfloat16 if size < 4 else shares.float32) * self.hbm
 
@@ -124,9 +124,9 @@ class Machine(NamedTuple):
     def gather_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
         """Return the seconds that a device needs to send a byte in gathers along an axis.
 
-        Along a whole torus they take two steps, first along lines, over two links, and then across
-        them, over four (see `sharding.torus`). Where a chip is two devices, a gather among all
-        devices of a slice is a sum of whole arrays.
+        Along a whole torus a gather takes two steps, first along lines, over two links, and then
+        across them, over four (see `sharding.torus`). Where a chip is two devices, a gather among
+        all devices of a slice is a sum of whole arrays.
         """
         cost = self.collective_cost(grid, links, axis)
         size, all_links = grid.size(axis), links[axis].collectives
@@ -138,14 +138,14 @@ class Machine(NamedTuple):
         return 2 * cost if is_sum else cost
 
     def is_whole_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
-        """Return whether an axis is all devices of a slice whose three dimensions are closed.
+        """Return whether an axis has all devices of a slice whose three dimensions are closed.
 
         Where a chip is two devices it is not: see `sharding.torus.line_length`.
         """
         return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
 
     def sums_whole(self, grid: Grid, axis: str) -> bool:
-        """Return whether XLA's partitioner sums whole arrays over an axis, where it could scatter.
+        """Return whether XLA's partitioner sums whole arrays over an axis where it could scatter.
 
         It does so over all chips of a slice that is larger than 2 x n (see docs/benchmarks.md,
         Along a whole torus). Where a chip is two devices nothing is known.
@@ -170,15 +170,15 @@ class Machine(NamedTuple):
     def _dcn_cost(self) -> float:
         """Return the seconds that a device needs to send a byte to another slice.
 
-        The devices of a chip share its part of the host's network. Where that is unknown it is
-        taken for a link's, which the plan says.
+        The devices of a chip share its part of the host's network. Where its bandwidth is unknown,
+        a link's is taken instead, and the plan says so.
         """
         of_chip = self.chip.dcn_bandwidth or self.chip.link_bandwidth
         return self.devices / self.num_chips / of_chip
 
 
 def platform_of(config: Config) -> str:
-    """Return the platform of the devices, as JAX names it, that a plan has placed the model on."""
+    """Return JAX's name of the platform on which a plan has placed the model."""
     return {"": "gpu", CPU: "cpu"}.get(config.compile.topology, "tpu")
 
 
@@ -186,8 +186,8 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     """Return the machine that a topology names: a TPU slice, cpu:DEVICES or a GPU and a number.
 
     Raises:
-      ValueError: there is no such slice or chip, with those nearest; or there are more devices
-        than are priced.
+      ValueError: there is no such slice or chip (the message names the nearest), or there are more
+        devices than can be priced.
     """
     name, _, number = topology.partition(":")
     dtype = config.model.dtype
@@ -242,7 +242,7 @@ def _count_of(topology: str, number: str, what: str, name: str) -> int:
 
 
 def _check_one_machine(topology: str, count: int, slices: int, most: int, what: str) -> None:
-    """Raise ValueError unless devices that are no TPUs are those of one machine."""
+    """Raise ValueError unless devices other than TPUs are those of one machine."""
     if count > most:
         raise ValueError(f"{topology}: give at most {most} {what}")
     if slices > 1:

@@ -1,4 +1,4 @@
-"""Compute the memory of a block's candidates, by the forms that the estimate of one uses."""
+"""Compute the memory of a block's candidates, by the forms that a single estimate uses."""
 
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ class Working(NamedTuple):
     """Bytes that a device works with besides what it keeps.
 
     Attributes:
-      unit: of the largest unit, without its residuals.
-      head: of logits, loss and their gradients.
+      unit: bytes of the largest unit, without its residuals.
+      head: bytes of logits, loss and their gradients.
     """
 
     unit: Number
@@ -38,8 +38,8 @@ def memory_bytes(sizes: BlockSizes, working: Working | None = None) -> Number:
     """Return the bytes of a device, an array of the block's dimensions.
 
     Args:
-      sizes: of the block.
-      working: what a device works with, if it is known better than by `working_of`.
+      sizes: sizes and counts of the block's candidates.
+      working: what a device works with, if it is known better than from `working_of`.
     """
     working = working or working_of(sizes)
     if sizes.engine.one_program:
@@ -63,7 +63,7 @@ def working_of(sizes: BlockSizes) -> Working:
 def _program_bytes(sizes: BlockSizes, working: Working) -> Number:
     """Return the bytes of a device where one program runs all stages, or there are none.
 
-    They are those of `planning.estimate.estimate`.
+    The result is that of `planning.estimate.estimate`.
     """
     weights = sizes.weights
     held = weights_held(sizes.engine, weights, _use(sizes))
@@ -110,21 +110,21 @@ def _store(sizes: BlockSizes) -> Store:
 
 
 def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
-    """Return the width of a chunk's work; of first dense layers, for so much of a microbatch.
+    """Return the width of a chunk's work, or of first dense layers' on a share of a microbatch.
 
-    Where units are programs of their own it is that of chunks without these, see `_first_excess`.
+    Where units are programs of their own, first dense layers are left out, see `_first_excess`.
     """
     working: Number = _layer_work(sizes, sizes.layer)
     kept_results = np.minimum(sizes.layer.made, sizes.residuals)
     if not sizes.engine.one_program:
-        # The results are among what is kept or computed again of the chunk.
+        # The results are among what the chunk keeps or recomputes.
         by_layer = sizes.config.pipeline.remat_layers
         working = working - (kept_results if by_layer else sizes.layer.made)
     elif sizes.is_unrolled:
-        # A loop copies what a layer kept out of its stack; a layer by itself reads it in place.
+        # A loop copies a layer's residuals from its stack; an unrolled layer reads them in place.
         working = working - kept_results
     elif sizes.engine.has_stages:
-        # What a backward holds and has not computed itself it reads in its store.
+        # What a backward holds but has not computed itself, it reads in its store.
         working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
     if sizes.facts.of_first_layers is None or not sizes.engine.one_program:
         return working
@@ -132,7 +132,7 @@ def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
 
 
 def _first_excess(sizes: BlockSizes) -> Number:
-    """Return how many bytes more than other units those of the first dense layers work with."""
+    """Return how many more bytes units of the first dense layers work with than other units."""
     if sizes.facts.of_first_layers is None:
         return 0.0
     more = _first_work(sizes.facts.of_first_layers, sizes) - _working(sizes)

@@ -1,7 +1,7 @@
 """Reduce a schedule to a few numbers: idle slots, and what is in flight, for any M.
 
 Tables grow with M, and what is read off them here grows linearly with it once the pipeline is full.
-So two small tables give the numbers of every multiple of S.
+So two small tables give the numbers for every multiple of S.
 
 Letters: S stages, V repeats, M microbatches.
 """
@@ -18,23 +18,23 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.stage_memory import units_in_flight
 
-# The stage of the first chunk, that of the last one, and all others.
+# The stage of the first chunk, the stage of the last chunk, and all others.
 FIRST_STAGE, LAST_STAGE, OTHER_STAGES = range(3)
 _MOMENTS = 6
-_MANY = 1e6  # more than there are chunks, so that these decide between equal numbers of others
+_MANY = 1e6  # more than there are chunks, so that a count divided by it only breaks ties
 
 
 class InFlight(NamedTuple):
     """Chunks in flight of a free-running schedule, float [3, 6]: by stage, at its fullest moments.
 
-    The stages are `FIRST_STAGE`, `LAST_STAGE` and `OTHER_STAGES`. The moments are those with most
-    chunks between F and the end of B or I, with most between I and W, with most of both, and again
-    three that have most of the stage's first chunk.
+    The stages are `FIRST_STAGE`, `LAST_STAGE` and `OTHER_STAGES`. The moments are those with the
+    most chunks between F and the end of B or I, with the most between I and W, with the most of
+    both, and the same three counted for the stage's first chunk alone.
 
     Attributes:
       saved: chunks between F and the end of B or I.
-      handed_over: those between I and W.
-      saved_first, handed_over_first: of these the stage's first chunk.
+      handed_over: chunks between I and W.
+      saved_first, handed_over_first: the part of these that is the stage's first chunk.
       arrived: inputs and gradients that may wait.
     """
 
@@ -45,7 +45,7 @@ class InFlight(NamedTuple):
     arrived: np.ndarray
 
     def extrapolated(self, far: "InFlight", times: float) -> "InFlight":
-        """Return what is in flight as many times further from here as another is."""
+        """Return what is in flight at `times` the distance from here to `far`."""
         pairs = zip(self, far, strict=True)
         return InFlight(*(near + times * (there - near) for near, there in pairs))
 
@@ -64,7 +64,7 @@ class Pattern(NamedTuple):
       transfers: ticks in which one transfer is not hidden by the other kind of unit.
       residuals, arrivals, stash: slots of a lockstep engine's stores.
       turns_back: 1 if a free-running schedule has the first and the last chunk on one stage.
-      in_flight: of a free-running schedule.
+      in_flight: chunks in flight of a free-running schedule.
     """
 
     idle_forward: float = 0.0
@@ -93,8 +93,8 @@ def pattern(
     """Return the pattern of a schedule on an engine.
 
     Args:
-      schedule: of the catalogue.
-      engine: that runs it.
+      schedule: name of a schedule in the catalogue.
+      engine: name of the engine that runs it.
       stages, microbatches, repeats: S, M, V.
       delay, slack: see `load_schedule`.
 

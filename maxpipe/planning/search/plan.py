@@ -32,11 +32,11 @@ class SliceCost(NamedTuple):
     """What training costs on a number of slices, by closed forms.
 
     Attributes:
-      topology: of a slice.
-      slices, chips: their number, and the chips of all.
+      topology: topology of each slice.
+      slices, chips: number of slices, and of chips in all of them.
       batch: sequences of a step.
-      seconds: of a step.
-      chip_seconds: to train on a billion tokens.
+      seconds: seconds of a step.
+      chip_seconds: chip-seconds to train on a billion tokens.
     """
 
     topology: str
@@ -48,12 +48,12 @@ class SliceCost(NamedTuple):
 
 
 class Remedies(NamedTuple):
-    """What was searched where nothing fits.
+    """The result of the search for remedies where nothing fits.
 
     Attributes:
       lines: what would fit.
-      vain: kinds of remedies of which all were tried and nothing fits.
-      unfinished: kinds whose time was over before that, with what was tried last.
+      vain: kinds of remedies that were tried in full without a fit.
+      unfinished: kinds whose time ran out before that, with what was tried last.
     """
 
     lines: Sequence[str] = ()
@@ -66,20 +66,20 @@ _UNSEARCHED = Remedies()
 
 @dataclass(frozen=True)
 class Plan:
-    """The result.
+    """The result of planning.
 
     Attributes:
-      request: what was asked for.
-      facts: of the model.
-      outcome: of the search.
-      rows: the best of each mesh, schedule, and loop over layers or none, the chosen one first;
-        empty if nothing fits.
-      misfits: faster ones that do not fit, those that need least memory; and what was compiled and
-        does not fit.
+      request: the request that was searched.
+      facts: sizes and costs of the model.
+      outcome: outcome of the search.
+      rows: the best of each mesh, schedule, and value of scan_layers, the chosen one first; empty
+        if nothing fits.
+      misfits: faster rows that do not fit, those that need the least memory; and rows that were
+        compiled and do not fit.
       own: the user's own configuration, or why it cannot be priced.
       remedies: what would fit if nothing does.
-      uncompiled: rows that were left after others were compiled.
-      slices: with --smallest, what the slices cost on which something fits, the smallest first.
+      uncompiled: number of rows that were left when others had been compiled.
+      slices: with --smallest, the costs on slices where something fits, the smallest first.
     """
 
     request: Request
@@ -94,17 +94,17 @@ class Plan:
 
     @property
     def winner(self) -> Row | None:
-        """Return the chosen one; None if nothing fits."""
+        """Return the chosen row; None if nothing fits."""
         return self.rows[0] if self.rows else None
 
     @property
     def shown(self) -> list[Row]:
-        """Return the rows of a table: the best, and the first one with its layers looped or not."""
+        """Return the rows of a table: the best, and the winner's twin in scan_layers if any."""
         shown, others = [*self.rows[:SHOWN]], self.rows[SHOWN:]
         return shown + [row for row in others if row.candidate.is_twin(shown[0].candidate)]
 
     def cost(self) -> SliceCost:
-        """Return what training costs as the chosen one does it; there must be one."""
+        """Return what training costs with the chosen row; there must be one."""
         assert self.winner is not None
         machine, config = self.request.machine, self.request.config
         batch, seconds = self.winner.candidate.batch, self.winner.seconds
@@ -125,11 +125,11 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
 
     Args:
       request: what is asked for.
-      facts: of the model.
+      facts: sizes and costs of the model.
       compare: whether the user's own configuration is priced, too.
 
     Raises:
-      ConfigError: there are candidates that fit, and none passes the configuration's own checks.
+      ConfigError: there are candidates that fit, but none passes the configuration's own checks.
     """
     outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
     checked, problems = _checked(request, outcome.fitting, ROWS)
@@ -150,7 +150,7 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
 
 
 def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
-    """Return those that would be faster than the best and need least memory."""
+    """Return rows that would be faster than the best but do not fit, those with least memory."""
     limit = request.limit
     if limit is None:
         return []
@@ -163,8 +163,8 @@ def _misfit_reason(row: Row, best: Row, limit: float) -> str:
     """Return in words how much faster than the best a row would be, and how much too large it is.
 
     Args:
-      row: that does not fit.
-      best: that does.
+      row: the row that does not fit.
+      best: the best row that fits.
       limit: bytes that a device may use.
     """
     excess = (row.memory - limit) / GIB
@@ -174,7 +174,7 @@ def _misfit_reason(row: Row, best: Row, limit: float) -> str:
 def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> list[Row]:
     """Return rows that do not fit, with what they would gain over the best.
 
-    Of those that a probe finds too large the probe has said why.
+    For those that a probe found too large, the probe has given the reason.
     """
     limit = request.limit
     return [
@@ -188,12 +188,12 @@ def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> 
 def _checked(
     request: Request, candidates: Sequence[Candidate], most: int
 ) -> tuple[list[Row], Counter[Problem]]:
-    """Return the first of each sort that passes the configuration's checks; and what others fail.
+    """Return the first of each sort that passes the configuration's checks; and others' problems.
 
     Args:
       request: what is asked for.
-      candidates: those to check, the best first.
-      most: rows.
+      candidates: candidates to check, the best first.
+      most: number of rows to return at most.
     """
     rows: dict[tuple[object, ...], Row] = {}
     problems: Counter[Problem] = Counter()
@@ -210,7 +210,7 @@ def _checked(
 
 
 def problem_of(config: Config, request: Request) -> Problem | None:
-    """Return the first of what the configuration's own checks find; None if it is sound."""
+    """Return the first problem that the configuration's own checks find; None if it is sound."""
     try:
         resolve(config, request.machine.devices, request.machine.slices)
     except ConfigError as error:

@@ -70,7 +70,7 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
 
 
 def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
-    """Leave out the numbers of microbatches and repeats of which no candidate is legal."""
+    """Leave out the numbers of microbatches and repeats for which no candidate is legal."""
     m = legal.any(axis=tuple(range(1, len(DIMENSIONS))))
     v = legal.any(axis=(0, *range(2, len(DIMENSIONS))))
     narrowed = block._replace(

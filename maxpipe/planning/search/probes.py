@@ -1,13 +1,13 @@
-"""Say which programs a probe of a candidate compiles, and put their figures into its closed forms.
+"""List the programs that a candidate's probe compiles; put their figures into its closed forms.
 
 A probe is one stage's programs on the mpmd engine: forward and backward of a chunk in the middle of
 the pipeline, and of the last chunk, which has the head. Its mesh, its microbatch and its policy are
 the candidate's own, so that many candidates share it, whatever their schedule.
 
-What another engine does besides is what its closed form says more than that of the same chunk on
-the mpmd engine: a store of residuals, gathers in steps, sums of gradients by autodiff. Their
-figures have residuals that units hand over, and transfers of the head's parameters, which closed
-forms leave out or count elsewhere: these are taken out. No figure is taken from a whole compiled
+What another engine does in addition is the difference between its closed form and that of the same
+chunk on the mpmd engine: a store of residuals, gathers in steps, sums of gradients by autodiff. The
+figures include residuals that units hand over, and transfers of the head's parameters, which closed
+forms leave out or count elsewhere: these are subtracted. No figure is taken from a whole compiled
 step.
 """
 
@@ -39,7 +39,7 @@ from maxpipe.planning.search.waits import head_wait, unit_waits, waits_of
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.stores import Number
 
-# Of a probed chunk: in a chunk of several, each layer is rematerialised by itself as well.
+# Layers of a probed chunk; where there are several, each is also rematerialised by itself.
 MOST_LAYERS = 2
 LEAST_CHUNKS = 3  # the first, one in the middle, and the last
 MIDDLE = 1  # the chunk that is neither first nor last
@@ -54,10 +54,10 @@ _KEYS = (
 
 
 class UnitFigures(NamedTuple):
-    """What the compiler says of one unit.
+    """What the compiler says about one unit.
 
     Attributes:
-      seconds: that it takes, by the walk of its program.
+      seconds: seconds that it takes, by the walk over its program.
       working: bytes on a device besides its arguments and results.
     """
 
@@ -69,10 +69,10 @@ class Probe(NamedTuple):
     """Programs to compile.
 
     Attributes:
-      config: of the mpmd engine, unresolved.
-      layers: of each of its chunks.
-      chunks: their number.
-      gather: its mode, that of the closed forms it is compared with.
+      config: configuration on the mpmd engine, unresolved.
+      layers: layers of each chunk.
+      chunks: number of chunks.
+      gather: its gather mode, the same as in the closed forms it is compared with.
       splits_backward: whether a backward is an I and a W.
     """
 
@@ -102,17 +102,17 @@ class Probing:
     """A candidate that is to be probed, with its closed forms.
 
     Args:
-      config: of the candidate, unresolved.
-      facts: of the model.
+      config: the candidate's configuration, unresolved.
+      facts: sizes and costs of the model.
       machine: the devices.
 
     Attributes:
-      probe: to compile.
-      text: of the probe, by which candidates share it.
+      probe: the probe to compile.
+      text: the probe's text, by which candidates share it.
 
     Raises:
-      ConfigError: its chunk does not run on the mpmd engine or has no closed form, or the layers of
-        a probe are not those of every chunk.
+      ConfigError: its chunk does not run on the mpmd engine or has no closed form, or its chunks
+        differ in their kinds of layers, so that one probe cannot stand for all.
     """
 
     def __init__(self, config: Config, facts: Facts, machine: Machine):
@@ -145,7 +145,7 @@ class Probing:
             ("zb_h1", "interleaved_zb") if sizes.splits_backward else ("1f1b", "interleaved_1f1b")
         )
         rows = sizes.block.batch // int(sizes.microbatches.flat[0])
-        # An option that the mpmd engine does not take has nothing to do with a unit.
+        # An option that the mpmd engine does not take does not affect a unit.
         unused = [f"pipeline.{name}" for name in ENGINES["mpmd"].unused]
         changes: dict[str, object] = {key: OPTIONS[key].default for key in unused}
         changes |= {
@@ -183,7 +183,7 @@ class Probing:
         return BlockSizes(block, sizes.facts, sizes.tpu)
 
     def seconds(self, figures: Mapping[str, UnitFigures]) -> Seconds:
-        """Return the step that the figures of the probe's units make.
+        """Return the step that follows from the figures of the probe's units.
 
         Raises:
           ValueError: a chunk with the head takes less than one without, or the schedule cannot be
@@ -199,7 +199,7 @@ class Probing:
     def _units(self, figures: Mapping[str, UnitFigures]) -> Units:
         """Return the times of a layer and of the head.
 
-        What a unit waits for is in its program. It is left to the closed forms to be added.
+        A unit's program includes its waits. They are subtracted; the closed forms add them.
         """
         layers, last = self.probe.layers, self.probe.chunks - 1
         closed, twin = (units_of(sizes, self._machine) for sizes in (self._sizes, self._twin))
@@ -226,7 +226,7 @@ class Probing:
         else:
             backward = of_layer("B") - twin.input_gradient - twin.weight_gradient
         handed_over: Number = 0.0
-        if self._sizes.engine.one_program:  # whose closed form has a store of them
+        if self._sizes.engine.one_program:  # its closed form has a store of them
             handed_over = residual_seconds(self._twin, self._machine, self._twin.residuals)
         return Units(
             of_layer("F") - twin.forward - forward_wait - handed_over + closed.forward,
@@ -252,7 +252,7 @@ class Probing:
         return run.makespan - float(run.work.max())
 
     def memory(self, figures: Mapping[str, UnitFigures]) -> float:
-        """Return the bytes of a device with what the probed units work with."""
+        """Return the bytes of a device, with the working memory of the probed units."""
         closed, twin = working_of(self._sizes), working_of(self._twin)
         most = max(figures[f"{kind}{MIDDLE}"].working for kind in self.probe.kinds)
         # What the head needs depends on the engine's share of it, and stays a closed form.

@@ -20,13 +20,13 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     """Return what would fit where nothing does, each found by a search of its own.
 
     Each kind of remedy has an equal share of the time that those before it leave. Where closed
-    forms let pass what the compiler refuses, they are searched with a margin by which they refuse
-    it, too.
+    forms accept what the compiler refuses, the searches use a margin with which they refuse it,
+    too.
 
     Args:
-      plan: in which nothing fits.
-      facts: of the model.
-      note: prints a line.
+      plan: the plan in which nothing fits.
+      facts: sizes and costs of the model.
+      note: function that prints a line.
     """
     request, flag = plan.request, ""
     kinds: dict[str, list[Attempt]] = {}
@@ -61,15 +61,15 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
 
 
 class _Trial:
-    """Searches for anything that fits, until a time is over.
+    """Searches for anything that fits, until the time runs out.
 
     Args:
-      facts: of the model.
-      note: prints a line.
-      seconds: of all searches.
+      facts: sizes and costs of the model.
+      note: function that prints a line.
+      seconds: time limit of all its searches together.
 
     Attributes:
-      is_over: whether the time was over before the end of a search.
+      is_over: whether the time ran out before the end of a search.
     """
 
     def __init__(self, facts: Facts, note: Note, seconds: float):
@@ -78,7 +78,7 @@ class _Trial:
         self.is_over = False
 
     def ends_at(self, attempt: Attempt) -> bool:
-        """Return whether something fits that passes the configuration's checks, or time is over."""
+        """Return whether something fits and passes the configuration's checks, or time ran out."""
         request = attempt.request
         self._note(f"trying      {attempt.words}")
         batches = [*request.batches]
@@ -95,7 +95,7 @@ class _Trial:
 
 
 def _smaller_margin(plan: Plan) -> list[str]:
-    """Return a line with the margin that the least needs, if it is above the limit alone."""
+    """Return a line with the margin at which the smallest candidate fits, if there is one."""
     request, least = plan.request, plan.outcome.least
     capacity, limit = request.machine.capacity, request.limit
     if least is None or capacity is None or limit is None:
@@ -110,7 +110,7 @@ def _smaller_margin(plan: Plan) -> list[str]:
 def refusing_margin(plan: Plan) -> float | None:
     """Return the margin with which closed forms refuse what was compiled or probed; or None.
 
-    None stands for all of the memory, and for a memory that is unknown.
+    It is None if that takes all of the memory, or if the memory is unknown.
     """
     capacity = plan.request.machine.capacity
     memories = [row.candidate.memory for row in plan.misfits if _is_refused(row)]

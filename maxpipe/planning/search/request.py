@@ -40,7 +40,7 @@ class Request:
     """What a command line asks for.
 
     Attributes:
-      path: of the user's file.
+      path: path of the user's file.
       written: the user's configuration, with the other keys that --fix sets.
       config: what all candidates share.
       machine: the devices; with `smallest` those of the smallest slice.
@@ -76,7 +76,7 @@ class Request:
         return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu, self.fixed)
 
     def on(self, topology: str, slices: int | None = None) -> "Request":
-        """Return the same request for another slice; for as many of them if no number is given."""
+        """Return the same request on another slice; on as many as before if no number is given."""
         machine = machine_of(topology, slices or self.machine.slices, self.config)
         config = placed(self.config, machine)
         return dataclasses.replace(self, machine=machine, config=config)
@@ -161,7 +161,7 @@ def _is_read(key: str, flags: argparse.Namespace, config: Config) -> bool:
 
 
 def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
-    """Return the configuration with what --fix says of keys that are not searched.
+    """Return the configuration with what --fix sets of the keys that are not searched.
 
     Raises:
       ConfigError: it breaks a rule; with all problems.
@@ -187,16 +187,16 @@ def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
 
 
 def _of_policies(config: Config, choices: Mapping[str, Sequence[object]]) -> Config:
-    """Return the configuration without tensors to save if no policy that is tried has any."""
+    """Return the configuration without tensors to save if no policy that is tried reads them."""
     return config if _reads_tensors(choices) else update(config, _unsaved())
 
 
 def _unread_tensors(
     arguments: Arguments, config: Config, fixed: Set[str], choices: Mapping[str, Sequence[object]]
 ) -> list[Problem]:
-    """Return a problem if the command line saves tensors, and no policy that is tried reads that.
+    """Return a problem if the command line lists tensors to save that no tried policy reads.
 
-    What a file says of them is dropped, as the policies of candidates are others.
+    What a file lists is dropped without a problem, as candidates have other policies.
     """
     if _reads_tensors(choices):
         return []
@@ -226,7 +226,7 @@ def _unsaved() -> dict[str, object]:
 def _machine(
     flags: argparse.Namespace, config: Config, sources: Mapping[str, str]
 ) -> tuple[Machine, tuple[str, ...]]:
-    """Return the devices, and with --smallest the slices to try, whose first they are.
+    """Return the devices, and with --smallest the slices to try; the devices are the first's.
 
     Raises:
       ConfigError: there are no such devices.

@@ -1,4 +1,4 @@
-"""Hold the rows of a plan: candidates, what the compiler says of them, and why they lose."""
+"""Hold the rows of a plan: candidates, what the compiler says about them, and why they lose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from maxpipe.planning.search.seconds import Seconds
 
 
 class Proof(NamedTuple):
-    """What the compiler says of a candidate.
+    """What the compiler says about a candidate.
 
     Attributes:
       memory: bytes of a device; None if it gave up without a figure.
@@ -19,7 +19,7 @@ class Proof(NamedTuple):
       fits: whether it fits the device.
       failure: why there is no result; "" if there is one.
       compiled_in: seconds of compiling.
-      parts: of the predicted step; None if unknown.
+      parts: parts of the predicted step; None if unknown.
     """
 
     memory: float | None
@@ -34,7 +34,7 @@ class Probed(NamedTuple):
     """What a probe says of a candidate: its closed forms with the compiler's figures of its units.
 
     Attributes:
-      memory: bytes of a device; what one unit needs if that is more than there is.
+      memory: bytes of a device; those of one unit if this alone does not fit.
       seconds: the step; None if a unit does not fit.
     """
 
@@ -47,14 +47,14 @@ class Row:
     """A candidate in the table.
 
     Attributes:
-      candidate: with its closed forms.
-      config: of the candidate, checked.
+      candidate: the candidate, with its closed forms.
+      config: the candidate's configuration, checked.
       reason: why it is not chosen; "" for the winner.
       name: "your configuration", or "".
-      proof: from the compiler; None if it was not compiled.
-      probed: from the compiler's figures of its units; None if it was not probed.
+      proof: the compiler's verdict; None if it was not compiled.
+      probed: prediction with the compiler's figures of its units; None if it was not probed.
       unprobed: why it was not probed where others were; else "".
-      scale: what its closed form is multiplied with where others are probed.
+      scale: factor by which its closed form is multiplied where others are probed.
     """
 
     candidate: Candidate
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def parts(self) -> Seconds:
-        """Return the parts of the step, the compiler's if there are some."""
+        """Return the parts of the step, the compiler's if there are any."""
         if self.proof and self.proof.parts:
             return self.proof.parts
         return self.predicted_parts
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def memory(self) -> float:
-        """Return the bytes of a device, the compiler's if it said them."""
+        """Return the bytes of a device, the compiler's figure if there is one."""
         proved = self.proof.memory if self.proof else None
         return self.predicted_memory if proved is None else proved
 
@@ -118,9 +118,9 @@ class Row:
 
 
 def relative_time(row: Row, best: Row) -> float:
-    """Return the time of a sequence as a multiple of the best's, both by one basis.
+    """Return the time of a sequence as a multiple of the best's, both on one basis.
 
-    That is the compiler if it has timed both, else what is predicted of both without compiling.
+    The basis is the compiler if it has timed both, else the predictions made without compiling.
     """
     if row.basis == best.basis == "compiled":
         return row.per_sequence / best.per_sequence
@@ -128,7 +128,7 @@ def relative_time(row: Row, best: Row) -> float:
 
 
 def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
-    """Rank rows, and say of each what it loses to the first; those that do not fit come last."""
+    """Rank rows, and say why each loses to the first; those that do not fit come last."""
     ranked = sorted(rows, key=lambda row: (not fits(row, request), row.per_sequence))
     if not ranked:
         return []

@@ -17,23 +17,23 @@ from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.pricing import Priced, price
 from maxpipe.planning.search.space import Grid, Space
 
-FITTING_OF_BLOCK = 12  # of the fastest that fit
-NEARLY = 1.01  # times the fastest: less than closed forms can tell
+FITTING_OF_BLOCK = 12  # how many of the fastest that fit are kept
+NEARLY = 1.01  # times the fastest: a smaller difference than closed forms can tell
 
 
 @dataclass
 class Outcome:
-    """What came of a search.
+    """The outcome of a search.
 
     Attributes:
       fitting: candidates within the memory, the fastest first.
-      misfits: those that do not fit and are faster, the fastest first; of each block those that no
+      misfits: faster candidates that do not fit, the fastest first; of each block those that no
         other beats in both time and memory.
-      fastest: seconds of a sequence of the fastest that fits.
-      least: the one that needs least memory; None if none is legal.
+      fastest: seconds per sequence of the fastest candidate that fits.
+      least: the candidate that needs the least memory; None if none is legal.
       tried: number of candidates.
-      fallen: how many fell for each reason.
-      priced_seconds: how long it took.
+      fallen: number of candidates that were dropped for each reason.
+      priced_seconds: how long the search took.
     """
 
     fitting: list[Candidate] = field(default_factory=list)
@@ -53,7 +53,7 @@ def search(
     Args:
       space: what is tried.
       machine: the devices.
-      facts: of the model.
+      facts: sizes and costs of the model.
       batches: global batches to try, in sequences.
       limit: bytes that a device may use; None if unknown.
     """
@@ -76,7 +76,7 @@ def search(
 def fitting_of_blocks(
     space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
 ) -> Iterator[list[Candidate]]:
-    """Yield the fastest of each block that fit, as soon as it is priced; see `search`."""
+    """Yield each block's fastest candidates that fit as soon as it is priced; see `search`."""
     legality, counted = Legality(space.config, machine.hosts), Outcome()
     for block in blocks(space, legality, batches, counted):
         of_block = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
@@ -100,7 +100,7 @@ def blocks(
                 if reason := reasons[grid] or legality.of_engine(engine) or unkept:
                     count = math.prod(block.shape)
                     outcome.tried += count
-                    outcome.fallen += Counter({reason: count})  # none where it is 0
+                    outcome.fallen += Counter({reason: count})  # no entry where count is 0
                 else:
                     yield block
 
@@ -130,10 +130,10 @@ def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None
 def _ranked(
     seconds: np.ndarray, tiles: np.ndarray, memory: np.ndarray, *, has_limit: bool
 ) -> np.ndarray:
-    """Return the places of the fastest first; of equally fast ones of fewer tiles, of less memory.
+    """Return places, the fastest first; equally fast ones by fewer tiles, then by less memory.
 
-    Without a limit that keeps memory in bounds, the one of least memory stands for all that are
-    nearly as fast as the fastest.
+    Without a limit that keeps memory in bounds, the one with the least memory stands for all that
+    are nearly as fast as the fastest.
     """
     if has_limit:
         return np.lexsort((memory, tiles, np.round(seconds, 9)))
@@ -143,7 +143,7 @@ def _ranked(
 
 
 def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return the places of those that no other beats in both, the fastest first."""
+    """Return the places of candidates that no other beats in both, the fastest first."""
     order = np.lexsort((memory, seconds))
     least = np.minimum.accumulate(memory[order])
     return order[np.diff(least, prepend=math.inf) < 0]

@@ -40,15 +40,15 @@ class Waits(NamedTuple):
     """Seconds of transfers of one layer or one microbatch, as if nothing hid them.
 
     Attributes:
-      gather: of a layer's weights.
+      gather: gather of a layer's weights.
       scatter: sum of a layer's gradients over the devices that share its weights.
-      forward, backward: of activations within a layer, which the next product waits for.
+      forward, backward: transfers of activations in a layer, which the next product waits for.
       gradient: sum of a layer's gradients over copies of its weights, where every unit has one.
-      permute: of activations to the next stage.
+      permute: transfer of activations to the next stage.
       reduction: sum of the other gradients over copies of the parameters, once a step.
       outer: gathers and sums of embedding and head, once.
-      dealt: of a microbatch's activations between the ends of the model and stages in other slices.
-      outside: gathers of a layer outside the pipeline and sums of its gradients, of a whole step.
+      dealt: transfers of a microbatch between the ends of the model and stages in other slices.
+      outside: gathers of a layer outside the pipeline and sums of its gradients, in a whole step.
     """
 
     gather: Number
@@ -83,16 +83,16 @@ class Seconds(NamedTuple):
 
 
 def roofline(flops: Number, peak: float, moved: Number, bandwidth: float) -> Number:
-    """Return the seconds of products that compute and move so much."""
+    """Return the seconds of products that do `flops` and move `moved` bytes."""
     return np.maximum(np.divide(flops, peak), np.divide(moved, bandwidth))
 
 
 def exposed(transfer: Number, last: Number, compute: Number) -> Number:
-    """Return what is left of transfers that run during computation.
+    """Return the seconds that computation does not hide of transfers that run during it.
 
     Args:
-      transfer: all of a unit's.
-      last: those among them that come after all computation.
-      compute: of the unit.
+      transfer: seconds of all of a unit's transfers.
+      last: the part of them that comes after all computation.
+      compute: seconds of the unit's computation.
     """
     return last + np.maximum(np.subtract(transfer - last, compute), 0.0)

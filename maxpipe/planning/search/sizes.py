@@ -23,8 +23,8 @@ class BlockSizes:
 
     Args:
       block: the candidates.
-      facts: of the model.
-      tpu: of a device; None if it is no TPU.
+      facts: sizes and costs of the model.
+      tpu: the device's chip; None if it is not a TPU.
     """
 
     def __init__(self, block: Block, facts: Facts, tpu: Tpu | None):
@@ -57,7 +57,7 @@ class BlockSizes:
         self.recomputed = along([s.recomputed for s in savings], "policy")
         self.scores_again = along([s.scores_again for s in savings], "policy")
         saves_all = along([s.saves_all for s in savings], "policy")
-        # Layers that are compiled each by itself are gathered before a loop over microbatches.
+        # Layers that are each compiled by itself are gathered before a loop over microbatches.
         self.gathers_before_loop = self.is_unrolled * np.greater(self.microbatches, 1)
         self.keeps_gathered = self.is_unrolled * np.maximum(saves_all, self.gathers_before_loop)
         # What all first dense layers keep of a microbatch, with their inputs.
@@ -73,7 +73,7 @@ class BlockSizes:
         return StageLayers(self.repeats * self.layers, rows * self.layers, self.outside)
 
     def gathers(self, name: str) -> np.ndarray:
-        """Return 1 where weights are gathered so often, else 0."""
+        """Return 1 where weights are gathered as often as `name` says, else 0."""
         return along([float(gather == name) for gather in self.block.gathers], "gather")
 
     @property
@@ -87,7 +87,7 @@ class BlockSizes:
         return self.parameters.layer_gathered > self.parameters.layer_at_rest
 
     def gathers_of_unit(self) -> np.ndarray:
-        """Return how many gathers of a layer there are for each forward where units gather."""
+        """Return the number of gathers of a layer per forward, where units gather."""
         return np.where(self.gathers_before_loop, 1.0 / self.microbatches, 1.0)
 
     def gathers_in_steps(self) -> np.ndarray:
@@ -126,14 +126,14 @@ class BlockSizes:
         return np.array(values, float)[:, :, None, None, None]
 
     def in_flight(self, place: int) -> InFlight:
-        """Return what stages of a place have in flight at their moments, [6, M, V, 1, 1, 1]."""
+        """Return what stages of a place have in flight at fullest moments, [6, M, V, 1, 1, 1]."""
         values = np.array([[p.in_flight for p in row] for row in self.patterns], float)
         of_place = np.moveaxis(values[..., place, :], (0, 1), (-2, -1))
         return InFlight(*of_place[..., None, None, None])
 
     @property
     def is_unrolled(self) -> bool:
-        """Return whether layers without stages are compiled each by itself."""
+        """Return whether layers without stages are each compiled by itself."""
         return not self.engine.has_stages and not self.block.scans
 
     @property

@@ -16,12 +16,12 @@ TRIED_SLICES = 8
 def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
     """Return plans of the smallest slice that trains the model, and of some above it.
 
-    Where nothing fits on any it is the plan of the largest.
+    Where nothing fits on any slice, the only plan is that of the largest.
 
     Args:
-      request: with the slices to try.
-      facts: of the model.
-      note: prints a line.
+      request: the request, with the slices to try.
+      facts: sizes and costs of the model.
+      note: function that prints a line.
 
     Raises:
       ConfigError: what fits does not pass the configuration's own checks, on any slice.
@@ -58,10 +58,10 @@ def holds_state(request: Request, facts: Facts) -> bool:
 
 
 def doubling(topologies: Sequence[str]) -> Iterator[str]:
-    """Yield slices that at least double, after the first few.
+    """Yield the first few slices, then those with at least twice the chips of the one before.
 
     Args:
-      topologies: the smallest first.
+      topologies: slices of one kind, the smallest first.
     """
     last = 0
     for number, topology in enumerate(topologies):

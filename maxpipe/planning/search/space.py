@@ -26,7 +26,7 @@ REPEATS = "pipeline.num_repeats"
 BATCH = "data.global_batch_size"
 GATHERS = "pipeline.fsdp_gather"
 SCANS = "pipeline.scan_layers"
-MOST_UNROLLED = 64  # layers, for each is compiled by itself
+MOST_UNROLLED = 64  # layers, since each is compiled by itself
 SEARCHED = (
     *MESH_KEYS,
     "pipeline.engine",
@@ -54,8 +54,8 @@ FOLLOWING = (
     "compile.topology",
     "mesh.simulated_devices",
 )
-# A file need not have values of these that go together: candidates have others. Of the searched
-# keys its batch, tiles and schedule stay where nothing else is tried.
+# A file's values of these need not be consistent, since candidates have others. Of the searched
+# keys, the file's batch, tiles and schedule stay where nothing else is tried.
 UNDECIDED = (
     *MESH_KEYS,
     "mesh.simulated_devices",
@@ -97,7 +97,7 @@ class Grid(NamedTuple):
 
     @property
     def layer_shards(self) -> int:
-        """Return over how many devices a layer computes the same tokens."""
+        """Return the number of devices that share the computation of a layer on the same tokens."""
         others = {*MESH_AXES} - _BATCH_AXES - {"stage", "context"}
         count = 1
         for axis in others:
@@ -117,7 +117,7 @@ class Space:
       config: what all candidates share.
       devices, slices: JAX devices over all slices, and slices.
       choices: values of searched keys that the user gave; others are enumerated.
-      is_tpu: whether a loop over layers copies what it saves, so that unrolling it may pay.
+      is_tpu: whether devices are TPUs; loops there copy what they save, so unrolling may pay.
       fixed: keys of `choices` whose one value every candidate has.
     """
 
@@ -185,13 +185,13 @@ class Space:
         ]
 
     def values(self, key: str, engine: str) -> Sequence[object]:
-        """Return the values of a key that no other key decides."""
+        """Return the values to try of a key that no other key decides."""
         if not ENGINES[engine].takes(key):
             return [get(self.config, key)]
         if key in self.choices:
             return [*self.choices[key]]
         if key == "pipeline.remat_policy":
-            # Nothing is known of how fast a host's memory is, so that offloading has no price.
+            # The speed of a host's memory is not known, so that offloading has no price.
             policies = REMAT_POLICIES.items()
             return [name for name, p in policies if not (p.by_tensor or p.host)]
         if key == "model.logit_tiles":
@@ -201,7 +201,7 @@ class Space:
         return [get(self.config, key)]
 
     def scans(self, engine: str) -> list[bool]:
-        """Return whether an engine's layers are a loop: the values to try, if it takes any."""
+        """Return the values of `scan_layers` to try; True alone if the engine does not take it."""
         if not ENGINES[engine].takes(SCANS):
             return [True]
         if SCANS in self.choices:
@@ -221,13 +221,13 @@ class Space:
             return [1]
         chosen = [int(str(n)) for n in self.choices.get(REPEATS, ())]
         if own := SCHEDULES[schedule].repeats:
-            # What --fix says otherwise is counted as not kept.
+            # A --fix that says otherwise is counted as not kept, see `unkept`.
             is_tried = REPEATS in self.fixed or own in (chosen or [own])
             return [own] if is_tried else []
         return chosen or divisors(max(1, self.config.model.stacked_layers // stages))
 
     def unkept(self, engine: str, schedule: str) -> str:
-        """Return which value that --fix gives is not that of a candidate; empty if all are."""
+        """Return which --fix value candidates do not have, and why; empty if they have all."""
         for key in self.fixed:
             (value,) = self.choices[key]
             if reason := self._unkept(key, value, engine, schedule):

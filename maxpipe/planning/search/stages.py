@@ -1,8 +1,8 @@
 """Compute the memory of the fullest stage of a block's candidates on the mpmd engine.
 
-It is that of `planning.stage_memory.StageMemory`, for chunks of equal size. Three stages are looked
-at: the one with the first chunk, the one with the last, which is the same in schedules that turn
-back, and of the others the fullest.
+It follows `planning.stage_memory.StageMemory`, for chunks of equal size. Three stages are compared:
+those with the first and the last chunk, which are the same in schedules that turn back, and the
+fullest of the others.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ def stage_bytes(sizes: BlockSizes, unit: Number, logits: Number, first_excess: N
     """Return the bytes on a device of the fullest stage, an array of the block's dimensions.
 
     Args:
-      sizes: of the block.
+      sizes: sizes and counts of the block's candidates.
       unit: bytes that the largest unit of a middle chunk works with.
       logits: bytes of logits and their gradient, which the last chunk's stage works with before its
         backward begins.
-      first_excess: bytes that a unit of the first chunk works with besides, for first dense layers.
+      first_excess: further bytes that a unit of the first chunk needs for first dense layers.
     """
     turns_back = sizes.of_pattern("turns_back")
     stages: dict[int, tuple[Number, Number]] = {
@@ -43,15 +43,15 @@ def _state(sizes: BlockSizes, first: Number, last: Number) -> Number:
     """Return the bytes of parameters, optimizer state and sums of gradients of a stage.
 
     Args:
-      sizes: of the block.
+      sizes: sizes and counts of the block's candidates.
       first, last: 1 where the stage has the first, or the last, chunk; else 0.
     """
     model, parameters = sizes.config.model, sizes.parameters
     layers = sizes.layers * sizes.repeats
-    # The embedding's have those of the first dense layers.
+    # The embedding's parameters include those of the first dense layers.
     owned = layers * parameters.layer_at_rest + first * parameters.embed_of_stage
     owned = owned + last * parameters.head_of_stage
-    # Tied embeddings are copied to the stage of the head, without an optimizer.
+    # Tied embeddings are copied to the stage of the head, without optimizer state.
     tied = model.tie_embeddings * last
     copied = tied * (1.0 - first) * parameters.embed_of_stage
     whole = layers * parameters.layer_gathered + first * parameters.embed_gathered
@@ -68,8 +68,8 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
     """Return the bytes of chunks in flight on a stage, and of what has arrived there.
 
     Args:
-      sizes: of the block.
-      place: of the stage, as in `InFlight`.
+      sizes: sizes and counts of the block's candidates.
+      place: place of the stage, one of the three in `InFlight`.
       first: 1 where it has the first chunk, which runs the first dense layers, too.
     """
     embed, layers = sizes.config.model.embed_dim, sizes.layers
@@ -85,7 +85,7 @@ def _weights_of_ends(sizes: BlockSizes, first: Number, last: Number) -> Number:
     """Return the bytes of embedding and head as units compute with them, and of their gradients.
 
     Args:
-      sizes: of the block.
+      sizes: sizes and counts of the block's candidates.
       first, last: 1 where the stage has the first, or the last, chunk; else 0.
     """
     parameters, once = sizes.parameters, sizes.gathers_once

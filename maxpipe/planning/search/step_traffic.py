@@ -13,7 +13,7 @@ from maxpipe.planning.stores import FLOAT32, Number
 
 
 def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the seconds of what a step moves besides its units."""
+    """Return the seconds of a step's memory traffic outside its units."""
     parameters = sizes.parameters
     wide = machine.stream_rate(FLOAT32)
     update = update_bytes(sizes.config) * sizes.weights.stored / wide
@@ -27,23 +27,23 @@ def once_seconds(sizes: BlockSizes, machine: Machine) -> Number:
     if not sizes.engine.has_stages:
         several = 1.0 * (sizes.microbatches > 1)
         sums = several * 3 * FLOAT32 * parameters.at_rest / wide
-        # With a loop over layers every microbatch begins with gradients of zero, and the sums over
-        # microbatches begin so, too.
+        # With a loop over layers every microbatch starts from gradients of zero, and so do the sums
+        # over microbatches.
         zeros = parameters.at_rest / machine.zeros_rate
         stacks = sizes.microbatches * (not sizes.is_unrolled)
         return seconds + sizes.microbatches * sums + (stacks + several) * zeros
     zeros = gradient_parameters(sizes, parameters) * sizes.repeats * sizes.layers
     by_layer = sizes.engine.is_differentiated and sizes.config.pipeline.scan_layers_per_stage
     if sizes.engine.one_program and (sizes.block.grid.size("tensor") > 1 or by_layer):
-        # Stores that the partitioner splits are filled, and those that a loop over layers saves,
-        # unless autodiff makes them.
+        # Stores that the partitioner splits are filled with zeros, and so are those that a loop
+        # over layers saves, unless autodiff makes them.
         loops = sizes.engine.is_differentiated * sizes.gathers("per_iteration")
         zeros = zeros + (1.0 - loops) * sizes.tokens * kept_columns(sizes)
     return seconds + zeros / machine.zeros_rate
 
 
 def _switch_seconds(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the seconds in which the stages of the circular engine go from repeat to repeat.
+    """Return the seconds that the stages of the circular engine take to switch between repeats.
 
     In each iteration of a switch they select the weights of either repeat, forwards and backwards,
     and add gradients to the sums of both.

@@ -21,13 +21,13 @@ def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
 
 
 def composed(sizes: BlockSizes, machine: Machine, units: Units, waits: Waits) -> Seconds:
-    """Return the step of units and transfers that take so long, as the schedule runs them."""
+    """Return the step of given units and transfers, as the schedule runs them."""
     products = _products(sizes, machine, units)
     return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
 
 
 def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
-    """Return the seconds of all that is no waiting and no bubble."""
+    """Return the seconds of everything except waiting and bubble."""
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
     outside = sizes.outside * units.layer + first_layers(sizes, machine)
@@ -36,7 +36,7 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
 
 
 def _share_of_outside(sizes: BlockSizes) -> Number:
-    """Return which part of the work of layers outside the pipeline a device has.
+    """Return a device's share of the work of layers outside the pipeline.
 
     One program divides it among the stages, lockstep engines by whole sequences.
     """
@@ -62,12 +62,12 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
         transfers = sizes.of_pattern("transfers") * waits.permute
     if sizes.engine.lockstep:
         transfers = transfers + _late_transfers(sizes, units, waits)
-    # Embedding and head are gathered for every microbatch, unless once, or by a conveyor of all.
+    # Embedding and head are gathered for every microbatch, or once by mode or with a conveyor.
     times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
     if sizes.engine.has_stages and not sizes.engine.is_differentiated:
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
     once = waits.reduction + times * waits.outer + sizes.outside * waits.outside
-    # Within layers outside the pipeline activations travel as in others, of a device's share.
+    # In layers outside the pipeline activations travel as in others, for a device's share of them.
     in_outside = sizes.outside * _share_of_outside(sizes) * (waits.forward + waits.backward)
     per_microbatch = sizes.microbatches * (waits.dealt + in_outside)
     return per_unit + gathered + transfers + once + per_microbatch

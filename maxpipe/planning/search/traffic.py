@@ -51,10 +51,10 @@ def layer_traffic(
     """Return what a layer of a model moves.
 
     Args:
-      sizes: of the block.
-      machine: that runs it.
-      parameters: of the model.
-      layer: of the model.
+      sizes: sizes and counts of the block's candidates.
+      machine: the machine that runs it.
+      parameters: the model's parameters on a device.
+      layer: costs of one layer of the model.
       stored: width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)
@@ -68,7 +68,7 @@ def layer_traffic(
     sequence = sizes.itemsize * sizes.tokens * context * layer.key_values * (context > 1)
     rows = residual_seconds(sizes, machine, layer.rows)
     return Traffic(
-        # What makes residuals writes them into the store; what reads them gets a copy.
+        # The operation that makes residuals writes them to the store; their reader gets a copy.
         written=each,
         read=2 * each,
         stashed=stash,
@@ -84,14 +84,14 @@ def layer_traffic(
 
 
 def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Number:
-    """Return the seconds in which residuals of a layer, of that width, are written or read."""
+    """Return the seconds to write or read a layer's residuals of width `stored`."""
     return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
 
 
 def _weights(
     sizes: BlockSizes, machine: Machine, parameters: Parameters, layer: LayerCosts
 ) -> tuple[Number, Number]:
-    """Return the seconds in which F, and the backward, prepare the weights of a layer."""
+    """Return the seconds that F, and the backward, take to prepare the weights of a layer."""
     size, rate = sizes.itemsize, machine.stream_rate(sizes.itemsize)
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
     is_gathered = parameters.layer_gathered > parameters.layer_at_rest
@@ -114,17 +114,17 @@ def _weights(
     once = sizes.gathers("once")
     copied = once * parameters.layer_gathered + (1.0 - once) * parameters.layer_at_rest
     copy = 2 * size * copied / rate
-    # A chunk is copied out of its stage's, and each of its layers out of the chunk.
+    # A chunk's weights are copied from its stage's, and each layer's from the chunk's.
     unrolled = (sizes.layers > 1) & (not sizes.config.pipeline.scan_layers_per_stage)
     copies = (sizes.repeats > 1) * copy + unrolled * copy
     return gathered + copies, gathered + copies
 
 
 def _copied_experts(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:
-    """Return the bytes that move where a layer's experts are copied out of those of several.
+    """Return the bytes that move where a layer's experts are copied from an array of several.
 
-    Kernels read whole arrays. What is gathered for a single layer is one. Where the circular
-    engine's weights are whole, `_weights` has counted their copies.
+    Kernels read whole arrays. Weights gathered for a single layer are a whole array already. Where
+    the circular engine's weights are whole, `_weights` has counted their copies.
     """
     copy = 2 * sizes.itemsize * layer.expert_weights
     is_split = parameters.layer_gathered > parameters.layer_at_rest
@@ -142,16 +142,16 @@ def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> 
     if sizes.is_written_out:
         # Kernels of experts make gradients in the dtype of the weights.
         converted = (sizes.itemsize + FLOAT32) * layer.expert_weights
-        # In rings each device copies a part to send it, adds what arrives to those that it sends
-        # on, and reads what arrives last.
+        # In rings each device copies a part to send it, adds what arrives to the parts that it
+        # sends on, and reads what arrives last.
         part, whole = parameters.layer_at_rest, parameters.layer_gathered
         sent_on = np.maximum(whole - 2 * part, 0.0)
         ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * sent_on
-        # What makes gradients adds them to the sums.
+        # The operation that makes gradients adds them to the sums.
         return 2 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
     if not sizes.engine.has_stages:
-        # The loop over layers puts them into a stack. Of unrolled layers what adds them to the sums
-        # over microbatches reads them, see `step_traffic`.
+        # The loop over layers puts them into a stack. Without the loop they are read when they are
+        # added to the sums over microbatches, see `step_traffic`.
         is_added = sizes.is_unrolled * np.greater(sizes.microbatches, 1)
         return (1.0 - is_added) * (sizes.itemsize + FLOAT32) * count
     return (2 * FLOAT32 + sizes.itemsize) * count
@@ -161,6 +161,6 @@ def gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
     """Return the parameters of a layer whose gradients one unit adds to a sum."""
     is_whole: Number = 0.0
     if sizes.engine.has_stages:
-        # Those of the repeats at work are summed whole, and become shards when they are done.
+        # Gradients of the repeats at work are summed whole, and become shards when these are done.
         is_whole = sizes.gathers("once") + sizes.gathers("per_repeat")
     return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest

@@ -16,13 +16,13 @@ from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.traffic import layer_traffic
 from maxpipe.planning.stores import FLOAT32, Number
 
-# What a logit takes between the products of the head, as bytes of a device's memory: by XLA's
-# estimates of 2048 x 151936 logits 14 on v5p and 17 on v5e.
+# Bytes that move through a device's memory per logit between the products of the head: by XLA's
+# estimates of 2048 x 151936 logits, 14 on v5p and 17 on v5e.
 _LOGIT_BYTES = 16
 
 
 class _Layer(NamedTuple):
-    """Times of a layer for one microbatch, as of `Units`."""
+    """Times of a layer for one microbatch, as in `Units`."""
 
     forward: Number
     input_gradient: Number
@@ -45,14 +45,14 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
     if not sizes.engine.lockstep:
         stored = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
     layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
-    # A lockstep engine begins their backward at the tokens.
+    # A lockstep engine starts their backward from the tokens, with a forward of its own.
     return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
 
 
 def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return 1 where a backward of several layers computes what is cheap once more, else 0.
+    """Return 1 where a backward of several layers computes cheap values once more, else 0.
 
-    It holds the results of products alone then, see `planning.remat_cheap`.
+    It then holds only the results of products, see `planning.remat_cheap`.
     """
     pipeline, engine = sizes.config.pipeline, sizes.engine
     several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
@@ -72,8 +72,8 @@ def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
     """Return the time of logits, loss and their gradients for one microbatch.
 
-    Of the devices of a pipeline in one program each has a share: of every microbatch's tokens on a
-    lockstep engine, else of the microbatches.
+    In a pipeline of one program each stage has a share: of every microbatch's tokens on a lockstep
+    engine, otherwise of the microbatches.
     """
     engine, size = sizes.engine, sizes.itemsize
     count = sizes.weights.projection  # the table, where embeddings are tied
@@ -102,18 +102,18 @@ def _layer(
     """Return the times of a layer of a model.
 
     Args:
-      sizes: of the block.
-      machine: that runs it.
-      facts: of the model.
+      sizes: sizes and counts of the block's candidates.
+      machine: the machine that runs it.
+      facts: sizes and costs of the model.
       recomputed: share of the forward that the backward computes again.
-      again: how often it makes what lies between products once more.
+      again: 1 where the backward also recomputes what lies between products, else 0.
       stored: width of the residuals that go to a store.
     """
     axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
     layer, parameters = facts.layer(axes), facts.parameters(axes)
     peak = machine.peak * machine.matrix_efficiency
     moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
-    # Experts run in kernels, whose share of the peak is taken to be that of attention's.
+    # Experts run in kernels, which are taken to reach the same share of the peak as attention's.
     of_experts = layer.expert_flops / machine.attention_peak()
     others = (layer.weight_flops - layer.expert_flops) / peak
     products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)

@@ -13,10 +13,10 @@ from maxpipe.sharding.collectives import EXPERT_AXIS
 
 
 class _Costs:
-    """Seconds of a byte in collectives along the axes of a block's mesh; 0 along one of size 1.
+    """Seconds per byte in collectives along the axes of a block's mesh; 0 along one of size 1.
 
     Args:
-      sizes: of the block.
+      sizes: sizes and counts of the block's candidates.
       machine: the devices.
     """
 
@@ -35,16 +35,16 @@ class _Costs:
         self._scatter = self.gather if is_whole_torus else self._each["fsdp"]
 
     def of(self, axis: str) -> float:
-        """Return the seconds of a byte along an axis."""
+        """Return the seconds per byte along an axis."""
         return self._each[axis]
 
     def of_sum(self, *axes: str) -> Number:
-        """Return the seconds in which n devices sum up a byte: 2 (n - 1) / n, over all links."""
+        """Return the seconds per byte of a sum over n devices: 2 (n - 1) / n, over all links."""
         count = math.prod(map(self._grid.size, axes))
         return 2 * (count - 1) / count * _joint(*(self._each[axis] for axis in axes))
 
     def scatter(self, by_partitioner: Number) -> Number:
-        """Return the seconds of a byte of a gradient, which is summed up over fsdp and cut.
+        """Return the seconds per byte of a gradient that is summed over fsdp and cut.
 
         Over most whole slices the partitioner sums whole gradients, see `Machine.sums_whole`.
         """
@@ -77,14 +77,14 @@ def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
 def _activation_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
     """Return the seconds of a layer's transfers of activations, forwards and backwards.
 
-    With A bytes of activations, A' of them in float32, K bytes of keys and values, and c of an axis
-    the seconds of a byte, a forward takes
+    With A bytes of activations (A' in float32), K bytes of keys and values, and c(axis) the seconds
+    per byte along an axis, a forward takes
 
         2 A c(sum over tensor) + K (context - 1) c(context) + (A + A') (expert - 1) c(expert)
 
-    since layers sum up twice, and every device gets the tokens of all that have other experts and
-    sends sums back. A backward takes as long, and once more for what it computes again; but keys
-    are gathered again if there is any of that, and their gradients are summed up in float32.
+    since layers sum twice, and every device gets the tokens of all devices with other experts and
+    sends sums back. A backward takes as long, and again for the share that it recomputes; but keys
+    are gathered again if it recomputes anything, and their gradients are summed in float32.
     """
     grid, embed = sizes.block.grid, sizes.config.model.embed_dim
     activations = sizes.tokens * sizes.itemsize * embed
@@ -99,11 +99,11 @@ def _activation_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]
 
 
 def _gradient_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
-    """Return the seconds in which units sum up a layer's gradients: over fsdp, and over copies.
+    """Return the seconds in which units sum a layer's gradients: over fsdp, and over copies.
 
-    With G and L weights of a layer, gathered and at rest, and O of G that are of no expert, of b
-    and g bytes, the first takes b (G - L) c(scatter), and the second, where autodiff has units sum
-    up, g (L c(sum over data and context) + O / fsdp c(sum over expert)).
+    With G and L weights of a layer, gathered and at rest, of which O of G belong to no expert, and
+    b and g bytes per gradient, the first takes b (G - L) c(scatter); the second, where autodiff
+    makes units sum, takes g (L c(sum over data and context) + O / fsdp c(sum over expert)).
     """
     grid, parameters = sizes.block.grid, sizes.parameters
     by_autodiff, fsdp = _by_autodiff(sizes), grid.size("fsdp")
@@ -125,10 +125,10 @@ def _gradient_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
 def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
     """Return the seconds in which gradients are summed over copies once a step.
 
-    Those are all gradients in float32, but where autodiff has units sum up those of layers: then
-    they are those of embedding and head in the dtype of activations (for each microbatch without
-    stages), and over context those of layers that a loop over several repeats sums up. Over fsdp
-    they are those of parameters that it does not divide.
+    These are all gradients, in float32. Where autodiff makes units sum those of layers, only those
+    of embedding and head remain, in the dtype of activations (for each microbatch without stages),
+    and over context those of layers that a loop over several repeats sums. Over fsdp they are those
+    of parameters that it does not divide.
     """
     parameters, by_autodiff = sizes.parameters, _by_autodiff(sizes)
     outer, all_others = parameters.outer_at_rest, parameters.at_rest - parameters.outer_at_rest
@@ -147,7 +147,7 @@ def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 
 
 def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
-    """Return the seconds in which embedding and head are gathered and their gradients summed up.
+    """Return the seconds in which embedding and head are gathered and their gradients summed.
 
     Both take all links along fsdp and stage, or along fsdp where each lies on one stage. Stages in
     other slices exchange shards, see `sharding.torus`.
@@ -171,12 +171,12 @@ def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 
 
 def _outside_wait(sizes: BlockSizes, costs: _Costs) -> Number:
-    """Return the seconds in which a layer outside the pipeline is gathered and summed up in a step.
+    """Return the seconds in which a layer outside the pipeline is gathered and summed in a step.
 
     It is split over fsdp and stage. A lockstep engine gathers it once a step, or for the forward
-    and for the backward of each microbatch, and sums up its gradients once or for each microbatch.
-    The circular engine gathers it for all forwards and for all backwards; with each microbatch of a
-    stage autodiff sums up whole gradients over all devices with other microbatches.
+    and for the backward of each microbatch, and sums its gradients once or for each microbatch. The
+    circular engine gathers it once for all forwards and once for all backwards; for each microbatch
+    of a stage autodiff sums whole gradients over all devices with other microbatches.
     """
     if not (sizes.engine.has_stages and sizes.engine.one_program):
         return 0.0
@@ -200,7 +200,7 @@ def _outside_wait(sizes: BlockSizes, costs: _Costs) -> Number:
 
 
 def _dealt_wait(sizes: BlockSizes, costs: _Costs, activations: Number) -> Number:
-    """Return the seconds in which stages in other slices get their part of a microbatch's ends.
+    """Return the seconds in which stages in other slices get their part of embedding and head.
 
     Lockstep engines spread embedding and head over the stages: activations are joined after the
     lookup, dealt before the head, and their gradients the other way around. Within a slice that
@@ -212,14 +212,14 @@ def _dealt_wait(sizes: BlockSizes, costs: _Costs, activations: Number) -> Number
 
 
 def _sums_context_once(sizes: BlockSizes) -> Number:
-    """Return 1 where a differentiated loop over several repeats sums up over context, else 0."""
+    """Return 1 where a differentiated loop over several repeats sums once over context, else 0."""
     return sizes.engine.has_stages * np.greater(sizes.repeats, 1)
 
 
 def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
     """Return the seconds of transfers of the head's parameters in units of the mpmd engine.
 
-    The last chunk's units gather them over fsdp, and sum up their gradients, for each microbatch.
+    The last chunk's units gather them over fsdp, and sum their gradients, for each microbatch.
     """
     grid, parameters = sizes.block.grid, sizes.parameters
     size = grid.size("fsdp")
@@ -251,15 +251,15 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
 
 
 def _gradient_bytes(sizes: BlockSizes) -> Number:
-    """Return the bytes of a gradient that is on its way to be summed up over fsdp."""
-    # In steps the first goes as it was computed, to the neighbour that adds to it in float32.
+    """Return the bytes of a gradient on its way to be summed over fsdp."""
+    # In steps the first goes as it was computed; the neighbour adds to it in float32.
     steps = max(sizes.block.grid.size("fsdp") - 1, 1)
     in_steps = (sizes.itemsize + FLOAT32 * (steps - 1)) / steps
     return np.where(sizes.gathers_in_steps(), in_steps, _summed_bytes(sizes))
 
 
 def _summed_bytes(sizes: BlockSizes) -> float:
-    """Return the bytes of a gradient that a collective sums up."""
+    """Return the bytes of a gradient that a collective sums."""
     return FLOAT32 if sizes.is_written_out else sizes.itemsize
 
 
@@ -271,6 +271,6 @@ def _by_autodiff(sizes: BlockSizes) -> Number:
 
 
 def _joint(*costs: Number) -> Number:
-    """Return the seconds of a byte in collectives along several axes, which use all their links."""
+    """Return the seconds per byte in collectives along several axes, which use all their links."""
     rates = [1 / cost for cost in costs if np.any(cost)]
     return 1 / sum(rates) if rates else 0.0

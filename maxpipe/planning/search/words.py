@@ -55,7 +55,7 @@ def _value(setting: Setting) -> object:
 
 
 def problems_of(fixed: dict[str, list[object]], tried: dict[str, list[object]]) -> list[Problem]:
-    """Return what is wrong with values of --fix and --try that a configuration may have."""
+    """Return what is wrong with values of --fix and --try, each legal in a configuration."""
     problems = [
         Problem(
             "",

@@ -1,4 +1,4 @@
-"""Write a row of the plan as a YAML file that is complete: it runs from any folder."""
+"""Write a row of the plan as a complete YAML file, which runs from any folder."""
 
 import glob
 import importlib.metadata
@@ -32,8 +32,8 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
     """Return the YAML of a row, with its prediction in comments.
 
     Args:
-      plan: that the row is of.
-      row: what is written.
+      plan: the plan that the row belongs to.
+      row: the row to write.
       words: the command line after the command.
     """
     machine, margin = plan.request.machine, plan.request.margin
@@ -61,7 +61,7 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
 
 
 def versions() -> str:
-    """Return the versions of what predicts, those that are installed."""
+    """Return the versions of the packages that predictions depend on, where installed."""
     installed = []
     for package in _PACKAGES:
         try:
@@ -80,7 +80,7 @@ def _keys(row: Row) -> set[str]:
     keys = {key for key in OPTIONS if is_set(config, key)}
     if row.name != OWN:
         keys |= {*SEARCHED} - {*MESH_KEYS}
-    if config.model.from_hf:  # whose config.json has the shape, but for padding of the vocabulary
+    if config.model.from_hf:  # its config.json has the shape, except padding of the vocabulary
         keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
         keys.add(VOCABULARY)
     return {key for key in keys if ENGINES[config.pipeline.engine].takes(key)}
@@ -100,7 +100,7 @@ def _located(config: Config) -> Config:
 
 
 def _absolute(path: str) -> str:
-    """Return a path, or several separated by commas, from the root, if something is there."""
+    """Return a path, or several separated by commas, as absolute paths where they exist."""
     scheme, paths = split_scheme(path)
     parts = (part.strip() for part in paths.split(","))
     located = (os.path.abspath(part) if part and _is_local(part) else part for part in parts)
