@@ -1,8 +1,8 @@
 """Run the layers of one chunk, and decide what their forward saves for their backward.
 
-The backward computes the rest again. A policy of rematerialisation is data, see
-`maxpipe.config.catalog.RematPolicy`: names that the model gives tensors with `checkpoint_name`, and
-where these tensors are saved. Weights are never saved, gathered or not: the backward has them
+The backward computes the rest again. A rematerialisation policy is data, see
+`maxpipe.config.catalog.RematPolicy`: the names that the model gives tensors with `checkpoint_name`,
+and where these tensors are saved. Weights are never saved, gathered or not: the backward has them
 anyway, and a pipeline would save a copy in every iteration.
 
 Letters: see `maxpipe.pipeline`.
@@ -32,7 +32,7 @@ from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
 Function = Callable[..., Any]
-SavePolicy = Callable[..., bool]  # of `jax.checkpoint`
+SavePolicy = Callable[..., bool]  # a policy of `jax.checkpoint`
 # (layer parameters, layer index, activations [B, T, D], side inputs, key of the step or None) ->
 # (activations [B, T, D], auxiliary losses)
 LayerFn = Callable[
@@ -41,8 +41,8 @@ LayerFn = Callable[
 
 LAYER_INPUT = "layer_input"
 
-# What a weight passes through between rest and a matrix product. For activations these operations
-# cost next to nothing, so recomputing them is no loss there.
+# Operations on a weight between its storage and a matrix product. For activations they cost next to
+# nothing, so recomputing them is no loss there.
 _COPIES = frozenset(
     {
         "gather",
@@ -61,11 +61,11 @@ _COPIES = frozenset(
     }
 )
 
-# What reads their results computes them again within itself, sooner than it would read a copy. In
-# norms and rotations they are float32, twice as large as what they are made of. What a barrier
-# makes an array of its own is element-wise as well. Comparisons are not among them: a mask takes a
-# byte, and random bits of which it is made four. Nor are sums: XLA adds terms before it rounds
-# them, and what is saved of the terms is rounded.
+# XLA fuses these into the operations that read their results: recomputing them there is faster than
+# reading a copy. In norms and rotations they are float32, twice the size of their operands. Results
+# that a barrier keeps apart are element-wise as well. Comparisons are not listed: a mask takes one
+# byte an element, the random bits that it is made from take four. Nor are sums: XLA adds terms
+# before it rounds them, and saved terms are rounded.
 _ELEMENTWISE = frozenset(
     {
         "abs",
@@ -100,7 +100,7 @@ _RECOMPUTED = _COPIES | _ELEMENTWISE
 def layer_function(
     program: ModelProgram, prepare: Callable[[Params], Params], *, padded: bool
 ) -> LayerFn:
-    """Return one layer as engines apply it.
+    """Return the function with which engines apply one layer.
 
     Args:
       program: the model.
@@ -114,7 +114,7 @@ def layer_function(
     def apply(
         layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        # Indices are of the layers with the same parameters, which come after the first ones.
+        # `index` counts the stacked layers, which come after the first dense ones.
         number = index + config.first_dense_layers if config.first_dense_layers else index
         layer_key = _layer_key(program, key, number)
         y, aux = program.block(prepare(layer), x, side._replace(layer_index=number), layer_key)
@@ -140,7 +140,7 @@ def apply_first_layers(
     Args:
       program: the model.
       layers: {"0": ..., "1": ...}, empty without such layers.
-      prepare: as of `layer_function`.
+      prepare: as in `layer_function`.
       policy: what a layer saves besides its input.
       x: activations [B, T, D].
       side: side inputs of the microbatch.
@@ -175,13 +175,13 @@ def apply_layers(
     """Apply consecutive layers.
 
     Args:
-      layer_fn: from `layer_function`, perhaps rematerialised.
-      layers: leaves [L, ...]; without `scan` perhaps those of each layer by itself.
-      index: int32 [L], indices in model order.
+      layer_fn: the result of `layer_function`, perhaps rematerialised.
+      layers: parameters, leaves [L, ...]; without `scan` perhaps a tuple with one tree per layer.
+      index: the layers' indices in model order, int32 [L].
       x: activations [B, T, D].
       side: side inputs of the microbatch.
       key: key of the step or None.
-      scan: compile one layer in a loop; otherwise L copies.
+      scan: whether to compile one layer in a loop, not L copies.
 
     Returns:
       (activations, auxiliary losses summed over layers and sequences).
@@ -207,7 +207,7 @@ def apply_layers(
 
 
 def sum_where(is_counted: jax.Array, aux: AuxiliaryLosses) -> AuxiliaryLosses:
-    """Sum auxiliary losses [R, ...] over those of R parts that count, bool [R]."""
+    """Sum auxiliary losses [R, ...] over the parts that `is_counted`, bool [R], selects."""
 
     def total(a: jax.Array) -> jax.Array:
         mask = jnp.expand_dims(is_counted, range(1, a.ndim))
@@ -217,7 +217,7 @@ def sum_where(is_counted: jax.Array, aux: AuxiliaryLosses) -> AuxiliaryLosses:
 
 
 def remat_policy(config: PipelineConfig) -> RematPolicy:
-    """Return `pipeline.remat_policy`; `custom` is made of `pipeline.remat_tensors`."""
+    """Return `pipeline.remat_policy`; `custom` is built from `pipeline.remat_tensors`."""
     policy = REMAT_POLICIES[config.remat_policy]
     if not policy.by_tensor:
         return policy
@@ -248,12 +248,12 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
 
     Args:
       f: the function.
-      policy: what it saves.
+      policy: which tensors it saves, and where.
       prevent_cse: keep XLA from merging what the backward recomputes with the forward, which would
         save it after all. Not needed where the two are in different loops, or where the backward
-        reads what the forward has stored at indices that only a run knows: XLA does not merge them
-        there, and what prevents it makes a copy of all that the backward reads from a stack of
-        saved tensors or of weights.
+        reads what the forward stored at indices known only at run time: XLA does not merge them
+        there, and preventing it would copy everything that the backward reads from a stack of
+        saved tensors or weights.
     """
     saved = _is_worth_saving if policy.everything else _names(policy)
     return jax.checkpoint(f, policy=saved, prevent_cse=prevent_cse)
@@ -262,21 +262,21 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
 class Remat:
     """Rematerialisation of a pipeline's iteration, and of each layer within it.
 
-    With `remat_iterations` an iteration saves what the policy names, of all its layers. The
+    With `remat_iterations` an iteration saves what the policy names, in all its layers. The
     backward computes the rest again for all layers at once. If there are several, it holds only
-    results of matrix products between them, and computes what is cheap once more layer by layer;
-    with `remat_cheap=false` it holds all.
+    results of matrix products between them, and recomputes cheap operations layer by layer; with
+    `remat_cheap=false` it holds everything.
 
-    With `remat_layers` the backward computes one layer at a time again, from that layer's input.
+    With `remat_layers` the backward recomputes one layer at a time, from that layer's input.
     The inputs are saved if iterations are not rematerialised; if they are, the backward computes
     them again too, which makes two passes through each layer.
 
     With neither, an iteration saves what the policy `none` does.
 
     Args:
-      config: `pipeline.*`, resolved.
+      config: the resolved `pipeline` section.
       policy: what is saved where.
-      prevent_cse: as of `checkpoint`.
+      prevent_cse: as in `checkpoint`.
     """
 
     def __init__(self, config: PipelineConfig, policy: RematPolicy, *, prevent_cse: bool = True):
@@ -286,7 +286,7 @@ class Remat:
         self._holds_cheap = config.remat_cheap == "false"
 
     def iteration(self, f: Function) -> Function:
-        """Wrap one iteration of one stage, from the selection of its weights on."""
+        """Wrap one iteration of one stage, including the selection of its weights."""
         policy = RematPolicy((*self._policy.device, LAYER_INPUT), self._policy.host)
         if self._iterations or self._policy.everything:
             policy = self._policy
@@ -304,7 +304,7 @@ class Remat:
         if not self._layers:
             holds_all = is_only or self._holds_cheap or self._policy.everything
             return f if holds_all else checkpoint(f, RematPolicy(NAMED))
-        # XLA would merge the layer's recomputation with that of the iteration.
+        # XLA would merge the layer's recomputation with the iteration's.
         inner = checkpoint(f, self._policy, prevent_cse=self._prevent_cse or self._iterations)
 
         def with_named_input(

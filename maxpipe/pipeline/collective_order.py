@@ -1,12 +1,12 @@
 """Put collectives of a manual program in one order on CPU devices.
 
-XLA's CPU runtime starts a collective as soon as its operands are there, even while a loop or a
+XLA's CPU runtime starts a collective as soon as its operands are ready, even while a loop or a
 conditional that comes before it still runs. A manual program's collectives all have the same
 channel, by which the devices of a process find each other: two that run at once on the same devices
-exchange each other's values, or wait for ever. TPUs and GPUs keep the order of the program.
+exchange each other's values, or wait forever. TPUs and GPUs keep the order of the program.
 
-A barrier is no remedy, since XLA removes it before it schedules. What remains is a dependency on
-values, through a condition that is never true but that XLA does not see through.
+An optimization barrier does not help, since XLA removes it before it schedules. What works is a
+data dependency, through a condition that is never true, which XLA does not notice.
 """
 
 from typing import TypeVar
@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")  # an array or a pytree of arrays
 
 
 def needs_order(mesh: Mesh) -> bool:
-    """Return whether the devices are several CPU devices."""
+    """Return whether the mesh has several devices and they are CPUs."""
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
@@ -27,8 +27,8 @@ def after(values: Tree, *earlier: object) -> Tree:
     """Return `values` unchanged, to be computed once `earlier` has been.
 
     Args:
-      values: pytree of arrays that a collective, or a loop with some, takes.
-      earlier: pytrees of arrays, the results of what has to come first; None is no array.
+      values: operands of a collective, or of a loop with collectives; a pytree of arrays.
+      earlier: results of what must run first, pytrees of arrays; None is ignored.
     """
     leaves = [leaf for leaf in jax.tree.leaves(earlier) if leaf.size]
     if not leaves:

@@ -6,7 +6,7 @@ bound inside another module.
 
 Random numbers, such as dropout masks, differ by microbatch and by stage: both are folded into the
 keys of a bound Linen module or an NNX module. Other state (batch statistics, sown values) can be
-read by stages; what would change it is refused, since no device could return the change.
+read by stages; changes to it are refused, since no device could return the change.
 
 Letters: S stages (the size of the mesh axis), M microbatches, B sequences of a device's batch.
 """
@@ -90,7 +90,7 @@ def execute_pipeline(
 
     Args:
       module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array
-        like the microbatch. A Linen module is bound, if it needs random numbers with `rngs`.
+        like the microbatch. A Linen module must be bound, with `rngs` if it draws random numbers.
       x: batch [B, ...] for the first stage; B is a multiple of M. The other stages use its shape,
         and compute on it while they wait; those results are dropped.
       *args, **kwargs: passed to the module for every microbatch.
@@ -142,7 +142,7 @@ def _run(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> jax.Array:
-    """Run microbatches [M, B / M, ...] through the stages; return what the last stage made."""
+    """Run microbatches [M, B / M, ...] through the stages; return the last stage's results."""
     index, size = _stage(model_axis_name)
     num_microbatches = micro.shape[0]
 
@@ -170,14 +170,14 @@ class PipelineModule(nn.Module):
     Initialise and apply it inside `jax.shard_map`, with any `rngs` that the stages need. Its
     variables have a leading dimension of 1 there, so that `PartitionSpec(model_axis_name)` stacks
     the stages' variables; `nn.Partitioned` names get that axis in front. Each stage draws its own
-    initial values. The variables are those of a submodule with the name that Linen gives a stage,
-    such as `Dense_0`, which is the tree that xlstm-jax's `PipelineModule` has within its
+    initial values. The variables are stored under the name that Linen gives a stage, such as
+    `Dense_0`: the same tree that xlstm-jax's `PipelineModule` has within its
     `ModelParallelismWrapper`.
 
     Attributes:
       model_axis_name: mesh axis of the stages.
       num_microbatches: M.
-      module_fn: builds a stage, a Linen module that maps [B / M, ...] to an array like it.
+      module_fn: function that builds a stage, a Linen module from [B / M, ...] to an array like it.
 
     `__call__` takes and returns what `execute_pipeline` does, and raises the same errors.
 
@@ -256,7 +256,7 @@ def _pure(
     Args:
       module: this device's stage.
       x: a microbatch [B / M, ...].
-      index: of this device's stage.
+      index: the index of this device's stage.
       args, kwargs: further arguments of the module.
 
     Raises:
@@ -353,7 +353,7 @@ def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
 def _advance_counts(module: nnx.Module) -> None:
     """Count one draw from every stream of an NNX module, so that the next call differs.
 
-    A module from outside of the traced function cannot be changed and keeps its counts.
+    A module from outside the traced function cannot be changed and keeps its counts.
     """
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.RngCount) and variable._can_update:
@@ -372,7 +372,7 @@ def _folded(key: jax.Array, microbatch: jax.Array, stage: jax.Array) -> jax.Arra
 
 
 def _stacked(tree: Any, axis: str) -> Any:
-    """Give the values of a stage a leading dimension of 1; boxes name it after the mesh axis."""
+    """Add a leading dimension of 1 to the values of a stage; boxes name it after the mesh axis."""
 
     def stack(leaf: Any) -> Any:
         if not isinstance(leaf, nn.meta.AxisMetadata):

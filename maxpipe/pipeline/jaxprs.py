@@ -12,7 +12,7 @@ Atom = Var | Literal
 CALLS = ("jit", "closed_call")
 CHECKPOINTS = ("remat2",)
 
-# What a program runs on the host for its own sake, such as jax.debug.print.
+# Primitives that call the host for a side effect, such as jax.debug.print.
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 
 _EXPENSIVE = (
@@ -59,9 +59,9 @@ def inline(
     Equations keep the scopes in which they were traced.
 
     Args:
-      program: as traced.
+      program: the traced program.
       calls: names of primitives.
-      make_jaxpr: traces a function in the surroundings in which the program was traced.
+      make_jaxpr: function that traces another in the context in which `program` was traced.
     """
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -88,7 +88,7 @@ def _evaluate(
             body = _within_scopes(eqn, next(inner_jaxprs(eqn)))
             outputs = _evaluate(body, [read(v) for v in eqn.invars], calls)
         else:
-            # JAX evaluates an equation in its scopes (`jax.named_scope`), by which profiles read.
+            # JAX evaluates an equation in its scopes (`jax.named_scope`), which profiles show.
             inputs = variables(eqn.invars)
             alone = part(jaxpr, inputs, [eqn], eqn.outvars)
             outputs = jax.core.eval_jaxpr(alone, (), *map(read, inputs))
@@ -97,7 +97,7 @@ def _evaluate(
 
 
 def _within_scopes(call: JaxprEqn, body: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
-    """Return the body of a call, its equations in the scopes of the call and in their own."""
+    """Return the body of a call, its equations also in the scopes of the call."""
 
     def within(eqn: JaxprEqn) -> JaxprEqn:
         names = call.source_info.name_stack + eqn.source_info.name_stack
@@ -111,7 +111,7 @@ def _within_scopes(call: JaxprEqn, body: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJ
 def part(
     jaxpr: Jaxpr, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Atom]
 ) -> Jaxpr:
-    """Return some equations of a program as a program of their own, which has no constants."""
+    """Return some equations of a program as a separate program without constants."""
     return jaxpr.replace(
         constvars=[],
         invars=list(inputs),
@@ -124,7 +124,7 @@ def part(
 def ancestors(
     equations: Sequence[JaxprEqn], ends: Iterable[Atom], *, with_callbacks: bool = False
 ) -> list[JaxprEqn]:
-    """Return the equations that the ends depend on, in order, and on demand all callbacks."""
+    """Return the equations that the ends depend on, in order, and if wanted all callbacks."""
     needed = set(variables(ends))
     selected = []
     for eqn in reversed(equations):
@@ -148,7 +148,7 @@ def read_by(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, 
 
 
 def calls_back(eqn: JaxprEqn) -> bool:
-    """Return whether an equation runs on the host for its own sake, even if it has no results."""
+    """Return whether an equation calls the host for its side effect, even if it has no results."""
     return eqn.primitive.name in _CALLBACKS
 
 

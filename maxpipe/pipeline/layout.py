@@ -1,7 +1,7 @@
 """Convert layer parameters between disk, [N, ...] in model order, and pipeline, [V + E, S, L, ...].
 
 Layers that run outside the pipeline are stored after the others, in E further rows as if there were
-more repeats, so that they are spread over the stages too. Where each stage has a program of its own
+more repeats, so that they are spread over the stages too. Where each stage has its own program,
 they are part of the first or the last chunk. Letters: see `maxpipe.pipeline`.
 
 Example: S=2, V=2, L=1 and one layer outside, after the pipeline, so N=5 and E=1:
@@ -38,7 +38,7 @@ class StageLayout:
       num_stages, num_repeats: S and V.
       chunk_sizes: layers of each of the V * S chunks in model order.
       num_outside: number of layers that run outside the pipeline.
-      outside_first: whether those come before the pipeline's layers in model order, not after.
+      outside_first: whether they come before the pipeline's layers in model order, not after.
       placement: which chunks a stage holds, `loop` or `v`; see `schedules.table`.
     """
 
@@ -59,7 +59,7 @@ class StageLayout:
 
     @property
     def num_layers(self) -> int:
-        """Return N, layers of the model with the same parameters."""
+        """Return N, the number of stacked layers, those with parameters of equal shapes."""
         return sum(self.chunk_sizes) + self.num_outside
 
     @property
@@ -112,7 +112,7 @@ class StageLayout:
             inside = inside[order[: sum(self.chunk_sizes)]]
         if not self.num_outside:
             return inside
-        # 2. Layers outside: [E, S, L, ...] -> [E S L, ...], the first of which are layers.
+        # 2. Layers outside: [E, S, L, ...] -> [E S L, ...], where layers come first.
         outside = leaf[self.num_repeats :].reshape(-1, *trailing)[: self.num_outside]
         return jnp.concatenate([outside, inside] if self.outside_first else [inside, outside])
 
@@ -131,13 +131,13 @@ class StageLayout:
 
 
 def layers_in_chunks(config: Config) -> range:
-    """Return the model-order indices of the layers in chunks, which need not be all.
+    """Return the model-order indices of the layers that are in chunks, perhaps not all.
 
     Layers outside the pipeline are among them where a unit runs on one stage: there they are part
     of the first or the last chunk.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
     """
     total, inside = config.model.stacked_layers, config.pipeline.parallel_layers
     if not ENGINES[config.pipeline.engine].one_program:
@@ -150,7 +150,7 @@ def build_layout(config: Config) -> StageLayout:
     """Return which layer lives on which stage.
 
     Args:
-      config: resolved, its stages chosen (`planning.auto_stages`).
+      config: the resolved configuration, stages chosen (`planning.auto_stages`).
     """
     assert config.pipeline.layers_per_stage != AUTO, (
         "stages are not chosen; see planning.auto_stages"

@@ -1,7 +1,7 @@
 """Gather weights, sum gradients and send activations along a ring, inside `shard_map`.
 
-Such a program is manual over named mesh axes: arrays are one device's parts, and what moves between
-devices is written out. Over the mesh axes that are not manual XLA's partitioner works as elsewhere.
+Such a program is manual over named mesh axes: arrays are one device's parts, and transfers between
+devices are explicit. Over all other mesh axes XLA's partitioner works as elsewhere.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +21,7 @@ from maxpipe.sharding.torus import ONE_SLICE, Route, gather_dimension, scatter_d
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
 BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
-# Axes over which the scheduled engine's program is manual; the partitioner has the others.
+# Axes over which the scheduled engine's program is manual; the partitioner handles the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
 
 ArrayFunction = Callable[..., jax.Array]
@@ -34,18 +34,18 @@ def manual_part(spec: PartitionSpec) -> PartitionSpec:
 
 
 def is_manual(mesh: Mesh) -> bool:
-    """Return whether no axes but stage and those of the batch have several devices.
+    """Return whether only the stage and batch axes have several devices.
 
-    XLA's partitioner splits nothing within a layer then.
+    XLA's partitioner then splits nothing within a layer.
     """
     return all(size == 1 for axis, size in mesh.shape.items() if axis not in MANUAL_AXES)
 
 
 def automatic_axes() -> set[str]:
-    """Return the mesh axes that a manual program leaves to the partitioner, for one within it.
+    """Return the mesh axes that a manual program leaves to the partitioner, for one inside it.
 
-    These are all of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left
-    to the partitioner there.
+    The inner program must be manual over all of them, even those of size one: XLA of jax 0.12
+    aborts the process otherwise.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -55,20 +55,20 @@ class Gather:
     """Gather of one parameter over the manual axes that split it, and scatter of its gradient.
 
     Called with this device's shard it returns the full parameter, differentiably; `gather` and
-    `scatter` are the two halves for programs that write their backward out.
+    `scatter` are the two halves, for programs with a hand-written backward.
 
     Args:
       spec: the parameter's PartitionSpec, without leading layer dimensions.
       param_dtype: dtype in which it is stored.
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
-      in_use: mesh axes that split the parameter in use, too; it is not gathered over them.
-      route: of gathers and scatters.
+      in_use: mesh axes that split the parameter in use as well; it is not gathered over them.
+      route: the machine's network, which decides the steps of gathers and scatters.
 
     Attributes:
-      spec: as given.
+      spec: the parameter's PartitionSpec, as given.
       axes: the manual axes that split it.
-      gathered_axes: those over which it is gathered.
+      gathered_axes: the axes over which it is gathered.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Gather:
 
         Args:
           shard: this device's part, with any number of leading layer dimensions.
-          leading: for each of them the partitioner's mesh axis that splits it, or None.
+          leading: for each of these dimensions the partitioner's mesh axis that splits it, or None.
         """
         x = shard.astype(self.dtype_of(shard))
 
@@ -124,7 +124,7 @@ class Gather:
         """Return what `gather` returns for a shard without leading dimensions, in steps.
 
         Shards go from neighbour to neighbour. TPU compilers run such transfers while other
-        operations compute, which they do not do with an all-gather.
+        operations compute, but not an all-gather.
         """
 
         def gather(x: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ class Gather:
         return self._on_parts(reduce, leading)(x)
 
     def scatter_in_steps(self, gradient: jax.Array) -> jax.Array:
-        """Return what `scatter` returns but for rounding, in steps as `gather_in_steps`."""
+        """Return what `scatter` returns, up to rounding, in steps like `gather_in_steps`."""
 
         def reduce(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
@@ -163,10 +163,10 @@ class Gather:
         return self._on_parts(reduce)(gradient).astype(jnp.float32)
 
     def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None] = ()) -> ArrayFunction:
-        """Return `f` of arrays of one layout, applied to parts over the partitioner's axes.
+        """Return `f`, applied to each device's part along the partitioner's axes.
 
-        The partitioner does not split the operand of a collective written by hand: it would gather
-        it first.
+        The partitioner does not split the operand of a hand-written collective: it would gather it
+        first.
         """
         automatic = automatic_axes()
         spec = only(PartitionSpec(*leading, *self.spec), automatic)
@@ -177,7 +177,7 @@ class Gather:
         )
 
 
-GatherTree: TypeAlias = "Gather | dict[str, GatherTree]"  # of the structure of some parameters
+GatherTree: TypeAlias = "Gather | dict[str, GatherTree]"  # a tree like the parameters
 
 
 def map_gathers(f: Callable[..., jax.Array], gathers: GatherTree, *trees: Params) -> Params:
@@ -195,7 +195,7 @@ def gather_tree(gathers: GatherTree, params: Params) -> Params:
 
 
 def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) -> Params:
-    """Sum each gradient over the ones of `axes` that do not split its parameter.
+    """Sum each gradient over those `axes` that do not split its parameter.
 
     Over the other axes it has been summed and scattered already.
     """
@@ -209,8 +209,8 @@ def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) ->
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sum over the axes that have more than one device.
 
-    XLA's partitioner fails on a sum over axes of one device each in a program whose axes of several
-    devices are all automatic.
+    XLA's partitioner fails on a sum over axes of size one in a program whose larger axes are all
+    automatic.
     """
     several = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, several) if several else x
@@ -232,12 +232,12 @@ def share_from(x: jax.Array, source: int) -> jax.Array:
     if size == 1:
         return x
     parts = _padded(x, size).reshape(size, -1, *x.shape[1:])  # [n, ...] -> [S, P, ...]
-    # Entry s of the result is what stage s has sent here, [S, P, ...].
+    # Entry s of the result is what stage s sent to this one, [S, P, ...].
     return lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[source]
 
 
 def joined_shares(share: jax.Array, num: int) -> jax.Array:
-    """Return the array [n, ...] whose parts the stages have, on all of them."""
+    """Return on every stage the array [n, ...] that the stages hold in parts."""
     return lax.all_gather(share, "stage", axis=0, tiled=True)[:num]
 
 
@@ -249,7 +249,7 @@ def _padded(x: jax.Array, size: int) -> jax.Array:
 def _gather_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return [..., n * devices, ...] of [..., n, ...]; shards go around in both directions."""
     devices, n, index = lax.axis_size(axis), x.shape[dim], lax.axis_index(axis)
-    # Every part of it is written.
+    # Every element is written below.
     full = lax.empty((*x.shape[:dim], n * devices, *x.shape[dim + 1 :]), x.dtype)
     full = lax.dynamic_update_slice_in_dim(full, x, index * n, dim)
     ahead = back = x
@@ -277,8 +277,8 @@ def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
         def part(number: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, number % devices * n + start, size, dim)
 
-        # The sum of part p starts on the device after p, counted along `shift`, and ends, all the
-        # way around, on p. What leaves first is one gradient, and no sum: its dtype loses nothing.
+        # The sum of part p starts on the device after p, counted along `shift`, goes around the
+        # ring, and ends on p. The first transfer is no sum yet, so `x.dtype` loses nothing.
         total = part(index - shift)
         for step in range(2, devices + 1):
             total = ring(total, devices, shift, axis).astype(jnp.float32) + part(
@@ -294,7 +294,7 @@ def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def ring(x: Tree, size: int, shift: int, axis: str = "stage") -> Tree:
-    """Send every stage's arrays to the stage `shift` places further, in a ring of `size` stages.
+    """Send every stage's arrays to the stage `shift` places further on, in a ring of `size` stages.
 
     Along another mesh axis its devices take the place of the stages.
     """

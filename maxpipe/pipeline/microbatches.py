@@ -12,7 +12,7 @@ ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] 
 
 
 def prepared(batch: Batch, context: int) -> Batch:
-    """Return a global batch as the layers take it.
+    """Return a global batch in the form that the layers take.
 
     Tokens are in the order of their places on the devices along mesh axis `context`, and
     sequence_index int32 [B] is added: the index in the global batch, from which dropout masks are
@@ -24,7 +24,7 @@ def prepared(batch: Batch, context: int) -> Batch:
 
 
 def specs(spec: PartitionSpec) -> dict[str, PartitionSpec]:
-    """Return the PartitionSpecs of a prepared batch, given the one of its [B, T] arrays."""
+    """Return the PartitionSpecs of a prepared batch, given the spec of its [B, T] arrays."""
     return dict.fromkeys(ARRAYS, spec) | {"sequence_index": PartitionSpec(*spec[:1])}
 
 
@@ -55,7 +55,7 @@ def column(batch: Batch, microbatch: jax.Array) -> Batch:
 
 
 def side_inputs(batch: Batch) -> SideInputs:
-    """Return what layers read besides activations, of a prepared batch or of its microbatches."""
+    """Return what layers read besides activations, from a prepared batch or its microbatches."""
     return SideInputs(batch["positions"], batch["segment_ids"], batch["sequence_index"])
 
 

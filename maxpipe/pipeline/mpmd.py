@@ -1,8 +1,8 @@
-"""Pipeline your own model: run a marked training function stage by stage, after any schedule.
+"""Pipeline your own model: run a marked training function stage by stage, in any schedule.
 
 The model is any JAX function of parameters and a batch, such as `apply` of a Flax module and a
-loss. `mark_stage_boundary` says in it where a stage ends; `pipelined` cuts the function and its
-gradient there, and runs the parts on a mesh of devices each, in the order of a schedule's table:
+loss. `mark_stage_boundary` marks where a stage ends; `pipelined` cuts the function and its gradient
+there, and runs each part on its stage's mesh of devices, in the order of a schedule's table:
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import Mesh
@@ -72,33 +72,33 @@ def pipelined(
 ) -> "Pipelined[ResultT]":
     """Return a function that runs on all stages and returns what `function` returns.
 
-    `function(params, batch, *shared)` is called with a microbatch at a time; it is
+    `function(params, batch, *shared)` is called with one microbatch at a time; it is
     `jax.value_and_grad(loss)`, also with `has_aux`, or for an evaluation the loss itself. Every
     number that it returns is averaged over the microbatches (`reduction="mean"`) or added up
-    ("sum"). So a loss that is a mean over rows equals that of the whole batch; one that divides by
+    ("sum"). So a loss that is a mean over rows equals the whole batch's loss; one that divides by
     a number of tokens, which differs between microbatches, needs "sum" and the divisor of the whole
     batch among `shared`.
 
     Args:
-      function: differentiable for its first argument, with G calls of `mark_stage_boundary`.
+      function: differentiable in its first argument, with G calls of `mark_stage_boundary`.
       table: the schedule, from `load_schedule`; `forward_only(table)` for an evaluation.
-      meshes: for each stage a mesh of devices of its own. All have the same axes, whose sizes may
-        differ. Axes are treated as `AxisType.Auto`: XLA lays out what no spec names.
-      param_specs: how parameters, and likewise their gradients, lie on the devices of their stage.
-        By default replicated.
-      batch_specs: how each microbatch does, `PartitionSpec("data")` to divide its rows. By default
-        replicated.
-      reduction: of the results over microbatches.
+      meshes: for each stage a mesh of its own devices. All have the same axes, whose sizes may
+        differ. Axes are treated as `AxisType.Auto`: XLA lays out arrays without a spec.
+      param_specs: layout of parameters and of their gradients on the devices of their stage. By
+        default replicated.
+      batch_specs: layout of each microbatch, such as `PartitionSpec("data")` to divide its rows. By
+        default replicated.
+      reduction: how results are combined over microbatches.
 
     Raises:
-      ValueError: meshes do not fit the table, or have several devices and no spec uses them. When
-        called: marks, table and layouts do not fit; every message has a remedy.
+      ValueError: meshes do not fit the table, or have several devices that no spec uses. At a call:
+        marks, table and layouts do not fit together; every message has a remedy.
     """
     return Pipelined(function, table, meshes, param_specs, batch_specs, reduction)
 
 
 class Pipelined(Generic[ResultT]):
-    """A function over stages, as `pipelined` returns it.
+    """A function that runs over stages, the result of `pipelined`.
 
     A call takes parameters, a batch and further arguments, as the function does:
 
@@ -112,7 +112,7 @@ class Pipelined(Generic[ResultT]):
 
     Attributes:
       table: the schedule.
-      meshes: of the stages.
+      meshes: the mesh of each stage.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Pipelined(Generic[ResultT]):
     def param_shardings(self, params: TreeT, batch: object, *shared: object) -> TreeT:
         """Return where each parameter belongs, a tree of `NamedSharding`s for `jax.device_put`.
 
-        That is on the first stage whose forward reads it. Later stages that read it as well, as
-        with tied weights, get a copy at each call.
+        It belongs on the first stage whose forward reads it. Later stages that read it as well,
+        such as with tied weights, get a copy at each call.
 
         Args:
           params, batch, *shared: as in a call, arrays or `jax.ShapeDtypeStruct`s.
@@ -171,7 +171,7 @@ class Pipelined(Generic[ResultT]):
         return self._program(Arguments(params, batch, shared)).sliced
 
     def by_stage(self, tree: TreeT) -> list[TreeT]:
-        """Divide a tree of arrays into one for each stage, with None for what lies elsewhere.
+        """Divide a tree of arrays into one per stage, with None for the arrays of other stages.
 
         Parameters and their gradients are divided alike, so that an optimizer can run on each
         stage, compiled.
@@ -196,7 +196,7 @@ class Pipelined(Generic[ResultT]):
         ]
 
     def join(self, trees: Iterable[TreeT]) -> TreeT:
-        """Return the tree that `by_stage` has divided."""
+        """Return the tree that `by_stage` divided."""
         return jax.tree.map(
             lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
             *trees,

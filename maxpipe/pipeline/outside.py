@@ -29,14 +29,14 @@ def for_use(rules: AxisRules, layout: StageLayout, specs: Params, layers: Params
     Args:
       rules: logical axis rules.
       layout: the assignment of layers to stages.
-      specs: of one layer's parameters.
+      specs: the `ParamSpec`s of one layer.
       layers: live parameters.
     """
 
     def split_by_dimensions(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
         axes = (None, None, None, *outer_axes(spec))
         rows = rules.constrain(leaf[layout.num_repeats :], axes)  # [E, S, L, ...]
-        # [E, S, L, ...] -> [E S L, ...], the first of which are layers and the others padding
+        # [E, S, L, ...] -> [E S L, ...], layers first and then padding
         return rows.reshape(-1, *spec.shape)[: layout.num_outside]
 
     return map_specs(split_by_dimensions, specs, layers)
@@ -47,8 +47,8 @@ def with_outside(
 ) -> Params:
     """Return live layers [V + E, S, L, ...] whose last E rows are `outside` [num_outside, ...].
 
-    Its transpose, up to rows of padding, is `for_use`; gradients are brought back with it, where
-    frozen parameters have none.
+    Its transpose, up to rows of padding, is `for_use`. It also brings gradients back to the live
+    layout; frozen parameters have none there.
     """
     repeats, shape = layout.num_repeats, layout.shape
 

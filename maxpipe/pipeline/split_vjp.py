@@ -1,9 +1,8 @@
 """Split the vjp of a chunk over time: forward and backward, and the backward into I and W.
 
 A pipeline runs other units between the forward of a chunk and its backward, so what the two have in
-common is stored, once for every unit in flight. Which values those are is read off the traced
-program by dependence; the identity of tracers does not tell, since casts and loops make new values
-out of weights.
+common is stored, once for every unit in flight. Dependence in the traced program tells which values
+these are; the identity of tracers does not, since casts and loops make new values out of weights.
 
 `SplitVjp` cuts `jax.vjp` into a forward F and a backward B:
 
@@ -17,7 +16,7 @@ zero bubble schedules do (Qi et al., arXiv:2401.10241, whose B is our I). The tr
 list of equations:
 
     I      the equations that the input gradient depends on
-    W      those that the weight gradients depend on, up to results of I that are worth storing
+    W      the equations that the weight gradients depend on, back to results of I worth storing
     stash  these results, mostly gradients of the outputs of matrix products: I returns them and W
            takes them
 
@@ -112,7 +111,7 @@ class SplitVjp(Generic[Weights, Inputs, Outputs]):
     def backward(
         self, residuals: Sequence[jax.Array], weights: Weights, inputs: Inputs, cotangent: Outputs
     ) -> tuple[jax.Array, Weights]:
-        """Return the gradients (for x, for the weights) of a cotangent of the outputs."""
+        """Return the gradients (of x, of the weights), given the cotangent of the outputs."""
         recomputed = iter(self._recompute([None, *jax.tree.leaves((weights, inputs))]))
         leaves = [next(recomputed) if place is None else residuals[place] for place in self._places]
         return jax.tree.unflatten(self._vjp_structure, leaves)(cotangent)
@@ -139,8 +138,8 @@ class SplitBackwardVjp(SplitVjp[Weights, Inputs, Outputs]):
         inputs: Inputs,
     ):
         super().__init__(f, x, weights, inputs)
-        # 1. Trace the backward, calls and rematerialised parts opened, so that their equations can
-        # be told apart.
+        # 1. Trace the backward, with calls and rematerialised parts inlined, so that their
+        # equations can be told apart.
         operands = (self.residuals, weights, inputs)
         traced, (_, weight_shapes) = jax.make_jaxpr(self.backward, return_shape=True)(
             *operands, self.outputs
@@ -178,7 +177,7 @@ class SplitBackwardVjp(SplitVjp[Weights, Inputs, Outputs]):
     def input_gradient(
         self, residuals: Sequence[jax.Array], weights: Weights, inputs: Inputs, cotangent: Outputs
     ) -> tuple[jax.Array, Arrays]:
-        """Return (gradient for x, stash) of a cotangent of the outputs."""
+        """Return (gradient of x, stash), given the cotangent of the outputs."""
         dx, *stash = self._input_gradient(residuals, weights, inputs, cotangent)
         return dx, stash
 
@@ -189,7 +188,7 @@ class SplitBackwardVjp(SplitVjp[Weights, Inputs, Outputs]):
         inputs: Inputs,
         stash: Sequence[jax.Array],
     ) -> Weights:
-        """Return the gradients for the weights, from what `input_gradient` has stashed."""
+        """Return the gradients of the weights, from what `input_gradient` stashed."""
         dw = self._weight_gradients(residuals, weights, inputs, stash)
         return jax.tree.unflatten(self._weights_structure, dw)
 
@@ -198,7 +197,7 @@ def dependence(jaxpr: Jaxpr, tainted: Sequence[bool]) -> list[bool]:
     """Return for each output of a jaxpr whether it may depend on a tainted input.
 
     Looks into loops, conditionals and calls, so that an output of a scan that only passes weights
-    through is told from one that carries activations.
+    through is distinguished from one that carries activations.
     """
     taint = dict(zip(jaxpr.invars, tainted, strict=True)) | dict.fromkeys(jaxpr.constvars, False)
 
@@ -280,14 +279,14 @@ def _select(
 def _recomputed(
     equations: Sequence[JaxprEqn], residuals: Iterable[Var], cotangents: Iterable[Var]
 ) -> set[Var]:
-    """Return the variables that W computes again instead of finding them in the stash.
+    """Return the variables that W computes again instead of taking them from the stash.
 
     These are all that depend on weights alone, and the results of cheap equations on such
     variables, on residuals and on at most one stashed variable, which must be no larger than the
     result.
     """
-    # For each variable that depends on activations: the stashed variable that it takes to compute
-    # it again; None if it takes none; itself if it has to be stashed.
+    # For each variable that depends on activations: the stashed variable from which it can be
+    # computed again; None if none is needed; itself if it has to be stashed.
     source: dict[Var, Var | None] = dict.fromkeys(residuals) | {v: v for v in cotangents}
     for eqn in equations:
         sources = {source[v] for v in variables(eqn.invars) if v in source}

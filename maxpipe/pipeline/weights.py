@@ -33,7 +33,7 @@ class Weights:
 
     Args:
       rules: logical axis rules.
-      specs: of `ModelProgram`.
+      specs: the `ParamSpec`s of all parameters, `ModelProgram.specs`.
       layer_axes, layer_shape: logical axes and sizes of the leading dimensions of live layer
         parameters.
     """
@@ -97,8 +97,8 @@ class Weights:
             at_rest = self._rules.spec(spec.axes, spec.shape)
             is_along = TORUS_AXIS in axes_of(at_rest) - axes_of(target)
             if is_along and _gathers_minor_axes(at_rest, target):
-                # A gradient of the embedding is cut before it is summed up; that of a layer is laid
-                # out as by any gather, which moves less.
+                # An embedding's gradient is split before it is summed; a layer's is laid out as
+                # for any other gather, which moves less.
                 gradient = at_rest if is_outer else target
                 return self._gather_in_two_steps(spec, p, at_rest, target, gradient)
         return self._rules.lay_out(p, target, spec.axes)
@@ -111,9 +111,9 @@ class Weights:
         target: PartitionSpec,
         gradient: PartitionSpec,
     ) -> jax.Array:
-        """Gather along lines of a torus and then across them, by collectives written out.
+        """Gather along lines of a torus and then across them, by hand-written collectives.
 
-        The partitioner sums up the gradient, for which the last argument asks a layout.
+        The partitioner sums the gradient, into the layout `gradient`.
         """
         mesh, route = self._rules.mesh, self._rules.route
         gather = Gather(

@@ -35,9 +35,9 @@ class EngineInputs:
 
     Attributes:
       program: the model.
-      rules: logical axis rules. They are bound to `mesh`, for the mpmd engine to the abstract mesh
-        of one stage.
-      config: `pipeline.*`, resolved.
+      rules: logical axis rules, bound to `mesh`, or for the mpmd engine to the abstract mesh of one
+        stage.
+      config: the resolved `pipeline` section.
       layout: the assignment of layers to stages.
       mesh: all devices.
       batch_shape: (B, T) of training batches.
@@ -61,14 +61,14 @@ class EngineInputs:
 
 
 def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | float) -> Metrics:
-    """Return what a step reports: loss of tokens, auxiliary losses by name, counts of experts.
+    """Return what a step reports: token loss, auxiliary losses by name, counts of experts.
 
     Args:
-      loss: of tokens, divided by the global sum of weights.
-      auxiliary: sums over sequences.
-      scale: inverse of the number of sequences.
+      loss: token loss, divided by the global sum of weights.
+      auxiliary: auxiliary losses, summed over sequences.
+      scale: inverse of the number of sequences, for means.
     """
-    # Counts are figures of the whole batch, no means over sequences.
+    # Counts are totals of the whole batch, not means over sequences.
     return {"loss": loss} | {
         name: value if name in COUNTS else scale * value for name, value in auxiliary.items()
     }
@@ -76,7 +76,7 @@ def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | f
 
 def sum_of(metrics: Metrics) -> jax.Array:
     """Return the training loss, the sum of the losses that `metrics_of` returns."""
-    # The loss of tokens is the first metric, see `metrics_of`.
+    # The token loss is the first metric, see `metrics_of`.
     total, *auxiliary = (value for name, value in metrics.items() if name not in COUNTS)
     return sum(auxiliary, total)
 
@@ -127,7 +127,7 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
           key: PRNG key of the step.
 
         Returns:
-          ({"loss", *names of auxiliary losses}, gradients like `params` of their sum,
+          ({"loss", *names of auxiliary losses}, gradients of their sum, like `params` but
           without leaves where a parameter is frozen). The loss is
           the weighted token sum over the global batch divided once by the global weight sum; an
           auxiliary loss is the mean over sequences. With experts there is also `EXPERT_LOAD`,

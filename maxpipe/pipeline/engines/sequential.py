@@ -44,16 +44,16 @@ class SequentialEngine(SpmdEngine):
         self.weights = Weights(
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
-        # Without a loop over layers XLA moves their gathers before the loop over microbatches, and
-        # holds the results; within rematerialisation it would gather them again for each.
+        # Without a loop over layers XLA moves their gathers before the loop over microbatches and
+        # holds the results; gathers inside rematerialisation would run again for each microbatch.
         self._gathers_before_loop = not self._scan and self._num_microbatches > 1
         prepare = _as_it_is if self._gathers_before_loop else self._prepare_layer
-        # Padding layers only serve to make stages even, and here there are none.
+        # Padding layers only make stages even, and there are no stages here.
         layer_fn = layer_function(inputs.program, prepare, padded=False)
         self._policy = remat_policy(inputs.config)
         is_loop = self._scan and self._num_layers > 1
-        # Nothing but casts and gathers of weights is computed again where everything is saved. XLA
-        # may merge these with the forward's: what prevents it makes a copy of all that is saved.
+        # Where everything is saved, only casts and gathers of weights are recomputed. XLA may merge
+        # these with the forward's: preventing that would copy everything that is saved.
         is_kept_apart = not (is_loop or self._policy.everything)
         self._layer_fn = checkpoint(layer_fn, self._policy, prevent_cse=is_kept_apart)
 
@@ -77,7 +77,7 @@ class SequentialEngine(SpmdEngine):
         weight = microbatches.weight_sum(batch)
         num_sequences = batch["tokens"].shape[0]
 
-        # The divisors are global, so the losses of microbatches add up to that of the batch.
+        # The divisors are global, so the losses of microbatches add up to the batch's loss.
         def loss(moving: Params, micro: Batch) -> tuple[jax.Array, Metrics]:
             loss_sum, _, aux = self._forward(with_trainable(params, moving), micro, key)
             metrics = metrics_of(loss_sum / weight, aux, 1 / num_sequences)
@@ -94,7 +94,7 @@ class SequentialEngine(SpmdEngine):
         ) -> tuple[tuple[Metrics, Params], None]:
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, compute(micro)), None
 
-        # 2. Sum loss and gradients over microbatches [M, B, ...], in float32. One needs no sums.
+        # 2. Sum loss and gradients over microbatches [M, B, ...], in float32, unless M = 1.
         if self._num_microbatches == 1:
             return compute(batch)
         no_metrics = metrics_of(jnp.zeros(()), self._program.no_auxiliary(), 1.0)
@@ -120,7 +120,7 @@ class SequentialEngine(SpmdEngine):
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
         """Return the sums (loss, cross-entropy, auxiliary losses) of one microbatch [B, T]."""
-        # Embedding and head, in the dtype of computation, gathered over axes that split storage.
+        # Embedding and head, in the compute dtype, gathered over axes that split storage.
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )
@@ -135,7 +135,7 @@ class SequentialEngine(SpmdEngine):
                 for i in range(self._num_layers)
             )
         x, aux = apply_layers(self._layer_fn, layers, index, x, side, key, scan=self._scan)
-        # Its backward follows at once, when logits computed again would take as much as saved ones.
+        # Its backward follows at once: recomputed logits would take as much memory as saved ones.
         loss, cross_entropy = self._program.head_loss(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]
         )
