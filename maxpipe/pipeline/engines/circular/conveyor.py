@@ -8,8 +8,8 @@ Inputs, activations between two repeats, and outputs share one buffer of exactly
 conveyor, [S, K, B, T, D] with K = M / S slots per stage. Iteration t turns slot t % K: every cell
 of the slot moves one stage down, from stage s to s - 1, and from stage 0 to S - 1. So a cell
 reaches stage 0 once in S K = M iterations, and microbatch m owns the cell that stage 0 reads in the
-iterations t = m modulo M. An input is read from it in its turn; an output is stored in it before
-its next turn.
+iterations t = m modulo M. An input is read from that cell in its turn; an output is stored there
+before the cell's next turn.
 
 Example: S=2, V=2, M=4, d=1, so K=2, in 9 iterations. `m.c` is microbatch m after c of its S V = 4
 chunks. Shown are what the stages work on, and the conveyor before the iteration: for each slot the
@@ -61,7 +61,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Conveyor:
-    """Index arithmetic, and all of an iteration except the stages' work. Linear in the activations.
+    """Index arithmetic, and all of an iteration but the stages' work. Linear in the activations.
 
     Attributes:
       num_stages, num_repeats, num_microbatches: S, V, M; M is a multiple of S and at least d S.
@@ -129,7 +129,7 @@ class Conveyor:
     def first_state(self, io: jax.Array, aux: AuxiliaryLosses) -> State:
         """Return the state before iteration 0, with the inputs in `io` as `start` says.
 
-        `aux` has zeros.
+        `aux` holds zeros.
         """
         zeros = jnp.zeros_like(io[:, 0])  # [S, B, T, D]
         return State(io, zeros, zeros if self.delay == 2 else None, aux)
@@ -146,7 +146,7 @@ class Conveyor:
         """Return the state after iteration t.
 
         Args:
-          state: before the iteration.
+          state: the state before the iteration.
           y: the stages' outputs, [S, B, T, D].
           aux: their auxiliary losses, [S, ...] each.
           t: the iteration.
@@ -185,7 +185,7 @@ class Conveyor:
         Args:
           io: the conveyor, [S, K, B, T, D].
           y: what leaves the stages, [S, B, T, D]; y[S-1] is stored in its microbatch's cell.
-          shift: what `send` returns for it.
+          shift: what `send` returns for `y`.
           t: the iteration.
         """
         # 1. Turn the slot: every cell moves one stage down.

@@ -1,6 +1,6 @@
 """Run a shift register over stages, as `vmap` in a loop over iterations: the circular engine.
 
-In every iteration all stages compute, each on another microbatch, and hand their outputs to the
+In every iteration all stages compute, each on a different microbatch, and send their outputs to the
 next stage (see `conveyor`). The program is written for all stages at once, [S, ...], and XLA's
 partitioner splits it. The design is MaxText's circular pipeline; with V = 1 it is GPipe (Huang et
 al. 2019). Autodiff of the loop does the backward, unless weights are gathered less often than in
@@ -91,7 +91,7 @@ class CircularEngine(SpmdEngine):
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
             self._check_rules()
-        # XLA takes the body out of a loop of one iteration.
+        # XLA inlines the body of a loop of one iteration.
         is_loop = config.scan_iterations and layout.num_stages * config.num_microbatches > 1
         self._remat = Remat(config, remat_policy(config), prevent_cse=not is_loop)
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
@@ -129,7 +129,7 @@ class CircularEngine(SpmdEngine):
         return metrics, gradients
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Return (training loss, what it is the sum of), differentiable."""
+        """Return (training loss, metrics whose losses it is the sum of), differentiable."""
         loss_sum, _, aux = self._forward(params, batch, key, self._config.num_microbatches)
         loss = loss_sum / microbatches.weight_sum(batch)
         metrics = metrics_of(loss, aux, 1 / batch["tokens"].shape[0])
@@ -155,7 +155,7 @@ class CircularEngine(SpmdEngine):
         # 1. Split the batch, [B, T] -> [M, B / M, T].
         micro = microbatches.split(microbatches.prepared(batch, self._context), M)
         side = microbatches.side_inputs(micro)
-        # 2. Embed all microbatches: each stage those that start in its cells of the conveyor.
+        # 2. Embed all microbatches; each stage embeds those that start in its cells.
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )
@@ -314,7 +314,7 @@ class CircularEngine(SpmdEngine):
         in_axes: tuple[int | None, ...],
     ) -> Callable[..., tuple[jax.Array, AuxiliaryLosses]]:
         """Return `stage`, rematerialised as configured, for all stages at once."""
-        # With their name, constraints inside `stage` lay the mapped dimension [S] over these axes.
+        # Given the axes' names, constraints inside `stage` lay the mapped dimension [S] over them.
         return jax.vmap(
             self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=self._stage_axes()
         )
@@ -324,7 +324,7 @@ class CircularEngine(SpmdEngine):
     ) -> tuple[jax.Array, jax.Array]:
         """Return (loss sum, cross-entropy sum), computed one slot of the conveyor at a time.
 
-        Each stage computes its own cells, [S, K, B, T(, D)]; logits of one slot exist at a time.
+        Each stage computes its own cells, [S, K, B, T(, D)]; logits exist for one slot at a time.
         """
         head_loss = checkpoint(self._program.head_loss, RematPolicy())
 

@@ -33,9 +33,9 @@ class BatchSpecs(NamedTuple):
     """PartitionSpecs over the batch axes.
 
     Attributes:
-      layers: of live layer parameters [V + E, S, L, ...], a tree like them.
-      io: of the conveyor [S, K, B, T, D].
-      side: of side inputs [M, B, ...], `SideInputs` of PartitionSpecs.
+      layers: specs of live layer parameters [V + E, S, L, ...], a tree like them.
+      io: spec of the conveyor [S, K, B, T, D].
+      side: specs of side inputs [M, B, ...], as `SideInputs`.
     """
 
     layers: Tree[PartitionSpec]
@@ -51,9 +51,9 @@ InputsOf = Callable[[Iteration, SideInputs, jax.Array | None], StageInputs]
 
 
 def unfit_rules(rules: AxisRules) -> list[str]:
-    """Return why axis rules do not go with gathered weights, a phrase with a remedy for each rule.
+    """Return why axis rules do not suit gathered weights, a phrase with a remedy for each rule.
 
-    Gradients are summed over all row axes, so rows must not be on two devices. Every device of a
+    Gradients are summed over all row axes, so no row may be on two devices. Every device of a
     stage gathers parts of all its layers, so none of these may be elsewhere.
     """
     reasons = []
@@ -70,19 +70,19 @@ def unfit_rules(rules: AxisRules) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Iterations:
-    """Facts about the iterations, the same in forward and backward.
+    """Description of the iterations, the same in forward and backward.
 
     Attributes:
       conveyor: order of the units, and the loop state.
-      stages: the stages' work.
-      inputs_of: selects the stages' inputs of an iteration.
-      trained: returns a tree like the parameters of a layer with None for those that are frozen.
+      stages: function that does the work of all stages in one iteration.
+      inputs_of: function that selects the stages' inputs of an iteration.
+      trained: function that replaces the frozen leaves of a tree of layer parameters by None.
       gathers: a `Gather` for each parameter of a layer.
       specs: layouts of the arguments.
       mesh: the device mesh.
-      no_auxiliary: returns auxiliary losses of 0.
-      gather_once: gather all repeats before the first iteration.
-      scan_iterations, scan_repeats, scan_layers: compile one loop body, or copies of it.
+      no_auxiliary: function that returns auxiliary losses of 0.
+      gather_once: whether all repeats are gathered before the first iteration.
+      scan_iterations, scan_repeats, scan_layers: whether to compile one loop body, not copies.
     """
 
     conveyor: Conveyor
@@ -101,7 +101,7 @@ class Iterations:
     def operands(
         self, weights: Params, inputs: StageInputs
     ) -> tuple[Params, tuple[Params, StageInputs]]:
-        """Return the weights of the stages' vjp, which are trained, and its inputs."""
+        """Return the weights of the stages' vjp, those that are trained, and its inputs."""
         return self.trained(weights), (weights, inputs)
 
     @property
@@ -119,8 +119,8 @@ class DeviceInputs(NamedTuple):
       weights: live layer parameters [V + E, S, L, ...], this device's shards; with `gather_once`
         [V, S, L, ...], gathered.
       side: side inputs [M, B, ...] of this device's rows.
-      key_data: of the step's PRNG key; None without dropout.
-      num_rows: V + E.
+      key_data: raw data of the step's PRNG key; None without dropout.
+      num_rows: V + E, the rows of live layer parameters.
     """
 
     weights: Params

@@ -31,7 +31,7 @@ class OutsideLayers:
     """The layers of a `StageLayout` that are not in its chunks.
 
     Args:
-      program, rules, config, layout, weights: those of the engine.
+      program, rules, config, layout, weights: the engine's.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OutsideLayers:
     def first(
         self, layers: Params, io: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> jax.Array:
-        """Apply the first dense layers, gathered, to all microbatches; other arguments as above."""
+        """Apply the first dense layers, already gathered, to all microbatches; see `__call__`."""
 
         def apply(
             layers: Params, x: jax.Array, side: SideInputs, key: jax.Array | None

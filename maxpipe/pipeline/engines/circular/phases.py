@@ -28,7 +28,7 @@ class ForwardCarry(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """Gradients within a phase; `earlier` is of the repeat before a switch, else None."""
+    """Gradients within a phase; `earlier` sums those of the repeat before a switch; else None."""
 
     state: State
     sums: Params
@@ -48,12 +48,12 @@ def forward_phase(
     """Run iterations start ... start + length - 1.
 
     Args:
-      iterations, inputs: the facts, and side inputs.
-      split: stores residuals; None without a backward.
+      iterations, inputs: description of the iterations, and what they read.
+      split: the stages' vjp, whose forward returns residuals; None without a backward.
       carry: loop state and residuals so far.
-      start, length: the phase.
-      weights: of all stages, [S, L, ...].
-      next_weights: in a switch, those of the next repeat, which one stage after the other takes.
+      start, length: first iteration and number of iterations of the phase.
+      weights: weights of all stages, [S, L, ...].
+      next_weights: in a switch, the next repeat's weights, which one stage after the other takes.
     """
     conveyor = iterations.conveyor
 
@@ -99,11 +99,11 @@ def backward_phase(
 
     Args:
       iterations, inputs, split: as in the forward.
-      residuals: of all iterations, [iterations, ...] each.
-      gradients: of the state after the phase, and sums so far.
-      start, length: the phase.
-      weights: of all stages at the phase's end, [S, L, ...].
-      earlier_weights: in a switch, those that the stages had before.
+      residuals: residuals of all iterations, [iterations, ...] each.
+      gradients: gradient of the state after the phase, and sums so far.
+      start, length: first iteration and number of iterations of the phase.
+      weights: weights of all stages at the phase's end, [S, L, ...].
+      earlier_weights: in a switch, the weights that the stages had before.
     """
     conveyor = iterations.conveyor
 
@@ -143,7 +143,7 @@ def backward_phase(
 
 
 def _switched(conveyor: Conveyor, t: Index, start: Index, new: Params, old: Params) -> Params:
-    """Select `new` for the stages that are past a switch in iteration t; it begins at `start`."""
+    """Select `new` for the stages past a switch in iteration t; the switch begins at `start`."""
     is_past = conveyor.delay * jnp.arange(conveyor.num_stages) <= t - start  # [S]
 
     def select(new: jax.Array, old: jax.Array) -> jax.Array:

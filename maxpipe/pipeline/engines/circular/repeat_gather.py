@@ -23,11 +23,11 @@ Example: S=3, V=2, M=3, d=1. The repeat of each stage, and the weights that are 
 
 So two sets of gathered weights suffice: after the switch the old one is dead, and the next one is
 gathered while the stages compute. With M = d S the steady phase has only d iterations, too few to
-hide a gather; then it starts a repeat earlier, and there are three sets. The backward visits the
+hide a gather, which then starts a repeat earlier, and there are three sets. The backward visits the
 repeats in reverse, with one or two sets of gradients as well.
 
-Each iteration keeps for the backward the residuals that depend on activations, as the remat policy
-says, and no weights. Letters: see `maxpipe.pipeline`.
+For the backward each iteration keeps the residuals that depend on activations, as the remat policy
+says, but no weights. Letters: see `maxpipe.pipeline`.
 """
 
 from collections.abc import Callable
@@ -81,9 +81,9 @@ class BackwardCarry(NamedTuple):
     """Gradients between two repeats of the backward.
 
     Attributes:
-      state: of the loop state.
-      sums: of the weights of the current repeat so far, this device's rows, float32 [S, L, ...].
-      totals: of all repeats, float32 [V, S, L, ...] or as the shards.
+      state: gradient of the loop state.
+      sums: weight gradients of this repeat so far, from this device's rows, float32 [S, L, ...].
+      totals: weight gradients of all repeats, float32 [V, S, L, ...] or like the shards.
     """
 
     state: State
@@ -109,11 +109,11 @@ def run_iterations(
     """Run all iterations; differentiable in `layers` and `io`.
 
     Args:
-      iterations: the facts.
+      iterations: description of the iterations.
       layers: live layer parameters [V + E, S, L, ...].
       io: the conveyor with the inputs, [S, K, B, T, D].
       side: side inputs [M, B, ...].
-      key_data: of the step's PRNG key; None without dropout.
+      key_data: raw data of the step's PRNG key; None without dropout.
 
     Returns:
       (the conveyor with the outputs, auxiliary losses summed over layers and sequences).
@@ -260,7 +260,7 @@ def _backward(
 
     Args:
       iterations, inputs: as in `_forward`.
-      residuals: of all iterations, [iterations, ...] each.
+      residuals: residuals of all iterations, [iterations, ...] each.
       io: cotangent of the conveyor with the outputs, [S, K, B, T, D].
       aux: cotangents of the auxiliary losses.
 
@@ -282,8 +282,8 @@ def _backward(
         after_drain = phase(start, V * M, fill, weights)
         return BackwardCarry(after_drain.state, after_drain.sums, totals)
 
-    # 3. Steady phase of repeat r = V - 1 - i, then the switch into it, where gradients for r - 1
-    # begin. With the last gradient of r its sum is stored.
+    # 3. Steady phase of repeat r = V - 1 - i, then the switch into it, where gradients of r - 1
+    # begin. After the last gradient of r its sum is stored.
     def visit(carry: BackwardCarry, i: Index, weights: Params, earlier: Params) -> BackwardCarry:
         r = V - 1 - i
         steady = GradientSums(carry.state, carry.sums, None)
@@ -324,11 +324,11 @@ def _visit_repeats(
     """Visit pairs of neighbouring repeats with their weights, which are gathered ahead.
 
     Args:
-      iterations, inputs: the facts, and what to gather from.
+      iterations, inputs: description of the iterations, and the weights to gather from.
       state: the loop state, or its gradient, before the first visit.
-      repeat_at: position in the order of visits -> repeat.
-      first: called with the first repeat's weights; returns the carry.
-      visit: called for i = 0 ... V - 2 with the weights at positions i and i + 1.
+      repeat_at: function from a position in the order of visits to the repeat.
+      first: function called with the first repeat's weights; returns the carry.
+      visit: function called for i = 0 ... V - 2 with the weights at positions i and i + 1.
 
     Returns:
       (carry, weights of the last repeat).
@@ -354,7 +354,7 @@ def _visit_repeats(
     num_steps = max(V - ahead, 0)
     start = (carry, window)
     carry, window = loop(step, start, 0, num_steps, scan=iterations.scan_repeats)
-    # 3. The last sets are there already.
+    # 3. The last sets are gathered already.
     for i in range(num_steps, V - 1):
         carry = visit(carry, i, window[0], window[1])
         window = window[1:]
@@ -406,13 +406,13 @@ def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -
 
 
 def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
-    """Return an array [iterations, ...] in the memory that the remat policy wants the residual in.
+    """Return an array [iterations, ...] in the memory that the remat policy wants for a residual.
 
     Every iteration writes its own residual before the backward reads it, so nothing is filled
     where the partitioner need not split the array over other axes than stage.
     """
     shape = (iterations.conveyor.num_iterations, *residual.shape)
-    # What kernels and experts save, in programs manual over stage, has 1 in place of S.
+    # Residuals of kernels and experts, from programs manual over stage, have 1 in place of S.
     has_stages_first = residual.shape[:1] in ((iterations.conveyor.num_stages,), (1,))
     if residual.memory_space == jax.memory.Space.Host:
         return jax.device_put(jnp.zeros(shape, residual.dtype), jax.memory.Space.Host)
@@ -420,7 +420,7 @@ def _residual_store(iterations: Iterations, residual: ShapedArray) -> jax.Array:
     if iterations.scan_layers or not has_stages_first or not is_manual(iterations.mesh):
         return jnp.zeros(shape, residual.dtype)
     own = (shape[0], 1, *shape[2:])  # [iterations, S, ...] -> [iterations, 1, ...]
-    if own == shape:  # every device gets the whole of it, and has its own stage's values there
+    if own == shape:  # every device holds all of it, for its own stage's values
         return lax.empty(own, residual.dtype)
     return jax.shard_map(
         lambda: lax.empty(own, residual.dtype),
