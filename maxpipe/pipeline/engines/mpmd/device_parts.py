@@ -23,14 +23,14 @@ class DeviceParts:
 
     Args:
       rows: how devices share rows.
-      mesh: of a stage.
+      mesh: the abstract mesh of a stage.
       inputs: layouts in which units take the inputs of the program.
-      paths: of the inputs.
-      totals: for each output of the program.
+      paths: the path of each input in the tree of arguments.
+      totals: how each output of the program is summed.
 
     Attributes:
-      gathers: of the inputs that are cast and gathered once a step.
-      totals: as given.
+      gathers: the `Gather` of each input that is cast and gathered once a step.
+      totals: how each output is summed, as given.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class DeviceParts:
         """Return a unit as a function of whole arrays, given as a function of a device's parts.
 
         Args:
-          run: `Executable.run` of parts.
-          mesh: of the stage.
-          outputs: of the program, to which the unit adds.
-          values: that it takes as its two lists of values, and that it writes.
-          arguments: its two lists of inputs of the program.
+          run: the unit on a device's parts; it takes the arguments of `Executable.run`.
+          mesh: the mesh of the stage.
+          outputs: indices of the program's outputs to which the unit adds.
+          values: the values that it takes as donated and as retained, and those that it writes.
+          arguments: the program's inputs that it takes as fixed and as varying.
         """
         # Specs name the manual axes alone: the partitioner lays out the others as it sees fit.
         totals = [self.totals[output] for output in outputs]
@@ -77,7 +77,7 @@ class DeviceParts:
         def per_device(
             sums: Arrays, donated: Arrays, retained: Arrays, fixed: Arrays, varying: Arrays
         ) -> tuple[Arrays, Arrays]:
-            # Of that dimension a device has length 1: [1, ...] -> [...].
+            # A device has length 1 of that dimension: [1, ...] -> [...].
             own = [x[0] if t.axes else x for x, t in zip(sums, totals, strict=True)]
             parts = [x[0] for x in donated], [x[0] for x in retained]
             results, written = run(own, *parts, fixed, varying)
@@ -89,7 +89,7 @@ class DeviceParts:
         return self._manual(per_device, mesh, specs, (sums, writes))
 
     def gather(self, mesh: Mesh, inputs: Sequence[Var], name: str) -> jax.stages.Wrapped:
-        """Return a program that gathers inputs on a stage, a list of arrays to another."""
+        """Return a program that gathers inputs on a stage: list of shards to list of arrays."""
         gathers = [self.gathers[v] for v in inputs]
 
         def gather(shards: Arrays) -> Arrays:
@@ -97,7 +97,7 @@ class DeviceParts:
 
         # From the shards at rest to what units take.
         whole = [only(self._inputs[v], self._axes) for v in inputs]
-        # An executable is called what its function is called, in reports and profiles.
+        # An executable has the name of its function, in reports and profiles.
         run = self._manual(gather, mesh, ([only(g.spec, self._axes) for g in gathers],), whole)
         run.__name__ = name
         return jax.jit(run, out_shardings=[NamedSharding(mesh, self._inputs[v]) for v in inputs])
@@ -122,11 +122,11 @@ class DeviceParts:
         return jax.ShapeDtypeStruct((count, *part.shape), part.dtype)
 
     def stacked_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return the layout of that array, given how the partitioner lays out one device's part."""
+        """Return the layout of such an array, given the partitioner's layout of a device's part."""
         return PartitionSpec(self._axes, *spec)
 
     def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Return the array that lies as `spec` says, given one device's part of it."""
+        """Return the array with layout `spec`, given one device's part of it."""
         counts = split_counts(only(spec, self._axes), self._mesh, len(part.shape))
         shape = tuple(n * count for n, count in zip(part.shape, counts, strict=True))
         return jax.ShapeDtypeStruct(shape, part.dtype)
@@ -148,7 +148,7 @@ class DeviceParts:
     def _manual(
         self, f: Callable[..., Results], mesh: Mesh, in_specs: object, out_specs: object
     ) -> Callable[..., Results]:
-        # As the units were traced, see `tracer`: nothing tracks what varies over the axes.
+        # As in the trace of the units, see `tracer`: nothing tracks what varies over the axes.
         return jax.shard_map(
             f,
             mesh=mesh,

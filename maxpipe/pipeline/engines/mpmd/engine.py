@@ -59,8 +59,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
       abstract: for each stage, shapes, dtypes and shardings of the parameters that it owns.
       training: the sliced gradient.
       loss_stage: the stage of the loss.
-      observer: told of each unit of a training step that is dispatched, if not None.
-      clocks: of the stages of this process that are to be timed in training steps.
+      observer: function called for each dispatched unit of a training step, or None.
+      clocks: clock of each stage of this process that is to be timed in training steps.
 
     Raises:
       ConfigError: weights cannot be gathered once a step under the sharding rules.
@@ -122,10 +122,10 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 )
                 for path, p in by_path({"params": self._all_params}).items()
             }
-            # Copies as wide of weights that no axis splits would only take memory.
+            # Equally wide copies of weights that no axis splits would only take memory.
             is_split = any(gather.gathered_axes for gather in gathers.values())
             self._rows = RowParallel(manual, gathers, is_once and (is_split or narrows))
-        # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
+        # 2. The programs. Evaluations are traced when a batch of a new shape comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._training_program(
             {n: jax.ShapeDtypeStruct(inputs.batch_shape, dtype) for n, dtype in dtypes.items()}
@@ -156,8 +156,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         arguments = self._arguments(params, self.training)
         sums = self.training.run(arguments, batch, keys, self.observer, self.clocks)
         metrics = {name: self._total(sums, output) for output, name in enumerate(self._losses)}
-        # 2. Bring gradients of parameters that several stages read to the owner, and zeros of those
-        # without a gradient, which the stage of the last backward has. They follow the losses.
+        # 2. Bring to its owner each gradient of a parameter that several stages read, and the zeros
+        # of those without a gradient, from the stage of the last backward. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
             # JAX numbers transfers, and the order of a dictionary differs between processes.
@@ -198,7 +198,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return absent(jax.ShapeDtypeStruct((), weights.dtype, sharding=sharding))
 
     def everywhere(self, arrays: TreeT) -> TreeT:
-        """Return arrays of the stage of the loss, whole on each device, on some stage here.
+        """Return copies of the loss stage's arrays, replicated over a stage of this process.
 
         Every process calls this, and each gets a copy on one of its own stages.
         """
@@ -217,8 +217,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         """Compile the training step's computations as `StagedProgram.compile` does.
 
         Args:
-          names: of those to compile; None for all.
-          meshes: for each stage, of devices that stand for its own; None for its own.
+          names: names of the computations to compile; None for all.
+          meshes: for each stage, a mesh of devices to compile for; None for its own.
         """
         training = self.training if meshes is None else self.training.placed_on(meshes)
         return training.compile(names)
@@ -231,7 +231,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         outputs = [*self._losses, *(f"gradient of {keystr(path)}" for path in paths)]
         texts = dump(program, inputs, outputs)
         name_of = dict(zip(program.inputs, inputs, strict=True))
-        # These run once for each chunk, so they are no units of the sliced program.
+        # These run once for each chunk, so they are not units of the sliced program.
         for chunk, (gathered, _) in runner.gathers.items():
             lines = [f"  gathers {name_of[v]}\n" for v in gathered]
             texts[UnitName("gather", chunk)] = f"gather{chunk}\n{''.join(lines)}"
@@ -241,7 +241,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return texts
 
     def _total(self, sums: Sums, output: int) -> jax.Array:
-        """Take an output out of all stages' sums and add up, on the stage of the loss."""
+        """Remove an output from all stages' sums and return its total, on the stage of the loss."""
         parts = [
             self._on_stage(of_stage.pop(output), self.loss_stage)
             for of_stage in sums
@@ -253,7 +253,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return total
 
     def _sum(self, stage: int, total: jax.Array, part: jax.Array) -> jax.Array:
-        """Add two arrays on a stage; of other processes' arrays, either stands for the sum."""
+        """Add two arrays on a stage; if it is another process's, `total` stands for the sum."""
         return self._add(total, part) if is_here(self.meshes[stage]) else total
 
     def _keys(self, key: jax.Array) -> list[jax.Array | None]:
@@ -335,7 +335,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return [by_path({"params": tree}) for tree in params]
 
     def _arguments(self, params: StageParams, program: StagedProgram) -> list[ArraysByPath]:
-        """Return for each stage the parameters that it reads, those that another owns as copies."""
+        """Return for each stage the parameters that it reads, copies of those that another owns."""
         owned = self._by_path(params)
 
         def array(path: KeyPath, stage: int) -> jax.Array:
@@ -367,15 +367,15 @@ def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
 
 
 def _of_all_stages(parts: Sequence[Params]) -> Params:
-    """Return the tree of all parameters, of what each stage owns."""
+    """Return the tree of all parameters, joined from what each stage owns."""
     tree = {name: part for of_stage in parts for name, part in of_stage.items()}
-    # Several stages have chunks, of which the line above keeps those of the last.
+    # Several stages have chunks, but the line above keeps only those of the last.
     chunks = {c: layers for of_stage in parts for c, layers in of_stage["chunks"].items()}
     return tree | {"chunks": chunks}
 
 
 def _homes(meshes: Sequence[Mesh], first: int) -> list[int]:
-    """Return stages of which each process has one: `first`, and then as few others as possible."""
+    """Return stages such that each process has one: `first`, and then as few others as possible."""
     homes, reached = [first], processes_of(meshes[first])
     for stage, mesh in enumerate(meshes):
         if not processes_of(mesh) <= reached:

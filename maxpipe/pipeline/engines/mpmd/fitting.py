@@ -46,7 +46,7 @@ def check_program(program: SlicedProgram, table: Table) -> None:
 
 
 def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
-    """Raise ValueError unless there is a mesh of its own devices for each stage of the table."""
+    """Raise ValueError unless each stage of the table has a mesh with its own devices."""
     if len(meshes) != table.num_stages:
         raise ValueError(
             f"there are {len(meshes)} meshes, but the table ({table.name}) has {table.num_stages} "
@@ -83,7 +83,7 @@ def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
         if eqn.primitive.name == "sharding_constraint":
             mesh = getattr(eqn.params["sharding"], "mesh", None)
             remedy = "constrain to NamedSharding(meshes[0].abstract_mesh, spec)"
-            # An abstract mesh becomes that of whichever stage runs the equation.
+            # An abstract mesh stands for the mesh of whichever stage runs the equation.
             if isinstance(mesh, Mesh):
                 raise ValueError(
                     f"a sharding constraint names the devices of one stage, but its code may run "
@@ -116,11 +116,11 @@ def layout(
     """Return a layout on a stage that a caller has chosen.
 
     Args:
-      mesh: of the stage.
-      spec: chosen.
+      mesh: the mesh of the stage.
+      spec: the layout that the caller has chosen.
       x: the array.
-      name: of the array, for messages.
-      stage: index, for messages.
+      name: the array's name, for messages.
+      stage: the stage's index, for messages.
 
     Raises:
       ValueError: the mesh has no such axis, or the axes do not divide the array.

@@ -22,7 +22,7 @@ _REMEDIES = (
 
 
 def check_marks_are_open(program: ClosedJaxpr) -> None:
-    """Raise ValueError if a mark lies in what runs as a whole, such as a loop or a branch."""
+    """Raise ValueError if a mark lies in something that runs as a whole, like a loop or branch."""
     _check_open(program.jaxpr)
 
 
@@ -50,10 +50,10 @@ def _has_mark(eqn: JaxprEqn) -> bool:
 def check_phases(flat: ClosedJaxpr) -> None:
     """Raise ValueError unless there are marks of a forward alone, or of a forward and its gradient.
 
-    Those are some forward marks, and after them none or as many backward ones.
+    Allowed are some forward marks, then either no backward marks or equally many.
 
     Args:
-      flat: with its calls opened.
+      flat: the traced program with its calls opened.
     """
     marks = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
     phases = [eqn.params["phase"] for eqn in marks]
@@ -82,7 +82,7 @@ def check_phases(flat: ClosedJaxpr) -> None:
 def _without_gradient(jaxpr: Jaxpr, marks: Sequence[JaxprEqn]) -> str:
     """Return why some forward mark has no backward one."""
     read = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)} | {*variables(jaxpr.outvars)}
-    # The two usual mistakes are told by mark; what is left concerns the function as a whole.
+    # The two usual mistakes concern one mark; what is left concerns the function as a whole.
     forward = [eqn for eqn in marks if eqn.params["phase"] == FORWARD]
     for index, eqn in enumerate(forward):
         name = f"stage mark {index} of {len(forward)} (counted from 0 in the order of the calls)"

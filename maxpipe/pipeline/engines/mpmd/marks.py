@@ -13,7 +13,7 @@ Tangent: TypeAlias = jax.Array | ad.Zero
 
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
-# An identity on any number of arrays; `phase` tells the program's own marks from derived ones.
+# Identity on any number of arrays; `phase` distinguishes the program's own marks from derived ones.
 mark_p = Primitive("stage_boundary")
 mark_p.multiple_results = True
 
@@ -31,11 +31,11 @@ def mark_stage_boundary(x: T) -> T:
     `lax.scan`, `lax.fori_loop`, `lax.while_loop`, `lax.cond` and `jax.checkpoint` run on one stage
     as a whole: between two marks they may contain anything but a mark. A mark inside of them, one
     whose result is not used, and one that no gradient passes through are refused when the program
-    is sliced; a mark too few or too many, when it meets the table. Of two marks with nothing in
-    between, the second ends a chunk without work.
+    is sliced; too few or too many marks, when the program meets the table. Of two marks with
+    nothing in between, the second ends a chunk without work.
 
     Args:
-      x: pytree of what the next chunk receives, at least one array; one of them has a gradient.
+      x: what the next chunk receives: a pytree of arrays, of which at least one has a gradient.
 
     Raises:
       ValueError: there is no array.

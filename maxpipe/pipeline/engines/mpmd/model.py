@@ -49,9 +49,9 @@ class MarkedModel:
         parts, or with `fsdp_gather=once` gathered already.
 
     Attributes:
-      layer_index: for each chunk int32 [L], indices of its layers in model order.
+      layer_index: indices of each chunk's layers in model order, int32 [L] each.
       offloaded: names of the tensors that wait for their backward in the host's memory. The program
-        saves them on the device, from where the runner moves them.
+        saves them on the device; the runner moves them.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class MarkedModel:
         """Return the part of a tree like the parameters that a stage owns.
 
         Args:
-          stage: its index.
-          embed, head: these subtrees.
-          chunk: returns the layers of a global chunk.
+          stage: the stage's index.
+          embed, head: the subtrees of embedding and head.
+          chunk: function that returns the layers of a global chunk.
         """
         chunks = {c: chunk(c) for c, owner in enumerate(self._stage_of_chunk) if owner == stage}
         tree: StageTree[TreeT] = {"chunks": chunks}
@@ -99,7 +99,7 @@ class MarkedModel:
         return tree
 
     def specs(self, stage: int) -> Params:
-        """Return the `ParamSpec`s of what a stage owns, those of layers for one layer."""
+        """Return the `ParamSpec`s of what a stage owns; specs of layers are for a single layer."""
         specs = self._program.specs
         return self.owned(stage, specs["embed"], lambda chunk: specs["layers"], specs["head"])
 
@@ -119,7 +119,7 @@ class MarkedModel:
         return jax.tree.map(on_stage, owned)
 
     def init(self, stage: int, key: jax.Array) -> Params:
-        """Return initial values of the parameters that a stage owns, whatever the layout."""
+        """Return initial values of the parameters that a stage owns, independent of the layout."""
         # A value depends on seed, parameter and layer: no stage needs what others draw.
         specs = self._program.specs
         outer = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
@@ -137,13 +137,13 @@ class MarkedModel:
         scales: tuple[jax.Array, jax.Array],
         key: jax.Array | None,
     ) -> tuple[jax.Array, Metrics]:
-        """Return a microbatch's share of (training loss, what it is the sum of).
+        """Return a microbatch's share of (training loss, metrics whose losses it is the sum of).
 
         Args:
-          params: of all stages.
+          params: the parameters of all stages.
           micro: the microbatch, arrays [B, T].
           scales: factors of the sum of token losses and of the sum of auxiliary losses.
-          key: of the step; None if the model draws no random numbers.
+          key: PRNG key of the step; None if the model draws no random numbers.
         """
         x, aux = self._forward(params, micro, key, remat=True)
         loss_sum, _ = self._head(params, x, micro)
@@ -199,8 +199,8 @@ class MarkedModel:
     def _outer(self, params: Params) -> Params:
         """Return {"embed", "head"} ready for use.
 
-        Each use calls this for itself, so that the gradients of two uses meet in the parameter's
-        own dtype.
+        Each use calls this for itself, so that the gradients of two uses are added in the
+        parameter's own dtype.
         """
         outer = {name: params[name] for name in ("embed", "head")}
         if self._gathers is not None:
@@ -220,10 +220,10 @@ class MarkedModel:
 def without_early_cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return a weight that XLA does not cast to `dtype` before the layer that uses it.
 
-    It would cast the weights of a whole chunk before the first layer, and keep them, instead of
-    casting them within products. The gradient passes unchanged, to be scattered where it is made.
+    XLA would cast the weights of a whole chunk before the first layer, and keep them, instead of
+    casting them within products. The gradient passes unchanged, to be scattered where it arises.
     """
-    # What needs no cast, as weights that were gathered before, would only be copied.
+    # A weight that needs no cast, such as one gathered before, would only be copied.
     return weight if weight.dtype == dtype else _held_back(weight)
 
 
@@ -233,8 +233,8 @@ def _held_back(weight: jax.Array) -> jax.Array:
     return held
 
 
-# The forward applies the barrier itself: a backward does that again, but would keep the result of
-# a call.
+# The forward applies the barrier itself: a backward recomputes a barrier, but would save the result
+# of a call.
 _held_back.defvjp(
     lambda weight: (jax.lax.optimization_barrier(weight), None), lambda _, gradient: (gradient,)
 )

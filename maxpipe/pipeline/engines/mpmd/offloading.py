@@ -1,7 +1,7 @@
 """Keep residuals in the host's memory between a forward and the backward of its chunk.
 
-A policy of rematerialisation may name tensors for the host's memory. The programs of units know
-nothing of that: a forward returns these tensors on the device, and a backward takes them there.
+A rematerialisation policy may name tensors for the host's memory. The programs of units know
+nothing about it: a forward returns these tensors on the device, and a backward takes them there.
 Between the two the runner holds copies in the host's memory, which devices read and write while
 they compute.
 """
@@ -27,8 +27,8 @@ def named_residuals(program: SlicedProgram, names: Collection[str]) -> frozenset
     A value that another chunk reads as well stays on the device, from where it is sent.
 
     Args:
-      program: sliced.
-      names: given by `jax.ad_checkpoint.checkpoint_name`.
+      program: the sliced program.
+      names: names given by `jax.ad_checkpoint.checkpoint_name`.
     """
     readers: dict[Var, set[UnitName]] = {}
     for reader, computation in program.computations.items():
@@ -45,7 +45,7 @@ def named_residuals(program: SlicedProgram, names: Collection[str]) -> frozenset
 
 
 def _names_of(v: Var, equations: Sequence[JaxprEqn]) -> Iterator[str]:
-    """Yield the name of a variable, also if a loop or a call computes it."""
+    """Yield the name of a variable, even if a loop or a call computes it."""
     for eqn in equations:
         if v not in eqn.outvars:
             continue
@@ -64,12 +64,12 @@ def _names_of(v: Var, equations: Sequence[JaxprEqn]) -> Iterator[str]:
 class Offloading:
     """Move one stage's residuals between its devices and the host, for a step.
 
-    A copy starts as soon as it is dispatched, and takes memory of the device from then on. So units
-    that move residuals are dispatched `UNITS_AHEAD` of the devices at most; otherwise all
+    A copy starts as soon as it is dispatched, and takes device memory from then on. So units that
+    move residuals are dispatched at most `UNITS_AHEAD` ahead of the devices; otherwise all
     residuals of a step could be fetched back at once.
 
     Args:
-      values: what is kept in the host's memory.
+      values: the values that are kept in the host's memory.
     """
 
     def __init__(self, values: Collection[Var]):
@@ -84,7 +84,7 @@ class Offloading:
         return stored
 
     def back(self, values: Sequence[Var], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the arrays on the device, those from the host's memory as copies of their own."""
+        """Return the arrays on the device, those from the host's memory as new copies."""
         return self._moved(values, arrays, DEVICE)
 
     def wait(self) -> None:
@@ -96,7 +96,7 @@ class Offloading:
         """Note a unit that was dispatched, with the copies of its results.
 
         Args:
-          done: ready when the unit is finished.
+          done: array that is ready when the unit is finished.
         """
         self._unfinished.append([done, *self._leaving])
         self._leaving = []

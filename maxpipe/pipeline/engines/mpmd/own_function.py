@@ -1,4 +1,4 @@
-"""Run one's own function over all microbatches on all stages; `maxpipe.pipeline.mpmd` is its face.
+"""Run a user's function over all microbatches on all stages, for `maxpipe.pipeline.mpmd`.
 
 Letters: M microbatches, B rows of a batch.
 """
@@ -29,13 +29,13 @@ class PipelinedProgram(Generic[ResultT]):
     """A function that is traced for given shapes, cut, and ready to run.
 
     Args:
-      function: of (params, microbatch, *shared).
-      shapes: of the arguments of a call.
-      settings: see there.
+      function: the user's function of (params, microbatch, *shared).
+      shapes: shapes of the arguments of a call, with the whole batch.
+      settings: what `pipelined` was given.
 
     Attributes:
       sliced: the program; its inputs are the leaves of the arguments.
-      param_shardings: for each leaf of the parameters, where it belongs.
+      param_shardings: the sharding of each leaf of the parameters, on the stage where it belongs.
 
     Raises:
       ValueError: function, table, meshes and layouts do not fit together.
@@ -83,7 +83,7 @@ class PipelinedProgram(Generic[ResultT]):
         )
         for stage, outputs in enumerate(self._runner.outputs):
             for output in sorted(outputs):
-                # Gradients have the stage of their parameter; others one that adds to them.
+                # Gradients belong to their parameter's stage, others to one that adds to them.
                 self._stage_of_result.setdefault(output, stage)
         self._layouts = [
             {
@@ -182,7 +182,7 @@ class PipelinedProgram(Generic[ResultT]):
     def _finished(self, output: int, total: jax.Array) -> jax.Array:
         if self._divisor > 1:
             total = total / self._divisor
-        # Integers keep the wider dtype of their sum, which counts further.
+        # Integers keep the wider dtype of their sum, which holds larger counts.
         dtype = self._result_shapes[output].dtype
         return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 

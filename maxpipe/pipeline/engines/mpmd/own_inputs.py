@@ -1,4 +1,4 @@
-"""Describe the arguments and results of one's own function: names, shapes, layouts, gradients.
+"""Describe the arguments and results of a user's function: names, shapes, layouts, gradients.
 
 Letters: M microbatches, B rows of a batch.
 """
@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
         return shapes
 
     def microbatch(self, num_microbatches: int) -> "Arguments":
-        """Return the shapes with which the function is called, from those of a call.
+        """Return the shapes with which the function is called, those of one microbatch.
 
         Raises:
           ValueError: the batch's arrays do not have the same number of rows, a multiple of M.
@@ -81,8 +81,8 @@ class Settings(NamedTuple):
 
     Attributes:
       table: the schedule.
-      meshes: of the stages, with automatic axes.
-      param_specs, batch_specs: layouts, prefixes of the trees.
+      meshes: the meshes of the stages, with automatic axes.
+      param_specs, batch_specs: layouts, as prefixes of the trees of arrays.
       is_mean: whether results are averaged over microbatches instead of added up.
     """
 
@@ -97,8 +97,8 @@ class Input(NamedTuple):
     """One input of the function, an array.
 
     Attributes:
-      name: for messages.
-      shape: with which the function is called.
+      name: the input's name, for messages.
+      shape: shape and dtype with which the function is called.
       spec: layout on each stage.
       kind: "param", "batch", "key" (a PRNG key that all microbatches share) or "shared".
     """
@@ -110,16 +110,16 @@ class Input(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Return whether microbatches have different values of it."""
+        """Return whether its value differs between microbatches."""
         return self.kind in ("batch", "key")
 
 
 def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
-    """Return the inputs in the order of the program's.
+    """Return the inputs, in the order of the traced program.
 
     Args:
       arguments: shapes with which the function is called.
-      settings: of layouts.
+      settings: what `pipelined` was given.
     """
     entries = [
         Input(f"params{keystr(path)}", x, spec, "param")
@@ -180,7 +180,7 @@ def first_gradient(results: object, params: object) -> int:
         return _shapes(tree) == _shapes(params)
 
     if isinstance(results, tuple) and len(results) == 2:
-        # If both look like the parameters, they are taken for those of value_and_grad.
+        # If both look like the parameters, the function is taken for value_and_grad.
         if is_gradient(results[1]):  # jax.value_and_grad
             return len(jax.tree.leaves(results[0]))
         if is_gradient(results[0]):  # jax.grad with has_aux

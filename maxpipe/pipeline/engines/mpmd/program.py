@@ -1,4 +1,4 @@
-"""Represent a sliced program: computations of stages that hand each other values.
+"""Represent a sliced program: computations of stages that pass values to each other.
 
 Values are variables of the traced program. A computation is named by a kind of unit
 (`schedules.table.KINDS`) and a global chunk. `dump` shows a sliced program as text, for
@@ -46,7 +46,7 @@ class Computation:
 
     Attributes:
       name: kind and chunk.
-      equations: in order.
+      equations: its equations, in order.
       reads: values computed by other computations.
       arguments: inputs of the program, such as weights and the microbatch.
       writes: values that other computations read.
@@ -69,7 +69,7 @@ class SlicedProgram:
     Attributes:
       flat: the traced program with its calls opened.
       num_chunks: number of forward computations.
-      computations: by name, in an order that respects their dependencies.
+      computations: all computations by name, in an order that respects their dependencies.
     """
 
     flat: ClosedJaxpr
@@ -99,7 +99,7 @@ class SlicedProgram:
     def function(
         self, computation: Computation, inputs: Sequence[Var]
     ) -> Callable[..., tuple[list[jax.Array], dict[int, list[jax.Array]]]]:
-        """Return a computation as a function of arrays to (`writes`, list of terms by output).
+        """Return a computation as a function from arrays to (`writes`, list of terms by output).
 
         Args:
           computation: one of this program's.
@@ -127,7 +127,7 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
 
 def used(computation: Computation) -> set[Var]:
     """Return all variables that a computation's equations, writes and outputs name."""
-    # Literals stand in the equations themselves.
+    # Literals are part of the equations themselves.
     atoms = [v for eqn in computation.equations for v in eqn.invars]
     atoms += [*computation.writes, *(v for terms in computation.outputs.values() for v in terms)]
     return {v for v in atoms if not isinstance(v, Literal)}
@@ -136,8 +136,8 @@ def used(computation: Computation) -> set[Var]:
 def fingerprint(program: SlicedProgram, table: Table) -> str:
     """Return a digest of a sliced program and its table, 16 hexadecimal digits.
 
-    It says which operations run where, on arrays of which shapes, and what they hand each other.
-    Names that JAX gives and addresses in memory differ from process to process, and are left out.
+    It says which operations run where, on arrays of which shapes, and what they pass to each
+    other. Names that JAX gives and addresses in memory differ between processes, and are left out.
     """
     numbers: dict[Var, int] = {}
 
@@ -163,7 +163,7 @@ def fingerprint(program: SlicedProgram, table: Table) -> str:
     return digest.hexdigest()[:16]
 
 
-# A constraint is shown by its PartitionSpec alone: its mesh is always that of the stage.
+# A constraint is shown by its PartitionSpec alone: its mesh is always the stage's.
 _CONSTRAINT = re.compile(r"sharding_constraint\[[^\]]*?spec=(P\(.*\))\)\n[^\]]*\]")
 
 
@@ -179,14 +179,14 @@ def dump(
     device's parts.
 
     Args:
-      program: sliced.
-      input_names, output_names: of the program's inputs and outputs; by default `input 0` and so
-        on.
+      program: the sliced program.
+      input_names, output_names: names of the program's inputs and outputs; by default `input 0`
+        and so on.
     """
     inputs = input_names or [f"input {i}" for i in range(len(program.inputs))]
     outputs = output_names or [f"output {i}" for i in range(program.num_outputs)]
     names = dict(zip(program.inputs, inputs, strict=True))
-    # All units first: the text of one names those that read its values later.
+    # All units first: the text of a unit names those that read its values later.
     readers: dict[Var, list[UnitName]] = {}
     for computation in program.computations.values():
         names |= {v: f"{computation.name}.{i}" for i, v in enumerate(computation.writes)}

@@ -1,4 +1,4 @@
-"""Find the way of every value from the stage that computes it to the stages that read it.
+"""Find the route of every value from the stage that computes it to the stages that read it.
 
 Transfers run along the pipeline only. A value that a later stage reads passes through the stages in
 between, together with the activation, so that it is there when the schedule lets the later stage
@@ -39,7 +39,7 @@ def route(program: SlicedProgram, stage_of_chunk: Sequence[int]) -> Routes:
     """Compute the transfers that each value needs.
 
     Args:
-      program: sliced.
+      program: the sliced program.
       stage_of_chunk: the stage that holds each of the G chunks.
     """
     num_stages = max(stage_of_chunk) + 1
@@ -77,7 +77,7 @@ def before(first: UnitName, second: UnitName) -> bool:
 def _hops(
     producer: UnitName, reader: UnitName, backward_kind: str
 ) -> list[tuple[UnitName, UnitName]]:
-    """Return the (sender, receiver) pairs of a value's way from its producer to a reader."""
+    """Return the (sender, receiver) pairs of a value's route from its producer to a reader."""
     turn = max(producer.chunk, reader.chunk)
     # With the activations, if the reader comes later in the forward; else with the gradients.
     if producer.kind == "F" and reader.chunk >= producer.chunk:

@@ -2,7 +2,7 @@
 
 XLA's partitioner would sum the weight gradients of every unit over the devices, since each unit is
 a program whose results have to be whole. Here the units are manual over the mesh axes along which
-devices have rows or tokens of their own (data, fsdp, expert, context); the partitioner has the
+devices have rows or tokens of their own (data, fsdp, expert, context); the partitioner handles the
 other axes. Each device adds its own gradients up over all microbatches, and one program for each
 chunk sums them over the devices at the end.
 
@@ -12,8 +12,8 @@ device is part of an array [n, 4, 8] on a stage of n devices, and so is a sum of
 Parameters that lie over fsdp are gathered in each unit, where they are used (`Gather.__call__`),
 and their gradients are scattered there, so that no device ever holds a whole chunk of either. With
 `once` they are cast and gathered before the first unit of their chunk, and the sums of their
-gradients, which are whole until then, are scattered after its last. That pays without fsdp, too: a
-product that casts the weights that it reads is slower on TPUs than one of weights that were cast.
+gradients, which are whole until then, are scattered after its last. That pays even without fsdp: on
+TPUs a product that casts its weights is slower than one of weights that are cast already.
 """
 
 import math
@@ -38,7 +38,7 @@ class RowParallel:
 
     Attributes:
       axes: the manual mesh axes.
-      gathers: of each parameter.
+      gathers: the `Gather` of each parameter, by path.
       once: whether parameters are cast and gathered once a step, not in each unit.
     """
 
@@ -62,9 +62,9 @@ class RowParallel:
         """Return one device's part of an input as units take it.
 
         Args:
-          mesh: of a stage.
-          specs: layouts in which units take inputs; others are the same on all devices.
-          path: of the input.
+          mesh: the abstract mesh of a stage.
+          specs: layouts in which units take inputs; inputs without one are whole on each device.
+          path: the path of the input.
           x: the array at rest.
         """
         if self.once and path in self.gathers:
@@ -78,14 +78,14 @@ class RowParallel:
 def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
     """Return the mesh axes over which units are manual.
 
-    There are none if a stage has all rows together, unless its weights are prepared once. An axis
-    over which rules lay something else than rows, the dimensions of a parameter, and for `context`
-    tokens, stays with the partitioner.
+    There are none if nothing splits a stage's rows, unless its weights are prepared once. An axis
+    stays with the partitioner if the rules lay anything over it but rows, dimensions of a parameter
+    and, for `context`, tokens.
 
     Args:
       rules: logical axis rules of a stage.
-      once: whether parameters are prepared once a step, for which units are manual also where each
-        of these axes has one device.
+      once: whether parameters are prepared once a step; units are then manual even if each of
+        these axes has one device.
     """
     laid = axes_of(rules.spec(("activation_batch",)))
     # Attention across the parts of a sequence is written for one axis; elsewhere XLA divides it.
@@ -99,11 +99,11 @@ def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
 
 
 def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..., ClosedJaxpr]]:
-    """Return what `jax.make_jaxpr` is elsewhere, for functions of one device's parts.
+    """Return a counterpart of `jax.make_jaxpr` for functions of one device's parts.
 
     Args:
-      mesh: of a stage.
-      axes: over which the functions are manual.
+      mesh: the abstract mesh of a stage.
+      axes: mesh axes over which the functions are manual.
     """
 
     def make_jaxpr(f: Callable[..., object]) -> Callable[..., ClosedJaxpr]:
@@ -140,15 +140,15 @@ def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..
 
 
 def check_gather(gather: str, axes: Sequence[str], rules: AxisRules) -> None:
-    """Check that weights lie over axes over which units are manual, if one gather is to serve all.
+    """Check that units are manual over the axis that splits weights, if one gather is to serve all.
 
     Args:
       gather: `pipeline.fsdp_gather`.
-      axes: from `manual_axes`.
+      axes: the result of `manual_axes`.
       rules: logical axis rules of a stage.
 
     Raises:
-      ConfigError: the partitioner has fsdp, and gathers in every unit.
+      ConfigError: fsdp is left to the partitioner, which gathers in every unit.
     """
     if gather == "once" and rules.mesh.shape["fsdp"] > 1 and "fsdp" not in axes:
         message = (
@@ -166,7 +166,7 @@ class Total(NamedTuple):
       axes: mesh axes over which it is still to be summed; each device has a sum of its own.
       running: layout of the dimensions until then.
       spec: layout of the dimensions afterwards.
-      gather: of its parameter, if the running sum is whole and has to be scattered.
+      gather: the `Gather` of its parameter, if the running sum is whole and has to be scattered.
     """
 
     axes: tuple[str, ...]
@@ -183,7 +183,7 @@ class Total(NamedTuple):
         """Return the sum over devices of one device's sum, scattered into `spec`."""
         if not self.axes:
             return x
-        # A scatter sums over the axes that it scatters over; psum has the rest.
+        # A scatter sums over the axes that it scatters over; psum does the rest.
         scattered = self.gather.gathered_axes if self.gather else ()
         x = self.gather.scatter(x[0]) if self.gather else x[0]
         return psum(x, [axis for axis in self.axes if axis not in scattered])
@@ -195,10 +195,10 @@ def total_of(
     """Return how the sum of one output is kept.
 
     Args:
-      spec: of the reduced sum.
-      gather: of the parameter whose gradient it is; None for a loss.
+      spec: layout of the reduced sum.
+      gather: the `Gather` of the parameter whose gradient it is; None for a loss.
       rows: how devices share rows.
-      mesh: of a stage.
+      mesh: the abstract mesh of a stage.
     """
     several = tuple(axis for axis in rows.axes if mesh.shape[axis] > 1)
     if gather is None:
@@ -213,7 +213,7 @@ def total_of(
 
 
 def split_counts(spec: PartitionSpec, mesh: AbstractMesh, ndim: int) -> list[int]:
-    """Return into how many parts each dimension is split."""
+    """Return the number of parts into which each dimension is split."""
     # A spec may be shorter than the array: further dimensions are not split.
     entries = [*spec, *[None] * (ndim - len(spec))]
     names = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]

@@ -4,8 +4,8 @@ A process dispatches the units of its stages one after another and waits for non
 through what was dispatched to it, and a transfer starts as soon as its source is computed. Memory
 follows the order of dispatch, since a buffer is freed once no unit dispatched later reads it.
 
-With several processes each walks the same order. A value that one of them sends to another has a
-layout that both know without the other's programs, see `sent_spec`.
+With several processes, each walks through the same order. A value that one of them sends to another
+has a layout that both know without the other's programs, see `sent_spec`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,13 +51,13 @@ def execution_order(table: Table) -> list[tuple[int, UnitName, int]]:
 def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> PartitionSpec:
     """Return the layout of a value that goes to another process, which has not compiled its writer.
 
-    It is that of the sharding constraint that writes or reads the value, such as the one on
-    activations at the end of a chunk; without any, the value is whole on each device.
+    It is the layout in the sharding constraint that writes or reads the value, such as the one on
+    activations at the end of a chunk; without one, the value is whole on each device.
 
     Args:
-      program: sliced.
+      program: the sliced program.
       v: the value.
-      parts: if the program is of a device's parts, how they make up arrays.
+      parts: how devices' parts make up arrays; None for a program of whole arrays.
     """
     spec = PartitionSpec()
     for computation in program.computations.values():
@@ -83,22 +83,22 @@ class Executable:
     `done` is a scalar, ready when the unit is finished.
 
     Args:
-      program: that the computation belongs to.
-      computation: to compile.
+      program: the sliced program.
+      computation: the computation to compile.
       dying: values that no unit uses after this computation.
       varying: inputs of the program that differ between microbatches.
-      mesh: of the stage.
-      sum_shardings: of the running sum of each output.
-      parts: if the program is of a device's parts, how they make up arrays.
+      mesh: the mesh of the stage.
+      sum_shardings: sharding of the running sum of each output.
+      parts: how devices' parts make up arrays; None for a program of whole arrays.
       offloaded: values that wait in the host's memory between units; units take copies of them.
       sent: layouts of values that go to another process.
 
     Attributes:
       outputs: indices of the program's outputs to which the computation adds.
       donated, retained: the values read; XLA writes results into the memory of the former.
-      fixed, varying: the arguments.
+      fixed, varying: the arguments, those that all microbatches share and the others.
       writes: the values written.
-      moved: values that it takes from the host's memory or leaves to it.
+      moved: values that it takes from the host's memory or leaves there.
       run: the jitted function.
     """
 
@@ -142,7 +142,7 @@ class Executable:
             return totals, written, jnp.zeros(())
 
         run_to_end.__name__ = str(computation.name)  # in profiles and dumps of XLA
-        # Sums keep their layout from unit to unit; XLA chooses that of the values which stay here.
+        # Sums keep their layout from unit to unit; XLA chooses the layouts of values that stay.
         values = [NamedSharding(mesh, sent[v]) if v in sent else None for v in self.writes]
         shardings = [sum_shardings[i] for i in self.outputs], values, None
         self.run: jax.stages.Wrapped = jax.jit(
@@ -157,7 +157,7 @@ def _add(total: jax.Array, terms: Sequence[jax.Array]) -> jax.Array:
 
 
 def _donations(computation: Computation, dying: Collection[Var]) -> list[Var]:
-    """Return dying values, each of the shape and dtype of a result: XLA reuses no others."""
+    """Return the dying values whose memory XLA can reuse: a result has their shape and dtype."""
     free_results = [shape_of(v) for v in computation.writes]
     donated = []
     for v in computation.reads:
@@ -172,10 +172,10 @@ class LiveValues:
 
     Args:
       num_uses: how many computations use each value there.
-      offloading: says which of them are held in the host's memory.
+      offloading: moves those that are held in the host's memory.
 
     Attributes:
-      arrays: by value and microbatch, as they are held.
+      arrays: the arrays as they are held, by value and microbatch.
     """
 
     def __init__(self, num_uses: Mapping[Var, int], offloading: Offloading):
@@ -209,14 +209,14 @@ class Runner:
     """Dispatch the units of a step; each computation is compiled when it runs first.
 
     Args:
-      program: sliced into the kinds of units that the table has.
+      program: the program, sliced into the kinds of units that the table has.
       table: the schedule.
       meshes: sub-mesh of each stage; the axes have the same names, and sizes may differ.
       varying: inputs of the program that differ between microbatches.
-      sum_shardings: for each stage, of the running sums of the program's outputs.
-      parts: if the program is of a device's parts, how they make up arrays.
+      sum_shardings: for each stage, shardings of the running sums of the program's outputs.
+      parts: how devices' parts make up arrays; None for a program of whole arrays.
       offloaded: values that wait for their readers in the host's memory, see `named_residuals`.
-      processes: of each stage; None for those that its devices belong to.
+      processes: the processes of each stage; None for those that own its devices.
 
     Raises:
       ValueError: the program does not have the chunks or the kinds of units of the table.
@@ -224,7 +224,7 @@ class Runner:
     Attributes:
       needs: for each stage, the inputs of the program that are read there.
       outputs: for each stage, the outputs of the program to which it adds.
-      executables: by computation.
+      executables: the executable of each computation.
       gathers: by chunk, the inputs that are gathered before its first unit, and the program.
       reductions: by chunk, the outputs that are reduced after its last unit, and the program.
     """
@@ -306,7 +306,7 @@ class Runner:
         self._sharding_on_stage: dict[tuple[int, tuple[int, ...], Sharding], NamedSharding] = {}
 
     def _from_other_stage(self, name: UnitName, stage_of_chunk: Sequence[int]) -> list[Var]:
-        """Return what a computation reads that has come from another stage for it."""
+        """Return the values that a computation reads and that another stage has sent for it."""
         sender = UnitName(name.kind, name.chunk - 1 if name.kind == "F" else name.chunk + 1)
         stage = stage_of_chunk[name.chunk]
         if self._receiver.get(sender) != stage or stage_of_chunk[sender.chunk] == stage:
@@ -329,8 +329,8 @@ class Runner:
           fixed: for each stage, the inputs that all microbatches share.
           varying: for each stage and microbatch, the other inputs.
           sums: for each stage, the start of each output's sum; donated.
-          observe: told of each unit of this process.
-          clocks: of stages of this process, if they are to be timed.
+          observe: function called for each unit of this process.
+          clocks: the clocks of this process's stages that are to be timed.
 
         Returns:
           The sums over all microbatches, by stage. Those of other processes stay as they are.
@@ -339,7 +339,7 @@ class Runner:
         offloading = [Offloading(self._offloaded) for _ in self._meshes]
         live = list(map(LiveValues, self._num_uses, offloading))
         for stage, name, microbatch in self._order:
-            # All processes walk the whole order, so that their transfers come in the same one.
+            # All processes walk through the whole order, so their transfers come in the same order.
             if not self._is_here[stage]:
                 self._receive(stage, name, microbatch, live)
                 continue
@@ -386,12 +386,12 @@ class Runner:
     def _receive(
         self, stage: int, name: UnitName, microbatch: int, live: Sequence[LiveValues]
     ) -> None:
-        """Take part in a transfer between other processes, be it to a stage of this one or not."""
+        """Take part in another process's transfer, whether to a stage of this one or not."""
         receiver = self._receiver.get(name)
         if receiver is None or self._members[stage] == self._members[receiver]:
             return
         values = self._sends[name]
-        # As the other process lays them out; it has the data.
+        # Laid out as by the other process, which has the data.
         arrays = [absent(self._sent[v, stage]) for v in values]
         arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
         if self._is_here[receiver]:
@@ -400,7 +400,7 @@ class Runner:
     def _add_ends(self, parts: DeviceParts, stage_of_chunk: Sequence[int]) -> None:
         """Prepare the programs that gather inputs for each chunk, and reduce its outputs."""
         inputs: dict[int, set[Var]] = {chunk: set() for chunk in range(len(stage_of_chunk))}
-        last_chunk: dict[tuple[int, int], int] = {}  # that adds to an output on a stage
+        last_chunk: dict[tuple[int, int], int] = {}  # (stage, output) -> last chunk to add to it
         for stage, name, _ in self._order:
             executable = self.executables[name]
             inputs[name.chunk].update(v for v in executable.fixed if v in parts.gathers)
@@ -429,7 +429,7 @@ class Runner:
 
     def _on_stage(self, stage: int, x: jax.Array) -> NamedSharding:
         """Return an array's layout on another stage, without axes that do not divide it there."""
-        # Every transfer of every microbatch asks for one, so they are kept.
+        # Every transfer of every microbatch needs one, so they are cached.
         key = stage, x.shape, x.sharding
         if key not in self._sharding_on_stage:
             spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()

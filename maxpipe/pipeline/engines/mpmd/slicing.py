@@ -2,7 +2,7 @@
 
 The passes, in the order in which `slice_program` calls them:
 
-1. `open_calls` puts the bodies of nested calls in the place of the calls.
+1. `open_calls` replaces nested calls by their bodies.
 2. `find_segments` removes the marks; an equation belongs to the segment between two marks.
 3. `place_equations` gives code that no mark ties to a segment to the computations that read it.
 4. `split_sums` takes apart gradients of weights that several stages share, one part per stage.
@@ -61,7 +61,7 @@ def open_calls(
     checkpoints: bool = False,
     make_jaxpr: Callable[..., Callable[..., ClosedJaxpr]] = jax.make_jaxpr,
 ) -> ClosedJaxpr:
-    """Return the program with the bodies of nested calls in the place of the calls.
+    """Return the program with nested calls replaced by their bodies.
 
     With `checkpoints` the bodies of `jax.checkpoint` are opened as well, so that pass 6 can divide
     the recomputed forward.
@@ -82,10 +82,10 @@ class Segments:
     Attributes:
       names: the computations, in an order that respects their dependencies.
       equations: (equation, segment in which it was traced), in the order of the program.
-      outputs: of the program.
+      outputs: the outputs of the program.
       num_chunks: number of forward marks.
-      tied: variables that depend on what a mark let through, and so on the work of a stage.
-      marked: for each variable that a mark let through, the segment that ends there.
+      tied: variables that depend on a mark's results, and so on the work of a stage.
+      marked: for each operand of a mark, the segment that ends there.
     """
 
     names: list[UnitName]
@@ -159,14 +159,14 @@ class Placement:
 
 
 def place_equations(flat: ClosedJaxpr, segments: Segments) -> Placement:
-    """Decide for each equation between its segment, its first reader, and all of its readers."""
-    # 1. What is cheap and follows from inputs alone runs in each computation that reads it.
+    """Decide whether an equation runs in its segment, its first reader, or all of its readers."""
+    # 1. Cheap operations on inputs alone run in each computation that reads their results.
     anywhere: set[Var] = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
     for eqn, _ in segments.equations:
         if is_cheap_or_collective(eqn) and anywhere.issuperset(variables(eqn.invars)):
             anywhere.update(eqn.outvars)
-    # 2. What is tied to a stage stays in its segment. Everything else, such as a table computed
-    #    before the first mark, goes to its first reader.
+    # 2. Equations tied to a stage stay in their segment. All others, such as a table computed
+    #    before the first mark, go to their first reader.
     home: dict[Var, int] = {}
     first_reader = dict(segments.marked)
     for eqn, segment in reversed(segments.equations):
@@ -282,7 +282,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     def is_late(term: Atom) -> bool:
         return isinstance(term, Literal) or term not in computed_first
 
-    # 2. W runs what the remaining outputs depend on, and reads what I has computed of it.
+    # 2. W runs what the remaining outputs depend on, and reads the part that I has computed.
     late_terms = [term for terms in backward.outputs.values() for term in terms if is_late(term)]
     remaining = [eqn for eqn in backward.equations if computed_first.isdisjoint(eqn.outvars)]
     second = ancestors(remaining, late_terms, with_callbacks=True)
@@ -328,14 +328,14 @@ def slice_program(
 ) -> SlicedProgram:
     """Cut a program at its stage marks.
 
-    A program with G forward marks has G chunks: a mark follows each, also the last, which the loss
-    follows. Of a gradient, chunk c becomes the computations Fc and Bc, the latter with
-    `split_backwards` Ic and Wc; of a forward alone, Fc.
+    A program with G forward marks has G chunks: a mark follows each chunk, and the loss follows the
+    last mark. In a gradient, chunk c becomes the computations Fc and Bc, or with `split_backwards`
+    Fc, Ic and Wc; in a forward alone, Fc.
 
     Args:
       program: a forward, or `jax.value_and_grad` of one, traced by `make_jaxpr`.
-      split_backwards: cut each B into I and W.
-      make_jaxpr: traces functions where the program was traced, such as in `jax.shard_map`.
+      split_backwards: whether to cut each B into I and W.
+      make_jaxpr: function that traces others as the program was, such as in `jax.shard_map`.
 
     Raises:
       ValueError: the marks do not cut the program; see `open_calls` and `find_segments`.

@@ -1,10 +1,10 @@
-"""Measure for how long a stage is busy in a step, and not waiting for other stages.
+"""Measure how long a stage is busy in a step, without the time that it waits for other stages.
 
-All stages of a pipeline take equally long for a step, since they wait for each other; so the time
-that tells a slow one from the others is what remains without the waiting. A stage waits while the
-arrays of another stage that its next unit reads are not there, if that unit has been dispatched and
-the one before it is finished. What a process does too late, such as to read its data or to dispatch
-its units, is no waiting.
+All stages of a pipeline take equally long for a step, since they wait for each other; what tells a
+slow stage from the others is its time without the waiting. A stage waits while arrays of another
+stage that its next unit reads are missing, if that unit has been dispatched and the one before it
+is finished. Delays in the process itself, such as late reading of data or late dispatch of units,
+do not count as waiting.
 """
 
 import math
@@ -25,9 +25,9 @@ class _Work(NamedTuple):
     """Work that has been dispatched to a stage.
 
     Attributes:
-      since: when it was dispatched.
-      arrived: ready when the arrays of other stages are here, if the work waits for any.
-      done: ready when the work is finished.
+      since: time of the dispatch, s.
+      arrived: array that is ready once those of other stages are here; None if none is needed.
+      done: array that is ready when the work is finished.
       is_last: whether the step ends with it.
     """
 
@@ -38,21 +38,21 @@ class _Work(NamedTuple):
 
 
 class StageClock:
-    """Take the time of one stage of this process, without making the process wait.
+    """Measure the time of one stage of this process, without making the process wait.
 
-    A thread waits for what is dispatched to the stage, in order, and looks at the time.
+    A thread waits for what is dispatched to the stage, in order, and notes the time.
 
     Args:
-      clock: returns the time, s.
+      clock: function that returns the time, s.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage clock")
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._steps: deque[Future[float]] = deque()  # not asked for
+        self._steps: deque[Future[float]] = deque()  # not taken yet
         self._arrived: jax.Array | None = None
-        self._begin = self._end = 0.0  # of a step, at the earliest
+        self._begin = self._end = 0.0  # earliest begin of the next step, end of the last; s
 
     def will_read(self, arrays: Sequence[jax.Array]) -> None:
         """Note the arrays of other stages that the unit dispatched next reads, and may donate."""
@@ -75,15 +75,15 @@ class StageClock:
         self._begin = self._clock()
 
     def end(self, verdict: jax.Array) -> None:
-        """End the step with an array that arrives when all stages have finished their units."""
+        """End the step with an array that is ready when all stages have finished their units."""
         self._work.put(_Work(self._clock(), verdict, verdict, is_last=True))
 
     def abandon(self) -> None:
-        """End the step without more."""
+        """End the step without a time, after an error."""
         self._work.put(None)
 
     def take_seconds(self) -> float:
-        """Return the seconds of the oldest step whose seconds were not taken, once it is over."""
+        """Return the seconds of the oldest step whose time was not taken yet, once it is over."""
         return self._steps.popleft().result()
 
     def _watch(self, earliest: float) -> float:
@@ -91,7 +91,7 @@ class StageClock:
         begun = last = max(earliest, self._end)
         waited = 0.0
         while (work := self._work.get()) is not None:
-            # The loop meets the same error.
+            # The training loop meets the same error.
             with suppress(jax.errors.JaxRuntimeError):
                 if work.arrived is not None:
                     work.arrived.block_until_ready()

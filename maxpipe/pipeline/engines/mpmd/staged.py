@@ -1,7 +1,7 @@
 """Run a marked function of parameters and a microbatch over all microbatches on all stages.
 
-The function has one argument, {"params", "micro", "scales", "key"}. A leaf of it is known by its
-path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey("kernel")).
+The function has one argument, {"params", "micro", "scales", "key"}. A leaf of it is identified by
+its path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey("kernel")).
 Letters: M microbatches, B sequences of the global batch, T tokens of each.
 """
 
@@ -51,9 +51,9 @@ class Arguments(TypedDict):
     """The argument of the traced function.
 
     Attributes:
-      params: of the model, {"embed", "chunks", "head"}.
+      params: parameters of the model, {"embed", "chunks", "head"}.
       micro: the microbatch.
-      scales: see `MarkedModel.loss`, float32 scalars.
+      scales: factors of the losses, see `MarkedModel.loss`; float32 scalars.
       key: data of the PRNG key of the step, or None.
     """
 
@@ -81,10 +81,10 @@ class CompiledUnit(NamedTuple):
     """A computation compiled for its stage.
 
     Attributes:
-      stage: that runs it.
+      stage: the stage that runs it.
       name: kind and chunk.
-      compiled: the executable, or that of a chunk whose program differs in nothing but its devices.
-      offloaded: bytes on a device that it takes from the host's memory or leaves to it.
+      compiled: the executable, shared by chunks whose programs differ only in their devices.
+      offloaded: bytes per device that it takes from the host's memory or leaves there.
     """
 
     stage: int
@@ -94,7 +94,7 @@ class CompiledUnit(NamedTuple):
 
 
 class NotCompiled(Exception):
-    """The compiler gives up the program of a computation, for a reason in its own words."""
+    """The compiler rejects the program of a computation, for a reason in its own words."""
 
     def __init__(self, name: UnitName, reason: str):
         super().__init__(f"{name}: {reason}")
@@ -106,7 +106,7 @@ def _compiling(name: UnitName) -> Iterator[None]:
     """Name the computation that a compiler's error is about.
 
     Raises:
-      NotCompiled: the compiler gives it up.
+      NotCompiled: the compiler rejects it.
     """
     try:
         yield
@@ -115,7 +115,7 @@ def _compiling(name: UnitName) -> Iterator[None]:
 
 
 class UnitCompiler:
-    """Compile the programs of units, those that differ in nothing but their devices only once."""
+    """Compile the programs of units, once for all that differ only in their devices."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[bytes, Sequence[tuple[int, ...]]], jax.stages.Compiled] = {}
@@ -124,13 +124,13 @@ class UnitCompiler:
         """Return an executable for devices with the same relative coordinates as the mesh's."""
         # The text has shapes, shardings and donation, but not the devices.
         text = _MODULE_NAME.sub("", lowered.as_text(), count=1)
-        # Links between them decide how XLA lowers collectives.
+        # Links between the devices decide how XLA lowers collectives.
         first, *others = (
             (slice_of(d), getattr(d, "core_on_chip", 0), *coordinates(d)) for d in mesh.devices.flat
         )
         places = tuple(tuple(map(int.__sub__, other, first)) for other in others)
         key = sha256(text.encode()).digest(), places
-        # Chunks of as many layers without an end of the model have the same key.
+        # Chunks of equally many layers, without an end of the model, have the same key.
         if key not in self._compiled:
             self._compiled[key] = lowered.compile()
         return self._compiled[key]
@@ -140,7 +140,7 @@ class StagedProgram:
     """Trace and slice a function; compile it for the stages at its first run.
 
     Args:
-      f: of `Arguments` to a pytree of outputs that are summed over microbatches.
+      f: function from `Arguments` to a pytree of outputs, which are summed over microbatches.
       params: shapes of all parameters.
       batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
       table: the schedule.
@@ -148,15 +148,15 @@ class StagedProgram:
       batch_spec: layout of batches.
       param_specs: layouts of the parameters.
       output_specs: layouts of the outputs' sums.
-      needs_key: whether "key" is the data of a PRNG key, or None.
+      needs_key: whether "key" is the data of a PRNG key, and not None.
       rows: how the devices of a stage share rows; None if they do not.
-      output_gathers: with `rows`, of the parameters whose gradients the outputs are.
+      output_gathers: with `rows`, for each gradient its parameter's `Gather`, for a loss None.
       offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
-      program: as sliced.
-      runner: of `program`.
-      paths: of the leaves of the argument, in the order of the program's inputs.
+      program: the sliced program.
+      runner: the runner of `program`.
+      paths: paths of the argument's leaves, in the order of the program's inputs.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class StagedProgram:
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))) if needs_key else None
         micro = jax.eval_shape(self._microbatches, batch)[0]
         arguments = {"params": params, "micro": micro, "scales": (scale, scale), "key": key}
-        # Before `rows` turns shapes into those of one device: what gathers start from.
+        # Before `rows` turns shapes into one device's: the shapes that gathers start from.
         at_rest = by_path(arguments)
         specs = dict(param_specs)
         # Microbatches lie as batches do.
@@ -230,7 +230,7 @@ class StagedProgram:
     def _place(
         self, meshes: Sequence[Mesh], processes: Sequence[frozenset[int]] | None = None
     ) -> None:
-        """Make the stages' executables for devices; they belong to `processes`, or to their own."""
+        """Make the stages' executables for devices, treated as those of `processes` if given."""
         self._meshes = meshes
         self._sum_shardings = [
             {output: NamedSharding(mesh, spec) for output, spec in enumerate(self._sum_specs)}
@@ -252,8 +252,8 @@ class StagedProgram:
         """Return the program for other devices, to be compiled as for those of the stages.
 
         Args:
-          meshes: for each stage, of the same sizes. To which processes their devices belong makes
-            no difference.
+          meshes: for each stage a mesh of the same size. It makes no difference which processes own
+            the devices.
         """
         placed = copy(self)
         placed._place(meshes, list(map(processes_of, self._meshes)))
@@ -280,12 +280,12 @@ class StagedProgram:
 
         Args:
           params: for each stage, the parameters that it needs.
-          batch: laid out over the mesh of all stages; M and the shards divide its rows.
+          batch: global batch, laid out over all stages; M and the shards divide its rows.
           keys: "key" on each stage.
-          observe: told of each unit of this process.
-          clocks: of stages of this process, if they are to be timed.
+          observe: function called for each unit of this process.
+          clocks: the clocks of this process's stages that are to be timed.
 
-        Of stages of other processes nothing is read, and the sums are absent.
+        Nothing is read from stages of other processes, and their sums are absent.
         """
         fixed: list[ArraysByVar] = []
         varying: list[list[ArraysByVar]] = []
@@ -308,12 +308,12 @@ class StagedProgram:
         return self.runner.run(fixed, varying, sums, observe, clocks)
 
     def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
-        """Return what the sums of a stage of other processes will be."""
+        """Return absent arrays in place of the sums of a stage of other processes."""
         sums: dict[int, jax.Array] = {}
         for output in sorted(self.runner.outputs[stage]):
             term = shape_of(self.program.flat.jaxpr.outvars[output])
             sharding = self._sum_shardings[stage][output]
-            # As it is after the last unit, when the devices' own sums are one.
+            # As after the last unit, when the devices' own sums have become one.
             if self._parts is not None:
                 term = self._parts.reduced_sum(output, term)
                 sharding = NamedSharding(self._meshes[stage], self._parts.totals[output].spec)
@@ -324,16 +324,15 @@ class StagedProgram:
         """Compile the computations one by one without running any.
 
         Args:
-          names: of those to compile; None for all. What they read of others lies as it does where
-            it goes to another process, see `sent_spec`.
+          names: names of those to compile; None for all. The values that they read from others
+            are laid out as for another process, see `sent_spec`.
 
         Yields:
-          Computations in an order that respects dependencies; what gathers a chunk's parameters
-          before its units and reduces its gradients after them is `gather1`, and `reduce1`, of
-          chunk 1.
+          Computations in an order that respects dependencies. For chunk 1, `gather1` gathers its
+          parameters before its units and `reduce1` reduces its gradients after them.
 
         Raises:
-          NotCompiled: the compiler gives up the next one.
+          NotCompiled: the compiler rejects the next one.
         """
         specs, compiler = dict(self._specs), UnitCompiler()
 
@@ -452,8 +451,8 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
     """Return what one stage holds of a global array, as an array of the stage; nothing is copied.
 
     Args:
-      x: laid out over the mesh of all stages, replicated over `stage`.
-      mesh: of the stage.
+      x: an array over the mesh of all stages, replicated over `stage`.
+      mesh: the mesh of the stage.
     """
     assert isinstance(x.sharding, NamedSharding)
     # The array is replicated over stages, so its shards on this stage make up a whole copy.
