@@ -19,21 +19,21 @@ Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a la
 
 
 class Carry(NamedTuple):
-    """What a tick hands to the next: stores, then sums.
+    """What a tick hands on to the next: stores, then sums.
 
     Attributes:
-      activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch.
-      residuals: for each residual of a unit [slots + 1, ...].
-      stash: the same for each array that an I leaves to its W; empty if backwards are not split.
-      outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
-        along, [B, T, D]; else None.
-      layer_gradients: float32 [V, L, ...] of this stage's layers; these and the following are None
-        where a parameter is frozen.
-      outer_gradients: float32, of the parameters that the head takes.
-      before_gradients: float32, of the layers before the pipeline; empty if there are none.
-      table_gradient: float32, of the local columns of the embedding table.
-      loss: float32 scalar, sum of this stage.
-      aux: auxiliary losses, sums of this stage.
+      activations, gradients: those that arrived, [slots + 1, B, T, D]; the last slot is scratch.
+      residuals: a store [slots + 1, ...] for each residual of a unit.
+      stash: a store for each array that an I leaves to its W; empty if backwards are not split.
+      outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer sends,
+        [B, T, D]; else None.
+      layer_gradients: gradients of this stage's layers, float32 [V, L, ...]; these and the
+        following are None where a parameter is frozen.
+      outer_gradients: gradients of the parameters that the head takes, float32.
+      before_gradients: gradients of the layers before the pipeline, float32; empty without any.
+      table_gradient: gradient of the local columns of the embedding table, float32.
+      loss: this stage's sum of the loss, float32 scalar.
+      aux: this stage's sums of auxiliary losses.
     """
 
     activations: jax.Array
@@ -56,14 +56,14 @@ def read(store: jax.Array, slot: PlanArray) -> jax.Array:
 
 
 def read_chunk(stores: Params, chunk: PlanArray) -> Params:
-    """Return the parameters [L, ...] of a chunk, of stores [V, L, ...]."""
+    """Return the parameters [L, ...] of a chunk, from stores [V, L, ...]."""
     return jax.tree.map(lambda store: read(store, chunk), stores)
 
 
 def read_layers(stores: Params, chunk: PlanArray) -> Layers:
-    """Return the parameters of each layer of a chunk, of stores [V, L, ...].
+    """Return the parameters of each layer of a chunk, from stores [V, L, ...].
 
-    A slice of all layers would be one more copy where each layer is then used by itself.
+    Where each layer is used by itself, a slice of all layers would be one more copy.
     """
 
     def layer(i: int) -> Params:
@@ -96,10 +96,10 @@ def add_to_layers(
 ) -> Carry:
     """Add a chunk's gradients to this stage's [V, L, ...], zeros if the slot is idle.
 
-    They are [L, ...], or those of each layer by itself.
+    The gradients are [L, ...], or a tuple with one tree per layer.
     """
 
-    # A choice, no product with 0: an idle slot may have computed NaN.
+    # A selection, not a product with 0: an idle slot may have computed NaN.
     def add_at(*place: PlanArray | int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return lambda total, g: total.at[place].add(jnp.where(active, g, 0).astype(total.dtype))
 
@@ -125,8 +125,8 @@ def add_auxiliary(total: AuxiliaryLosses, more: AuxiliaryLosses) -> AuxiliaryLos
 def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float | None) -> jax.Array:
     """Return an array of `value`, or of zeros if the dtype is not floating.
 
-    With None floats are anything, which costs TPUs and GPUs no time. Integers are zeros even then,
-    since they may be indices or sizes.
+    With None floats are not initialised, which costs TPUs and GPUs no time. Integers are zeros even
+    then, since they may be indices or sizes.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.zeros(shape, dtype)

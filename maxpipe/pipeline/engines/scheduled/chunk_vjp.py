@@ -19,11 +19,11 @@ class ChunkInputs(NamedTuple):
     """What a chunk reads besides its activation and its parameters; nothing of it has a gradient.
 
     Attributes:
-      layer_index: int32 [L], layers in model order.
+      layer_index: the layers' indices in model order, int32 [L].
       side: side inputs of the microbatch, [B, ...] each.
       key: key of the step or None.
-      base: all parameters of the chunk if some are frozen, and its weights are the others; else
-        None.
+      base: all parameters of the chunk if some are frozen, while its weights are the trained
+        ones; else None.
     """
 
     layer_index: jax.Array
@@ -33,7 +33,7 @@ class ChunkInputs(NamedTuple):
 
 
 ChunkOutputs = tuple[jax.Array, AuxiliaryLosses]  # (activation [B, T, D], auxiliary losses)
-Weights = Params | Layers  # of a chunk: [L, ...], or those of each layer by itself
+Weights = Params | Layers  # of a chunk: leaves [L, ...], or a tuple with one tree per layer
 Chunk = Callable[[jax.Array, Weights, ChunkInputs], ChunkOutputs]
 ChunkVjp = SplitVjp[Weights, ChunkInputs, ChunkOutputs]
 
@@ -42,9 +42,9 @@ def with_base(specs: Params, weights: Weights, inputs: ChunkInputs) -> tuple[Wei
     """Return the weights of a chunk's vjp, and its inputs, with all parameters if some are frozen.
 
     Args:
-      specs: of one layer's parameters.
+      specs: the `ParamSpec`s of one layer.
       weights: all parameters of the chunk.
-      inputs: the others.
+      inputs: the chunk's other inputs.
     """
     if not has_frozen(specs):
         return weights, inputs
@@ -57,5 +57,5 @@ def with_base(specs: Params, weights: Weights, inputs: ChunkInputs) -> tuple[Wei
 
 
 def all_weights(weights: Weights, inputs: ChunkInputs) -> Weights:
-    """Return all parameters of a chunk, of what `with_base` returns."""
+    """Return all parameters of a chunk, from what `with_base` returns."""
     return weights if inputs.base is None else with_trainable(inputs.base, weights)

@@ -1,9 +1,9 @@
 """Compute the two ends of the model, embedding and head, spread over the stages.
 
-Computed on the first and the last stage alone they would dominate the tick at real vocabularies,
-and so would their weights. Both run inside the manual program. Letters: S stages, B sequences of a
-microbatch on one data shard, T tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of
-a stage's share.
+On the first and the last stage alone they would dominate the tick at real vocabularies, and their
+weights would dominate memory. Both run inside the manual program. Letters: S stages, B sequences of
+a microbatch on one data shard, T tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens
+of a stage's share.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class ShardedEmbedding:
     Args:
       spec: PartitionSpec of the table; no manual axis splits its rows.
       dtype: dtype of activations.
-      scale: multiplies rows of the table by a constant, element by element.
+      scale: function that multiplies rows of the table by a constant, element by element.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class ShardedEmbedding:
         return x
 
     def add_gradient(self, total: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Return the local columns' gradient with that of a microbatch added.
+        """Return the local columns' gradient with a microbatch's gradient added.
 
         Args:
           total: float32, shaped like the local columns of the table.
           tokens: int32 [B, T] of this data shard.
-          gradient: [B, T, D] with respect to `lookup`'s result; only stage 0's counts.
+          gradient: gradient of `lookup`'s result, [B, T, D]; only stage 0's counts.
         """
         gradient = self._scale(gradient)
         for axis in self._axes:
@@ -115,8 +115,8 @@ class ShardedHead:
       head_loss: (outer parameters, x [P, D], targets [P], weights [P]) -> (loss sum, cross-entropy
         sum), differentiable in the first two.
       num_stages: S.
-      layers: those after the pipeline, if there are any; their parameters are `outer["outside"]`.
-      trained: returns outer parameters with None for those that are frozen.
+      layers: the layers after the pipeline, if any; their parameters are `outer["outside"]`.
+      trained: function that returns outer parameters with None for frozen ones.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ShardedHead:
         """Return this stage's share of the last stage's output.
 
         Args:
-          y: [B, T, D]; only the last stage's counts.
+          y: outputs of the stages, [B, T, D]; only the last stage's counts.
           targets, weights: [B, T].
 
         Returns:
@@ -161,7 +161,7 @@ class ShardedHead:
     ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
         """Return sums of this stage's share: (loss, cross-entropy, auxiliary losses of `layers`).
 
-        Arguments as below.
+        The arguments are those of `losses_and_gradients`.
         """
         return self._share_losses(outer, *self.share(y, targets, weights), inputs)
 
@@ -180,7 +180,7 @@ class ShardedHead:
           outer: what `head_loss` takes as parameters, and those of `layers`.
           y, targets, weights: as in `share`.
           scales: float32 scalars that multiply loss and auxiliary losses before differentiation.
-          inputs: of `layers`.
+          inputs: the inputs of `layers`.
 
         Returns:
           (sums (loss, auxiliary losses) of this stage's share, gradient for y [B, T, D], gradients

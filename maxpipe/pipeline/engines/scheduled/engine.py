@@ -16,7 +16,7 @@ express that order, so here the backward is written out. From a table to gradien
     engine          this module: builds these parts, and sums gradients over devices after the loop
 
 Buffers are as large as the table's own peak. The program is manual over stage, data, fsdp, expert
-and context; the partitioner has the other axes.
+and context; the partitioner handles the other axes.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one
 data shard, T tokens of each on one device, D embed.
@@ -92,7 +92,7 @@ Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
 # Mesh axes of the partitioner that split the layer dimensions of a device's weights.
 _LEADING = {"layers": (None, None), "outside": (None,)}
-Scales = tuple[jax.Array, jax.Array]  # of the token loss and of auxiliary losses, float32 scalars
+Scales = tuple[jax.Array, jax.Array]  # factors of token loss and auxiliary losses, float32 scalars
 
 
 class ScheduledEngine(SpmdEngine):
@@ -127,9 +127,9 @@ class ScheduledEngine(SpmdEngine):
             in_order=needs_order(inputs.mesh),
             idle_fill=idle_fill,
         )
-        # XLA's partitioner would give every device the whole of an array that is not filled.
+        # XLA's partitioner would give every device the whole array if it were not filled.
         self._store_fill = idle_fill or (None if is_manual(inputs.mesh) else 0.0)
-        # B reads what F has stored at slots that only a run knows, unless there is one stage.
+        # B reads what F stored at slots known only at run time, unless there is one stage.
         is_single = inputs.layout.num_stages == 1
         self._remat = Remat(inputs.config, remat_policy(inputs.config), prevent_cse=is_single)
         self._gather_once = inputs.config.fsdp_gather == "once"
@@ -175,7 +175,7 @@ class ScheduledEngine(SpmdEngine):
         out_specs = (PartitionSpec(), self._trained(param_specs(self._inputs)))
         run = self._manual(self._train, out_specs, num_replicated=2)
         metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
-        # The program has these layers as parts of their own; parameters do not.
+        # The program has these layers as separate parts; parameters do not.
         if first := gradients.pop("first"):
             gradients["embed"] |= {"first": first}
         if outside := gradients.pop("outside"):
@@ -197,7 +197,7 @@ class ScheduledEngine(SpmdEngine):
     def _with_outside(self, params: Params) -> Params:
         """Return `params` with "outside": the layers outside the pipeline as they lie for use.
 
-        The first dense layers are a part of their own, "first".
+        The first dense layers become a separate part, "first".
         """
         params = with_first(params)
         if self._outside is None:
@@ -352,7 +352,7 @@ class ScheduledEngine(SpmdEngine):
                 n: self._whole(n, part) if part else part for n, part in before_weights.items()
             }
         embedding = self._program.specs["embed"]["embedding"]
-        # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
+        # Each device has all rows of the table, the vocabulary; columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
         layer_index = jnp.asarray(self._layout.layer_index)  # [V + E, S, L]
         return StageProgram(
@@ -388,7 +388,7 @@ class ScheduledEngine(SpmdEngine):
         )
 
     def _scattered(self, name: str, gradients: Params) -> Params:
-        """Return this device's shards of gradients for what `_whole` returns."""
+        """Return this device's shards of the gradients of what `_whole` returns."""
         return map_gathers(
             lambda gather, g: gather.scatter(g, leading=_LEADING.get(name, ())),
             self._gathers[name],

@@ -1,8 +1,8 @@
 """Run layers outside the pipeline on all stages at once: each has a share of a microbatch's rows.
 
 Layers before the pipeline run with the lookup in the embedding, layers after it with the head, in
-the tick of the microbatch's first or last chunk. Their backward begins in the same tick as that of
-the head, or computes them again from the tokens, so nothing of them is stored from tick to tick.
+the tick of the microbatch's first or last chunk. Their backward begins in the same tick as the
+head's, or computes them again from the tokens, so nothing is stored for them from tick to tick.
 All this is inside the manual program. Letters: S stages, B sequences of a microbatch on one data
 shard, T tokens of each, D embed, R = ceil(B / S) rows of a stage's share.
 """
@@ -40,8 +40,8 @@ class ShardedLayers:
     """All layers outside the pipeline, on a stage's share of the rows.
 
     Args:
-      apply: these layers on any number of rows, differentiable in the first two arguments.
-      trained: returns parameters with None for those that are frozen.
+      apply: function that runs them on any rows, differentiable in its first two arguments.
+      trained: function that returns parameters with None for frozen ones.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ShardedLayers:
         """Apply the layers to this stage's rows.
 
         Args:
-          weights: of the layers.
-          x: [R, T, D].
-          inputs: of the whole microbatch.
+          weights: the layers' parameters.
+          x: activations of this stage's rows, [R, T, D].
+          inputs: inputs for the whole microbatch.
 
         Returns:
           (activations [R, T, D], auxiliary losses summed over layers and sequences).
@@ -85,9 +85,9 @@ class ShardedLayers:
         """Apply the layers to a microbatch that every stage has.
 
         Args:
-          weights: of the layers.
-          x: [B, T, D].
-          inputs: of the microbatch.
+          weights: the layers' parameters.
+          x: activations [B, T, D].
+          inputs: inputs for the microbatch.
 
         Returns:
           (activations [B, T, D] on every stage, auxiliary losses of this stage's share).
@@ -111,8 +111,8 @@ class ShardedLayers:
           aux_scale: float32 scalar, the gradient of each auxiliary loss.
 
         Returns:
-          (gradient for x [B, T, D] on every stage, those for `weights` of this share, None where
-          frozen).
+          (gradient for x [B, T, D] on every stage, gradients for `weights` of this share, None
+          where frozen).
         """
 
         # Nothing was stored in the tick of the forward, so it is computed again.

@@ -10,10 +10,10 @@ writes it to a store at the end of tick t, and reads it from tick t + 1 on.
 
 Every stage has four stores (see `schedules.slots`): arrived activations, arrived gradients,
 residuals of the forward, and the stash between an I and its W. Each has one slot more than the
-schedule needs. That last slot is the scratch slot: an index that nothing should be read from or
-written to points there, so that every stage can read and write in every tick.
+schedule needs. That last slot is the scratch slot: where a stage has nothing to read or write, its
+index points there, so that every stage can read and write in every tick.
 
-`LockstepPlan` is a pytree of these indices, which makes its views tree maps:
+`LockstepPlan` is a pytree of these indices, so its views are tree maps:
 
     plan                        all ticks, all stages     leaves [N, S], and [N] where stages agree
     plan.ticks(start, stop)     a phase of it             leaves [n, S] and [n]
@@ -61,7 +61,7 @@ class BackwardSlot(NamedTuple):
 
     Attributes:
       active, microbatch, chunk: the unit, as in `ForwardSlot`.
-      from_head: whether the output's gradient is what the head computes in this same tick;
+      from_head: whether the output's gradient comes from the head in this same tick;
         otherwise it is in the gradient store.
       reads: gradient slot of the output's gradient.
       residuals: residual slot that the unit reads.
@@ -113,7 +113,7 @@ class EndSlots(NamedTuple):
 
 
 class StoreSizes(NamedTuple):
-    """Slots of each store on every stage, without the scratch slot, whose index this number is."""
+    """Slots of each store on every stage; this number is also the index of its scratch slot."""
 
     activations: int
     gradients: int
@@ -129,9 +129,9 @@ class LockstepPlan:
     Attributes:
       F, B, W: the slots of a tick.
       ends: embedding and head.
-      sizes: of the stores.
+      sizes: sizes of the stores.
       phases: runs of ticks (start, stop) that one loop can cover, in order, over all ticks.
-      splits_backward: whether the B slot runs I units, and the W slot what they leave.
+      splits_backward: whether the B slot runs I units, and the W slot the W units.
     """
 
     F: ForwardSlot
@@ -181,7 +181,7 @@ def lockstep_plan(table: Table) -> LockstepPlan:
     """Plan a valid table for the scheduled engine.
 
     Args:
-      table: loop placement; F and B units, or F, I and W units (or F alone, to evaluate).
+      table: table in loop placement with F and B, or F, I and W units (F alone to evaluate).
 
     Raises:
       ScheduleError: the table has both full and split backwards, or another placement.
@@ -278,7 +278,7 @@ def _cannot_run(table: Table, why: str) -> ScheduleError:
 def _slots_at(table: Table, store: Store, ticks: np.ndarray) -> np.ndarray:
     """Return int32 [N, S]: the slot of each of the store's values at its entry of `ticks`.
 
-    Values whose tick is negative are left out. Everywhere else is the scratch slot.
+    Values whose tick is negative are left out. All other entries are the scratch slot.
     """
     slots = np.full((table.num_ticks, table.num_stages), store.size, np.int32)
     happens = ticks >= 0
@@ -295,7 +295,7 @@ def _slots_of(table: Table, store: Store, kind: str) -> np.ndarray:
 
 def _units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return active, microbatch and chunk of one kind of slot, [N, S] each; 0 where idle."""
-    # A table has no arrays of a kind that it never runs.
+    # A table has no arrays for a kind that it never runs.
     idle = np.full((table.num_ticks, table.num_stages), IDLE, np.int32)
     microbatch, chunk = table.microbatch.get(kind, idle), table.chunk.get(kind, idle)
     return microbatch != IDLE, np.maximum(microbatch, 0), np.maximum(chunk, 0)
@@ -304,8 +304,8 @@ def _units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _phases(table: Table) -> tuple[tuple[int, int], ...]:
     """Cut the ticks where the first and the last unit of each kind runs on any stage.
 
-    A kind may pause in between: at most seven phases, so few loops to compile, however often a
-    table alternates.
+    A kind may pause in between. So there are at most seven phases, with a loop each to compile,
+    however often a table alternates.
     """
     cuts = {0, table.num_ticks}
     for ticks in table.ticks.values():  # [M, G], -1 where there is no such unit
@@ -316,7 +316,7 @@ def _phases(table: Table) -> tuple[tuple[int, int], ...]:
 def plan_text(plan: LockstepPlan) -> str:
     """Return the plan of all stages as text, a line for each tick and stage.
 
-    A unit is `2F0`: global chunk, kind, microbatch. After the colon stands what it reads, after the
+    A unit is `2F0`: global chunk, kind, microbatch. After the colon comes what it reads, after the
     arrow what it writes besides its output: slots `a0` of the activation store, `g0` of the
     gradient store, `r0` of the residual store and `s0` of the stash. The last column is what the
     tick's transfers fill.

@@ -20,11 +20,11 @@ from maxpipe.sharding.rules import AXIS_RULES_KEY
 
 
 def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
-    """Return whether idle slots are skipped: `pipeline.skip_idle`, on auto where it saves time.
+    """Return whether idle slots are skipped: `pipeline.skip_idle`, with auto where it saves time.
 
-    On a real pod an idle slot computed masked takes no time that another stage does not need.
-    Simulated devices share cores, so there it does; but a conditional must not hold collectives
-    that the partitioner may insert, which it does over automatic axes of several devices.
+    On a real pod a slot that is computed and masked costs nothing: other stages need that time.
+    Simulated devices share cores, so there it does; but a conditional must not hold collectives,
+    which the partitioner may insert over automatic axes of several devices.
     """
     if config.skip_idle != "auto":
         return config.skip_idle == "true"
@@ -92,7 +92,7 @@ def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:
 
 
 def with_first(params: Params) -> Params:
-    """Return {"embed", ...} with its first dense layers as a part of their own, "first".
+    """Return {"embed", ...} with its first dense layers as a separate part, "first".
 
     A stage looks up its columns of the embedding table only, but applies whole layers.
     """
@@ -101,11 +101,11 @@ def with_first(params: Params) -> Params:
 
 
 def trained_parts(specs: Params, parts: Params) -> Params:
-    """Return parts of the parameters, or what is like them, with None where they are frozen.
+    """Return parts of the parameters, or trees like them, with None where they are frozen.
 
     Args:
-      specs: from `with_first`.
-      parts: by name, of those in `param_specs`.
+      specs: the model's `ParamSpec`s, from `with_first`.
+      parts: some parts by name, as in `param_specs`.
     """
     names = {"outside": "layers"}
     return {

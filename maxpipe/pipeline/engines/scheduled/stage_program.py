@@ -89,11 +89,11 @@ class Settings:
 
     Attributes:
       num_stages: S.
-      delayed: transfers take a tick longer.
-      skip_idle: a conditional skips idle slots; otherwise they are computed and masked.
-      in_order: collectives wait for each other, see `collective_order`.
-      idle_fill: what idle slots return; but for 0, what stores hold at first, too, and tests fill
-        them with NaN. With 0 stores may hold anything.
+      delayed: whether transfers take a tick longer.
+      skip_idle: whether a conditional skips idle slots; otherwise they are computed and masked.
+      in_order: whether collectives wait for each other, see `collective_order`.
+      idle_fill: what idle slots return and, unless it is 0, what stores hold at first; tests use
+        NaN. With 0 stores may hold anything at first.
     """
 
     num_stages: int
@@ -108,16 +108,16 @@ class StageProgram:
     """One stage's part of a step.
 
     Attributes:
-      settings: see there.
+      settings: options of the program.
       chunk: (x [B, T, D], parameters of a chunk, its inputs) -> (y [B, T, D], auxiliary losses).
       embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...].
-      layer_specs: of one layer's.
-      by_layer: whether `chunk` takes those of each layer by itself, as one that runs no loop does.
-      layer_index: int32 [V, L].
+      layer_specs: the `ParamSpec`s of one layer.
+      by_layer: whether `chunk` takes one tree of parameters per layer, since it runs no loop.
+      layer_index: indices of this stage's layers in model order, int32 [V + E, L].
       outer: parameters as the head takes them.
-      before: layers before the pipeline, if there are any.
+      before: the layers before the pipeline, if there are any.
       before_weights: their parameters, [num_outside, ...]; empty if there are none.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
@@ -149,12 +149,12 @@ class StageProgram:
         """Run all ticks of a plan, phase by phase.
 
         Args:
-          plan: what to do in them.
-          vjp: of the chunk, a `SplitBackwardVjp` if the plan splits backwards; None to run forward
-            only and sum up the cross-entropy.
-          carry: empty stores, zeros.
+          plan: what to do in each tick.
+          vjp: the chunk's vjp, a `SplitBackwardVjp` if the plan splits backwards; None to run only
+            forward and sum up the cross-entropy.
+          carry: empty stores and zero sums.
         """
-        # This stage's indices as arrays over ticks; the only thing that differs between stages.
+        # This stage's indices as arrays over ticks: all that differs between stages.
         column = plan.column(lax.axis_index("stage"))
         whole = self.layers, self.outer, self.before_weights
         carry = carry._replace(activations=self._after(carry.activations, whole))
@@ -175,14 +175,14 @@ class StageProgram:
           phase: the ticks of this loop on all stages, known while tracing; what none of them does
             is not compiled.
           vjp: as in `run`.
-          carry: from the tick before.
+          carry: the carry of the tick before.
           tick: this stage's indices in this tick, scalars.
         """
         y = dx = head_gradient = residuals = None
         has_B, has_W = phase.B.active.any(), phase.W.active.any()
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
-        # waits for the other; after it in a phase where some B needs those of its own tick's F.
+        # waits for the other; but after it in a phase where some B needs its own tick's residuals.
         if has_B and not phase.reuses_residuals_in_tick:
             residuals = read_all(carry.residuals, tick.B.residuals)
             if phase.stores_head_gradient:
@@ -199,7 +199,7 @@ class StageProgram:
         if (phase.ends.head >= 0).any():
             assert y is not None
             carry, head_gradient = self._head(vjp is not None, carry, tick, y)
-        # Slots read their indices from the tick, so that those that follow wait.
+        # Slots read their indices from `tick`, so this makes the following ones wait.
         tick = self._after(tick, y, head_gradient)
 
         # 4. B slot: a chunk's backward, from the head's gradient or an arrived one.
@@ -225,8 +225,8 @@ class StageProgram:
         carry = self._transfer(phase, carry, tick, y, dx)
         tick = self._after(tick, carry.activations, carry.gradients)
 
-        # 8. What the first chunk's dx gives the weights before it. With a frozen table and no
-        # layers before the pipeline it leads to none.
+        # 8. Gradients of the weights before the first chunk, from its dx. With a frozen table and
+        # no layers before the pipeline there are none.
         trains_before = carry.table_gradient is not None or self.before is not None
         if dx is not None and trains_before and (phase.ends.embed_backward >= 0).any():
             if self.weight_transfers:
@@ -265,7 +265,7 @@ class StageProgram:
     def _embed(
         self, microbatch: PlanArray, like: jax.Array, no_aux: AuxiliaryLosses
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Run a microbatch up to the first chunk; zeros and `no_aux` if it is negative.
+        """Run a microbatch up to the first chunk; return zeros and `no_aux` if it is negative.
 
         Returns:
           (input of the first chunk [B, T, D] like `like`, auxiliary losses of this stage's share
@@ -364,9 +364,9 @@ class StageProgram:
     @jax.named_scope("backward")
     @jax.named_scope("embedding")
     def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
-        """Add what the first chunk's dx of a microbatch gives the weights before that chunk.
+        """Add the gradients of the weights before the first chunk, from its dx for a microbatch.
 
-        These are the embedding table, unless it is frozen, and the layers before the pipeline.
+        These weights are the embedding table, if trained, and the layers before the pipeline.
         Nothing is added if `microbatch` is negative.
         """
         Sums = tuple[jax.Array | None, Params | None]
@@ -471,7 +471,7 @@ class StageProgram:
         return microbatches.column(self.batch, jnp.asarray(index))
 
     def _after(self, values: Tree, *earlier: object) -> Tree:
-        """Return `values`, with `in_order` once `earlier` has been computed."""
+        """Return `values`; with `in_order` only once `earlier` has been computed."""
         return after(values, *earlier) if self.settings.in_order else values
 
     def _unless_idle(

@@ -1,9 +1,9 @@
 """Gather a chunk's weights and sum up its gradients from neighbour to neighbour.
 
-TPUs send to a neighbour while they compute, which they do not do during an all-gather. So the
-weights of a layer arrive while the chunk computes what comes before them, and gradients leave while
-it computes others. XLA orders all of that by what reads what; where nothing does, as with sums of
-gradients, it would start every transfer at the end of a tick, so barriers order those.
+TPUs compute while they send to a neighbour, but not during an all-gather. So the weights of a layer
+arrive while the chunk computes what comes before that layer, and gradients leave while it computes
+others. XLA orders all this by data dependencies; where there are none, as with sums of gradients,
+it would start every transfer at the end of a tick, so barriers order those.
 
 Letters as in `stage_program`.
 """
@@ -19,8 +19,8 @@ from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, read_layers
 from maxpipe.pipeline.engines.scheduled.plan import BackwardSlot, PlanArray, WeightSlot
 from maxpipe.pipeline.manual import Gather, GatherTree, map_gathers
 
-# Sums of gradients on their way at once. Libtpu has at most five transfers on their way, and those
-# of activations are among them; two and four were predicted to be slower.
+# Sums of gradients in flight at once. Libtpu has at most five transfers in flight, including those
+# of activations; two and four were predicted to be slower.
 _AT_ONCE = 3
 
 
@@ -29,7 +29,7 @@ class WeightTransfers:
     """Transfers of the weights of one stage's chunks, and of their gradients.
 
     Attributes:
-      gathers: of one layer's parameters.
+      gathers: the `Gather`s of one layer's parameters.
       layers: parameters of this stage [V, L, ...], this device's shards.
     """
 
@@ -48,14 +48,14 @@ class WeightTransfers:
         )
 
     def add(self, carry: Carry, slot: BackwardSlot | WeightSlot, gradients: Layers) -> Carry:
-        """Add the sums over devices of a unit's gradients to this stage's, zeros if it is idle.
+        """Add a unit's gradients, summed over devices, to this stage's; zeros if the slot is idle.
 
         Args:
-          carry: with float32 sums [V, L, ...].
-          slot: of one tick and stage, scalars.
-          gradients: of full parameters, this device's own; None where a parameter is frozen.
+          carry: the carry, with float32 sums of gradients [V, L, ...].
+          slot: the slot of one tick and stage, scalars.
+          gradients: this device's gradients of full parameters; None where one is frozen.
         """
-        # Frozen parameters have None, which is no leaf.
+        # Frozen parameters have None, which is not a leaf.
         totals, structure = jax.tree.flatten(carry.layer_gradients)
         parts = [jax.tree.leaves(layer) for layer in gradients]
         of_all = jax.tree.leaves(carry.layer_gradients, is_leaf=lambda leaf: leaf is None)
@@ -64,7 +64,7 @@ class WeightTransfers:
             for gather, total in zip(jax.tree.leaves(self.gathers), of_all, strict=True)
             if total is not None
         ]
-        # A total waits for the last sum that it has, which with few parameters comes sooner.
+        # A total waits for its own previous sum, which with few parameters comes sooner.
         at_once = min(_AT_ONCE, len(totals))
         # From the last layer on, as they are computed.
         places = [(i, k) for i in reversed(range(len(parts))) for k in range(len(totals))]
@@ -80,7 +80,7 @@ class WeightTransfers:
     def arrived(self, carry: Carry, dx: jax.Array) -> tuple[Carry, jax.Array]:
         """Return both once all transfers of a tick have arrived.
 
-        A conditional that holds collectives follows. No transfer is on its way during it, and XLA
+        A conditional that holds collectives follows. No transfer is in flight during it, and XLA
         would start them after it, where nothing hides them.
         """
         received = carry.activations, carry.gradients, carry.layer_gradients
