@@ -2,8 +2,8 @@
 
 After the heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al., arXiv:2401.10241, whose B is
 our I): each stage keeps an order of F and I; a W fills the time for which its stage would wait, and
-runs at once when the memory is full. Whether a W may hold up the unit that comes next is tried
-both ways. A tabu search improves the best orders that this gives.
+runs at once when the memory is full. Orders in which a W may hold up the next unit are tried as
+well. A tabu search improves the best orders that this gives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from maxpipe.pipeline.schedules.table import Table
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, UnitTimes, Workload
 
 STARTS = 3  # orders that the tabu search improves, for the makespan and for the spans
-UNITS_TIMED = 100_000  # by the tabu search, from each of them
+UNITS_TIMED = 100_000  # units that the tabu search times, from each of them
 
 Rank = tuple[float, float, float]
 
@@ -32,8 +32,8 @@ def adapt(
     The result depends on the arguments alone, whatever the machine. No backward becomes a B.
 
     Args:
-      table: free-running, with I and W.
-      times: of the units; those of a B do not matter.
+      table: a free-running table with I and W.
+      times: times of the units; those of a B do not matter.
       max_in_flight: chunks that may be in flight on a stage, at least as many as the table has.
       others: further orders of F and I on each stage to try.
     """
@@ -50,7 +50,7 @@ def adapt(
 
 @lru_cache(maxsize=64)
 def _best(workload: Workload, published: Orders, queues: tuple[Orders, ...]) -> Orders:
-    """Return the best orders that are found; a run asks for the same ones several times."""
+    """Return the best orders found; cached, since a run needs the same ones several times."""
     assert workload.fits(published)
     limit = workload.time(published)
     assert limit is not None
@@ -87,8 +87,8 @@ def fill(workload: Workload, queues: Orders, patience: float, level: bool) -> Or
     """Return orders with a W for each I, where their stages would wait or their memory is full.
 
     Args:
-      workload: what is ordered.
-      queues: F and I of each stage; no more F than `max_in_flight` before their I.
+      workload: the units to order, with their times and memory.
+      queues: order of F and I on each stage; no more F than `max_in_flight` before their I.
       patience: share of a W's time by which the W may hold up the next unit.
       level: whether a W also runs if its stage would otherwise have waited longer than any other
         has so far.
@@ -101,7 +101,7 @@ def fill(workload: Workload, queues: Orders, patience: float, level: bool) -> Or
     end: dict[int, float] = {}
 
     def choose(stage: int) -> tuple[float, int, int] | None:
-        """Return (start, stage, unit) of what a stage runs next; None if it waits for another."""
+        """Return (start, stage, unit) of the next unit of a stage; None if it waits for another."""
         now, queue, weights = free[stage], queues.stages[stage], due[stage]
         weight = (now, stage, weights[0]) if weights else None
         if position[stage] == len(queue):

@@ -1,9 +1,9 @@
 """Build V-Half and V-Min: a block, repeated for every microbatch and squeezed.
 
-The building block (Qi et al., arXiv:2405.15362) says when one microbatch passes a stage: F down
+The building block (Qi et al., arXiv:2405.15362) says when one microbatch passes each stage: F down
 through the first chunks, F back through the second ones, I down again, and I back. Chunks are in V
 placement, s and 2S-1-s on stage s. Blocks follow each other every six units of time, in which a
-stage does two F, two I and two W; so the time from a chunk's F to the end of its backward, divided
+stage runs two F, two I and two W; so the time from a chunk's F to the end of its backward, divided
 by six, is the number of microbatches in flight there. Squeezing closes gaps at the start and the
 end of a step: it runs F and I earlier as long as no more chunks are in flight than allowed.
 """
@@ -27,7 +27,7 @@ def v_half(num_stages: int, num_microbatches: int) -> Table:
     With F, I and W of a chunk all equal and M >= 2S
 
         bubble     (3S - 4)F for odd S, (3S - 7)F for even S > 2: less than half of 1F1B's 6(S-1)F
-        in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's and one microbatch
+        in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's plus one microbatch
 
     An example with S=2, M=3, V=2:
 
@@ -45,7 +45,7 @@ def v_min(num_stages: int, num_microbatches: int) -> Table:
     With F, I and W of a chunk all equal and M >= 2S
 
         bubble     (4S - 5)F, or (4S - 7)F where 3 divides S: two thirds of 1F1B's 6(S-1)F
-        in flight  2 * ceil((S+2) / 3) chunks: a third of 1F1B's and up to two chunks
+        in flight  2 * ceil((S+2) / 3) chunks: a third of 1F1B's plus up to two chunks
 
     An example with S=2, M=3, V=2:
 
@@ -67,7 +67,7 @@ def _repeated_block(
 
     Args:
       hops: units of time from a stage to the next, in each of `PASSES`.
-      max_in_flight: chunks in flight on a stage, at least what the block needs.
+      max_in_flight: most chunks in flight on a stage, at least what the block needs.
     """
     # 1. Repeat the shortest block that fits the memory, one per microbatch.
     for starts in _blocks(num_stages, hops):
@@ -79,7 +79,7 @@ def _repeated_block(
             break
     else:
         raise AssertionError(f"no building block with hops {hops} for {num_stages} stages")
-    # 2. Close the gaps of the ends.
+    # 2. Close the gaps at the ends.
     # 3. Put each W where its stage would idle.
     _squeeze(rows, max_in_flight)
     orders = _fill_with_w([row.order() for row in rows], max_in_flight)
@@ -107,7 +107,7 @@ class _Row:
     """One stage's F and I by tick, with W in the ticks between them; a unit takes one tick.
 
     Attributes:
-      tick: of each F and I.
+      tick: the tick of each F and I.
       ahead: int [ticks], 1 where an F runs.
       backward: int [ticks], 1 where an I runs.
     """
@@ -149,10 +149,10 @@ class _Row:
 
 
 def _squeeze(rows: Sequence[_Row], max_in_flight: int) -> None:
-    """Move F and I of the ends to the first free tick that their inputs and the memory allow.
+    """Move F and I at the ends to the first free tick that their inputs and the memory allow.
 
-    Between the first I and the last F of the first chunk, blocks keep their period: an order that
-    is squeezed there loses time in every period where F, I and W are not equally long.
+    Between the first I and the last F of the first chunk, blocks keep their period: if F, I and
+    W are not equally long, an order that is squeezed there loses time in every period.
     """
     last = 2 * len(rows) - 1
     first_tick = rows[0].tick

@@ -22,7 +22,7 @@ def circular(
         in flight  M*V on every stage
 
     An example with S=2, M=3, V=2. Stage 0 starts chunk 2 when all microbatches have passed its
-    chunk 0; microbatch 0 is back from stage 1 in tick 2 and waits for a tick:
+    chunk 0; microbatch 0 is back from stage 1 in tick 2 and waits one tick:
 
         tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13
         stage 0 0F0 0F1 0F2 2F0 2F1 2F2         2B2 2B1 2B0 0B2 0B1 0B0

@@ -38,9 +38,9 @@ class CsvFile(NamedTuple):
     """A file.
 
     Attributes:
-      num_rows: one per stage.
+      num_rows: number of rows, one per stage.
       cells: its units, by row, in the row's order.
-      ignored: how many cells it has of each kind that is no unit.
+      ignored: number of its cells of each kind that is not a unit.
       has_overlaps: whether a cell holds two units.
     """
 
@@ -58,7 +58,7 @@ class CsvFile(NamedTuple):
 
     @property
     def is_order(self) -> bool:
-        """Return whether columns are no ticks, so that only the order of units counts."""
+        """Return whether columns are not ticks, so that only the order of units counts."""
         if self.ignored or self.has_overlaps:
             return True
         position: Counter[int] = Counter()
@@ -116,7 +116,7 @@ def read_cells(path: Path) -> CsvFile:
 
 
 def _check_size(path: Path, file: CsvFile) -> None:
-    """Raise ScheduleError before memory is taken for a table that cannot be valid."""
+    """Raise ScheduleError before memory is allocated for a table that cannot be valid."""
     chunk = max(file.cells, key=lambda cell: cell.chunk)
     microbatch = max(file.cells, key=lambda cell: cell.microbatch)
     num_units = (chunk.chunk + 1) * (microbatch.microbatch + 1)

@@ -99,7 +99,7 @@ def load_csv(
 def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) -> Table:
     """Return a table with every unit in the tick of its column, which need not be valid."""
     num_stages, num_microbatches, num_repeats = file.sizes
-    # A lockstep tick has a column of each kind: if one cell is elsewhere, columns are ticks.
+    # A lockstep tick has a column for each kind: if one cell is elsewhere, columns are ticks.
     width = 3 if any(cell.kind == "W" for cell in file.cells) else 2
     in_columns = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
     lockstep = in_columns and not file.is_order

@@ -1,9 +1,9 @@
 """Improve orders of units by tabu search over the critical path.
 
-The critical path leads from the unit that ends last back to time 0, each unit on it starting when
-the one before it ends, on the same stage or with its input. Only a change of order on that path can
-make a step shorter; and only one on the path to the end of the longest span that span, since a
-stage starts as early as it can.
+The critical path leads from the unit that ends last back to time 0: each unit on it starts when the
+one before it on its stage ends, or when its input arrives. Only a change of order on that path can
+shorten a step; and only one on the path to the end of the longest span can shorten that span, since
+a stage starts as early as it can.
 """
 
 import math
@@ -13,8 +13,8 @@ from maxpipe.pipeline.schedules.neighbours import Move, neighbours
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
 
 Cost = tuple[float, float]
-TENURE = 12  # moves for which a pair of units that was swapped stays as it is
-CANDIDATES = 40  # moves that are tried from one place
+TENURE = 12  # moves during which a pair of swapped units is not swapped back
+CANDIDATES = 40  # moves that are tried from one set of orders
 
 
 def improve(
@@ -28,11 +28,11 @@ def improve(
     """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
-      workload: what is ordered.
-      orders: legal ones that fit the memory.
-      max_trials: orders that are timed; the search is deterministic if it gets so far.
+      workload: the units to order, with their times and memory.
+      orders: legal orders that fit the memory, where the search starts.
+      max_trials: number of orders to time; the search is deterministic if it gets this far.
       until: time of `time.monotonic` at which the search stops.
-      by_span: whether the longest span is to be short, instead of the makespan.
+      by_span: whether to minimise the longest span instead of the makespan.
     """
 
     def cost(timing: Timing) -> Cost:
@@ -77,7 +77,7 @@ def improve(
 
 
 def _critical_path(workload: Workload, orders: Orders, timing: Timing, last: int) -> list[int]:
-    """Return the units of the critical path that leads to one, the last one first."""
+    """Return the units of the critical path that leads to `last`, the last unit first."""
     before = {
         unit: row[index - 1] if index else -1
         for row in orders.stages

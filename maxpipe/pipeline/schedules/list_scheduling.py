@@ -3,7 +3,7 @@
 A stage that is free takes a ready unit by the preferences of a `Policy`, and a W when it has
 nothing else to do or its memory is full. An F starts only if afterwards there is still room for the
 other forwards of the oldest microbatch that has any left on this stage, so that it can pass all
-chunks and come back: the memory never runs full for good.
+chunks and come back: the memory never stays full forever.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Policy(NamedTuple):
       deep: whether later chunks run first.
       alternate: whether F and backwards take turns; otherwise a backward that is ready runs first.
       patience: share of a W's time by which the W may hold up a unit that arrives meanwhile.
-      max_due: W that may be due before one runs first.
+      max_due: number of due W from which on one runs before any other unit.
       whole: whether backwards are B; otherwise I and W.
     """
 
@@ -68,11 +68,11 @@ class _State:
 
     Attributes:
       rows: the orders so far.
-      free: when each stage is free.
+      free: time from which each stage is free.
       in_flight: chunks in flight on each stage.
       due: W that are due on each stage.
       forwards, backwards: how many of each chunk have run.
-      end: of the units that have run.
+      end: end of each unit that has run.
     """
 
     workload: Workload
@@ -100,7 +100,7 @@ class _State:
         if len(due) >= policy.max_due:
             return Choice(now, stage, due[0])
         forwards, backwards = self._forwards(stage), self._backwards(stage)
-        # 2. What has its input already runs at once: a backward, unless it is a forward's turn.
+        # 2. A unit with its input runs at once: a backward, unless it is a forward's turn.
         ready = [
             [unit for start, unit in units if start <= now + TOLERANCE]
             for units in (forwards, backwards)
@@ -117,7 +117,7 @@ class _State:
             enough = self.workload.durations[due[0]] * (1 - policy.patience)
             if coming is None or now + enough <= coming[0] + TOLERANCE:
                 return Choice(now, stage, due[0])
-        # 4. Otherwise the stage waits for that input; without one it has to wait for other stages.
+        # 4. Otherwise the stage waits for that input; if none is coming, for other stages.
         return Choice(coming[0], stage, coming[1]) if coming else None
 
     def run(self, choice: Choice) -> None:

@@ -35,7 +35,7 @@ def is_timed(schedule: str) -> bool:
 
 
 def times_of_chunks(config: Config) -> UnitTimes | None:
-    """Return the times of the chunks by `pipeline.unit_times`; None without, or if still auto."""
+    """Return the times of the chunks from `pipeline.unit_times`; None if empty or still auto."""
     pipeline = config.pipeline
     if pipeline.unit_times in ([], AUTO):
         return None
@@ -62,7 +62,7 @@ def load_schedule(
     slack: int = 0,
     times: UnitTimes | None = None,
 ) -> Table:
-    """Build the table of a schedule of the catalogue, or read that of a CSV file; it is valid.
+    """Build the table of a schedule of the catalogue, or read a CSV file's; the table is valid.
 
     Args:
       schedule: value of `pipeline.schedule`.
@@ -72,11 +72,11 @@ def load_schedule(
       forwarding_delay: ticks from sending to first use; 2 is
         `pipeline.delay_activation_forwarding`.
       slack: ticks between the last chunk's F and its B; 1 is `pipeline.overlap_slots`.
-      times: of units, for the order of a schedule that follows them; others are what they are.
+      times: times of units, for schedules whose order follows them; others ignore them.
 
     Raises:
       ValueError: there is no such schedule.
-      ScheduleError: it does not have these sizes or options, or the file is not a valid schedule.
+      ScheduleError: it does not support these sizes or options, or the file's table is invalid.
     """
     if is_csv(schedule):
         return load_csv(
@@ -110,11 +110,11 @@ def check_named(
     forwarding_delay: int,
     slack: int,
 ) -> None:
-    """Check that a schedule of the catalogue has these sizes and options; as `load_schedule`.
+    """Check that a schedule of the catalogue supports these arguments of `load_schedule`.
 
     Raises:
       ValueError: there is no such schedule.
-      ScheduleError: sizes are below 1, or it does not have options; with all reasons.
+      ScheduleError: sizes are below 1, or it does not support options; with all reasons.
     """
     if schedule not in SCHEDULES:
         raise ValueError(

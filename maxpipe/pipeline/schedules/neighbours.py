@@ -1,7 +1,7 @@
 """Move a unit on the critical path to get orders that differ little from given ones.
 
-A move brings a unit before or after its neighbours on the stage, or joins an I and its W to a B, or
-splits a B.
+A move brings a unit before or after its neighbours on the stage, or joins an I and its W into a B,
+or splits a B.
 """
 
 from collections.abc import Iterator

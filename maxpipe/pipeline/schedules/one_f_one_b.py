@@ -96,7 +96,7 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, num_repeats: int) -
 
 
 def _one_chunk(name: str, num_microbatches: int, warmups: list[int]) -> Table:
-    """Build a table of one chunk per stage from each stage's number of forwards at first."""
+    """Build a table of one chunk per stage from each stage's number of warm-up forwards."""
     orders = [
         one_forward_one_backward(
             [("F", m, stage) for m in range(num_microbatches)],

@@ -43,7 +43,7 @@ def one_forward_one_backward(
 def split_backward(
     stage: int, num_microbatches: int, num_warmup: int, lag: int
 ) -> Iterator[RawUnit]:
-    """Yield `num_warmup` forwards, then I and F in turn; from the time when `lag` W are due, W too.
+    """Yield `num_warmup` forwards, then I and F in turn; once `lag` W are due, W too.
 
     >>> order = split_backward(stage=0, num_microbatches=4, num_warmup=2, lag=1)
     >>> " ".join(f"{kind}{microbatch}" for kind, microbatch, _ in order)
@@ -71,7 +71,7 @@ def place(
 
     Args:
       name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      orders: one per stage.
+      orders: the order of units on each stage.
 
     Raises:
       DeadlockError: the orders contradict each other, or a unit is missing.
@@ -129,7 +129,7 @@ def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> Raw
 
     Args:
       unit: kind, microbatch, global chunk.
-      last_chunk: of the model.
+      last_chunk: index of the model's last chunk.
       units: all units of the table; they tell whether the next chunk's backward is a B or an I.
     """
     kind, microbatch, chunk = unit

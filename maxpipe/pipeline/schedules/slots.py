@@ -1,7 +1,7 @@
 """Assign slots to what a table has in flight: interval colouring of four stores.
 
 A store is a number of equal slots on every stage. A value's lifetime is the inclusive range of
-ticks [first, last]; two values may share a slot if their lifetimes do not meet.
+ticks [first, last]; two values may share a slot if their lifetimes do not overlap.
 
     activations  written when the transfer lands, in tick first - 1; read by the F at tick last
     gradients    the same for the B (or I) that reads it; the head writes those of the loss
@@ -21,8 +21,8 @@ An example, lockstep 1F1B with S=2, M=3, V=1:
     stage 1    F0+B0 F1+B1 F2+B2
 
 On stage 0 the residuals of microbatches 0, 1 and 2 live in ticks [0, 2], [1, 3] and [2, 4]; all
-three meet in tick 2, so the store has three slots. Their gradients arrive one tick before they are
-read and live in [2, 2], [3, 3] and [4, 4]: one slot.
+three overlap in tick 2, so the store has three slots. Their gradients arrive one tick before they
+are read and live in [2, 2], [3, 3] and [4, 4]: one slot.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Store:
       peak: int [S], slots that each stage needs.
       stage, microbatch, global_chunk: int [values], the unit that reads each value.
       first, last: int [values], lifetime in ticks, inclusive.
-      slot: int [values].
+      slot: int [values], the slot of each.
     """
 
     size: int
@@ -79,8 +79,8 @@ def activation_slots(table: Table) -> ActivationSlots:
         return ActivationSlots(activations, gradients=empty, residuals=empty, stash=empty)
     input_gradient = table.merged_ticks("BI")
     weight_gradient = table.merged_ticks("BW")
-    # Chunk i reads what chunk i + 1 has sent, and the last chunk the head's gradient. One that is
-    # read in the same tick has first > last, so it gets no slot; neither has a B a stash.
+    # Chunk i reads what chunk i + 1 has sent, and the last chunk the head's gradient. A value
+    # that is read in the same tick has first > last, so it gets no slot; nor has a B a stash.
     arrival = np.concatenate([input_gradient[:, 1:] + delay, forward[:, -1:] + 1], axis=1)
     is_split = table.merged_ticks("W") >= 0
     stashed = np.where(is_split, input_gradient, weight_gradient + 1)
@@ -129,7 +129,7 @@ def _colour_stage(first: np.ndarray, last: np.ndarray) -> tuple[list[int], int]:
     free: list[int] = []
     num_ended = size = 0
     for tick in first.tolist():
-        # Values whose last use is over give their slots back.
+        # Values whose last use is over free their slots.
         while num_ended < len(slots) and ends[by_last[num_ended]] < tick:
             free.append(slots[by_last[num_ended]])
             num_ended += 1

@@ -106,7 +106,7 @@ class Table:
         assert self.microbatch.keys() == self.chunk.keys()
         for array in (*self.microbatch.values(), *self.chunk.values()):
             assert array.shape == (self.num_ticks, self.num_stages)
-            # What is cached below, and plans made from a table, must stay true.
+            # What is cached below, and plans made from a table, must stay valid.
             array.flags.writeable = False
 
     @property
@@ -116,17 +116,17 @@ class Table:
 
     @property
     def columns_per_tick(self) -> int:
-        """Return the columns of a tick in a CSV file; there is one for W only if W units exist."""
+        """Return the columns per tick in a CSV file; there is one for W only if W units exist."""
         return (3 if "W" in self.kinds else 2) if self.lockstep else 1
 
     @property
     def num_ticks(self) -> int:
-        """Return N."""
+        """Return N, the number of ticks."""
         return len(self.microbatch["F"])
 
     @property
     def num_chunks(self) -> int:
-        """Return G, the chunks of the model."""
+        """Return G, the number of the model's chunks."""
         return self.num_repeats * self.num_stages
 
     def global_chunk(self, chunk: np.ndarray | int, stage: np.ndarray | int) -> np.ndarray:
@@ -161,7 +161,7 @@ class Table:
         `BI` gives the ticks of input gradients, `BW` those of weight gradients.
         """
         merged = np.full((self.num_microbatches, self.num_chunks), -1)
-        # A unit has one of the kinds at most, and -1 is below any tick.
+        # A unit has at most one of the kinds, and -1 is below any tick.
         for kind in set(kinds) & self.ticks.keys():
             np.maximum(merged, self.ticks[kind], out=merged)
         return merged

@@ -22,7 +22,7 @@ def throttled(
 
     Args:
       name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      max_in_flight: chunks in flight on a stage, at least `num_repeats`.
+      max_in_flight: most chunks in flight on a stage, at least `num_repeats`.
       splits_backward: whether backwards are I and W; otherwise B.
     """
     stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
@@ -34,7 +34,7 @@ def throttled(
     in_flight = [0] * num_stages
     tick = 0
     while min(backwards) < num_microbatches:
-        # 1. F slots: the latest chunk that fits the memory and whose input is there.
+        # 1. F slots: the latest chunk that fits the memory and has its input.
         for stage in range(num_stages):
             room = max_in_flight - in_flight[stage]
             oldest = min(forwards[c] for c in chunks[stage])

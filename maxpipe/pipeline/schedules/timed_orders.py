@@ -3,8 +3,8 @@
 Letters: S stages, M microbatches, V repeats, G = V * S global chunks, N = M * G.
 
 Units are numbers, so that an order is quickly timed: microbatch m and global chunk g give the pair
-p = m * G + g; its F is p, its backward N + p, and its W 2N + p. A backward is an I with a W of its
-own, or a B, which is in `whole`.
+p = m * G + g; its F is p, its backward N + p, and its W 2N + p. A backward is an I with its own W,
+or a B; pairs with a B are in `whole`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 
 
 class UnitTimes(NamedTuple):
-    """Times of the units of each global chunk, and of what is between them.
+    """Times of the units of each global chunk, of transfers and of the head.
 
     Attributes:
       forward, backward, input_gradient, weight_gradient: time of an F, B, I, W, [G] each.
@@ -48,7 +48,7 @@ class Timing(NamedTuple):
     Attributes:
       makespan: end of the last unit.
       span: longest time from a stage's first unit to its last.
-      start, end: of each unit, [3N]; the end of a unit that does not run is negative.
+      start, end: times of each unit, [3N]; the end of a unit that does not run is negative.
       last: the unit that ends last.
       last_of_span: the last unit of the stage with the longest span.
     """
@@ -63,11 +63,11 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What has to be ordered.
+    """Units to order, with their times and the memory.
 
     Attributes:
       num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      times: of the units.
+      times: times of the units.
       max_in_flight: chunks that may be in flight on a stage, at least V.
     """
 
@@ -80,12 +80,12 @@ class Workload:
 
     @property
     def num_chunks(self) -> int:
-        """Return G."""
+        """Return G, the number of global chunks."""
         return self.num_stages * self.num_repeats
 
     @property
     def num_pairs(self) -> int:
-        """Return N."""
+        """Return N, the number of pairs."""
         return self.num_microbatches * self.num_chunks
 
     @cached_property
@@ -121,15 +121,15 @@ class Workload:
     def needs(self) -> list[int]:
         """Return the unit whose result each unit waits for, [3N]; -1 for none."""
         pairs, chunks = self.num_pairs, self.num_chunks
-        # An F waits for the F of the chunk before it, a backward for that of the chunk after it,
-        # the last chunk's backward for its own F, and a W for its I.
+        # An F waits for the previous chunk's F, a backward for the next chunk's backward, the last
+        # chunk's backward for its own F, and a W for its I.
         forward = [p - 1 if p % chunks else -1 for p in range(pairs)]
         backward = [p if p % chunks == chunks - 1 else pairs + p + 1 for p in range(pairs)]
         return forward + backward + list(range(pairs, 2 * pairs))
 
     @cached_property
     def delays(self) -> list[float]:
-        """Return the time from the end of what a unit waits for until it may start, [3N]."""
+        """Return the time from the end of a unit's input until the unit may start, [3N]."""
         return [
             self.times.communication
             if needed >= 0 and self.stage(needed) != self.stage(unit)
@@ -147,7 +147,7 @@ class Workload:
         return self.whole_durations[pair] if pair in whole else self.durations[unit]
 
     def orders(self, raw: Iterable[Iterable[RawUnit]]) -> Orders:
-        """Return orders of kinds, microbatches and chunks as numbers."""
+        """Return orders of (kind, microbatch, chunk) as orders of numbers."""
         block = {"F": 0, "I": 1, "B": 1, "W": 2}
         whole, stages = set(), []
         for units in raw:
@@ -161,7 +161,7 @@ class Workload:
         return Orders(tuple(stages), frozenset(whole))
 
     def raw(self, orders: Orders) -> list[list[RawUnit]]:
-        """Return orders as kinds, microbatches and chunks."""
+        """Return orders of numbers as orders of (kind, microbatch, chunk)."""
         return [[self._raw(unit, orders.whole) for unit in row] for row in orders.stages]
 
     def _raw(self, unit: int, whole: frozenset[int]) -> RawUnit:

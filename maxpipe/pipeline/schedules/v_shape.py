@@ -1,6 +1,6 @@
 """Build ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
 
-Orders are written as strings: a letter is a kind of unit, small for the stage's second chunk.
+Orders are written as strings: a letter is a kind of unit, lower case for the stage's second chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ def zb_v(num_stages: int, num_microbatches: int, times: UnitTimes | None = None)
         bubble     0, within each stage's own span
         in flight  2S chunks on every stage, the memory of 1F1B's first stage
 
-    With fewer microbatches the order is that of 2S - 1 without those that are missing. With `times`
+    With fewer microbatches the order is the one for 2S - 1, without the missing ones. With `times`
     the order is adapted to them in the same memory. An example with S=2, M=3, V=2:
 
         tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
@@ -42,7 +42,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
         bubble     at most (S-1)(F + 2B - 3W), the published (PP/2 - 1)(F&B + B - 3W) with PP = 2S
         in flight  2S + 1 chunks on every stage
 
-    With fewer microbatches the order is that of 2S without those that are missing. An example with
+    With fewer microbatches the order is the one for 2S, without the missing ones. An example with
     S=2, M=4, V=2:
 
         tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
@@ -112,11 +112,11 @@ def _without_missing(
     num_microbatches: int,
     least: int,
 ) -> Table:
-    """Build the table of an order that is known for `least` microbatches and more.
+    """Build the table of an order that is defined for at least `least` microbatches.
 
     Args:
       order: (stage, number of stages, number of microbatches) -> the stage's units. With fewer than
-        `least` microbatches the order is that of `least`, without those that are missing.
+        `least` microbatches it is the order for `least`, without the missing ones.
     """
     orders = [order(s, num_stages, max(num_microbatches, least)) for s in range(num_stages)]
     shortened = [(unit for unit in units if unit[1] < num_microbatches) for units in orders]

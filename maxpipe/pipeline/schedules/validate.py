@@ -45,7 +45,7 @@ def validate_units(table: Table) -> None:
     """Check that every microbatch passes every chunk forward and backward once, in any tick.
 
     Raises:
-      ScheduleError: a unit does not exist, is doubled or missing; as in `validate`.
+      ScheduleError: a unit does not exist, is doubled or missing; with details as in `validate`.
     """
     _check_cells(table)
     for kind in table.kinds:

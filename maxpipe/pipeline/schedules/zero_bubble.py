@@ -55,7 +55,7 @@ def interleaved_zb(num_stages: int, num_microbatches: int, num_repeats: int) -> 
     S-1-s + (V-1)S forwards, then F and I in turn, and runs each W s units after its I. With M a
     multiple of S, and F, I and W of a chunk all equal
 
-        bubble     (S-1)F: a third of that of interleaved_1f1b
+        bubble     (S-1)F: a third of interleaved_1f1b's
         in flight  min(V*M, V*S) chunks on every stage, counted until W has run
 
     One chunk per stage makes it `zb_h1`. Other numbers of microbatches are as in
@@ -82,7 +82,7 @@ def interleaved_zb(num_stages: int, num_microbatches: int, num_repeats: int) -> 
 
 
 def _with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUnit]:
-    """Yield F and I, and after each I the W of the I that was `lag` before it; the rest at last."""
+    """Yield F and I, and after each I the W of the I that was `lag` before it; then the rest."""
     due: list[RawUnit] = []
     for unit in units:
         yield unit
@@ -145,12 +145,12 @@ def _warmups(times: UnitTimes, max_in_flight: int, is_eager: bool) -> list[int]:
     """Return how many forwards each stage runs before its first I, never fewer than the next stage.
 
     Args:
-      times: of units of stages.
-      max_in_flight: of the first stage; each stage after it has one less.
-      is_eager: whether the last one may delay the first I.
+      times: times of the units of each stage.
+      max_in_flight: chunks in flight on the first stage; each stage after it has one less.
+      is_eager: whether the last of these forwards may delay the first I.
     """
     counts: list[int] = []
-    # From the start of the last stage's first F until its gradient is there, then a stage more.
+    # From the start of the last stage's first F to its gradient; each turn adds a stage.
     gap = times.head
     for stage in reversed(range(len(times.forward))):
         forward = times.forward[stage]
