@@ -1,9 +1,9 @@
-"""Render conversations by a chat template, and tell which of its characters the assistant writes.
+"""Render conversations with a chat template, and find the characters that the assistant writes.
 
-A chat template is a text of Jinja, as Hugging Face tokenizers have it. Two ways tell what the
-assistant writes: marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without
-them, rendering the conversation up to each of its turns. Templates come from strangers; they run in
-Jinja's sandbox and see nothing but the conversation and names of special tokens.
+A chat template is Jinja text, as in Hugging Face tokenizers. What the assistant writes is found by
+marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without them, by rendering
+the conversation up to each of the assistant's turns. Templates are untrusted; they run in Jinja's
+sandbox and see nothing but the conversation and names of special tokens.
 """
 
 import json
@@ -43,7 +43,7 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Unicode reserves these two for uses inside a program: no text may have them.
+# Unicode reserves these noncharacters for use inside a program: no text may have them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "An answer."  # no template changes it
 
@@ -53,9 +53,9 @@ class ChatTemplate:
     """A chat template; picklable, compiled once in each process.
 
     Attributes:
-      source: text of Jinja.
+      source: the template's Jinja text.
       special_tokens: name and text of the tokens that it may write, such as `bos_token`.
-      name: for messages.
+      name: the template's name in messages.
     """
 
     source: str
@@ -67,7 +67,7 @@ class ChatTemplate:
 
         Raises:
           BadDocument: the template refuses the conversation, or the assistant says nothing in it.
-          ConfigError: the template does not tell what the assistant says.
+          ConfigError: the template does not show which text is the assistant's.
         """
         if _GENERATION_TAG.search(self.source):
             text, spans = _without_marks(self._text(messages, tools))
@@ -86,7 +86,7 @@ class ChatTemplate:
         return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
 
     def end_of_turn(self) -> str:
-        """Return what the template writes after an answer, "" if that is nothing.
+        """Return what the template writes after an answer; "" if it writes nothing.
 
         Raises:
           BadDocument: the template refuses a conversation of a question and an answer.
@@ -107,7 +107,7 @@ class ChatTemplate:
             return template.render(
                 messages=messages,
                 tools=tools,
-                documents=None,  # as transformers names what a run does not have
+                documents=None,  # transformers defines this name, too
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.special_tokens),
             )
@@ -143,7 +143,7 @@ class ChatTemplate:
         except BadDocument:
             if index:
                 raise
-            # Many templates ask for a first message.
+            # Many templates refuse a conversation without messages.
             talk = [{"role": "assistant", "content": _PROBE}]
             return self._text(talk, tools).rpartition(_PROBE)[0]
 
@@ -152,12 +152,12 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
     """Return the chat template of a run.
 
     Args:
-      value: of `data.chat_template`: "chatml", a file, or "" for the tokenizer's own.
-      tokenizer: of `data.tokenizer`.
-      cache_dir: of `data.cache_dir`.
+      value: `data.chat_template`: "chatml", a file, or "" for the tokenizer's own.
+      tokenizer: `data.tokenizer`.
+      cache_dir: `data.cache_dir`.
 
     Raises:
-      ConfigError: there is none, or it is not a template.
+      ConfigError: there is no template, or it is invalid.
     """
     files = template_files(tokenizer, cache_dir)
     special_tokens = _special_tokens(_read_config(files.config))
@@ -178,7 +178,7 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
 
 
 def trained_template(data: DataConfig) -> ChatTemplate | None:
-    """Return the template of a run's conversations, None if it reads none; raises as
+    """Return the template of a run's conversations, None if it reads none; errors are those of
     `load_chat_template`.
     """
     read = [entry["source"] for entry in data.mixture] or [data.source]
@@ -188,10 +188,10 @@ def trained_template(data: DataConfig) -> ChatTemplate | None:
 
 
 def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
-    """Return the chat template in the files of a tokenizer or a model, None if they have none.
+    """Return the chat template in the files of a tokenizer or a model, None if there is none.
 
     Raises:
-      ConfigError: it cannot be read, or is not a template.
+      ConfigError: it cannot be read, or is invalid.
     """
     template = _template_of(pick_template_files(files))
     if template is not None:
@@ -202,7 +202,7 @@ def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
 def put_chat_template(source: str, folder: Path) -> None:
     """Write a template into a model's folder, for transformers, unless the folder has it already.
 
-    Others in the folder go: programs do not agree on which of several counts.
+    Other templates in the folder are removed: programs disagree on which of several counts.
 
     Raises:
       ConfigError: a file in the folder cannot be read.
@@ -254,10 +254,10 @@ def has_reserved_characters(text: str) -> bool:
 
 @lru_cache(maxsize=16)
 def _compile(source: str, name: str) -> "jinja2.Template":
-    """Return a template that sees no more than its arguments.
+    """Compile a template in a sandbox, where it sees nothing but its arguments.
 
     Raises:
-      ConfigError: it has a mistake, or jinja2 is not installed.
+      ConfigError: it has a syntax error, or jinja2 is not installed.
     """
     with optional("jinja2", "chat", "data.source"):
         import jinja2
@@ -286,7 +286,7 @@ def _compile(source: str, name: str) -> "jinja2.Template":
         lstrip_blocks=True,
         extensions=[Generation, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _to_json  # jinja2's own is for HTML
+    environment.filters["tojson"] = _to_json  # jinja2's own filter escapes HTML
     environment.globals["raise_exception"] = raise_exception
     try:
         return environment.from_string(source)
@@ -337,7 +337,7 @@ def _read_config(file: Path | None) -> Mapping[str, object]:
 def _own_template(config: Mapping[str, object]) -> str:
     """Return the template in a tokenizer_config.json, "" if there is none."""
     own = config.get("chat_template")
-    if isinstance(own, list):  # several with names
+    if isinstance(own, list):  # several named templates
         entries = [entry for entry in own if isinstance(entry, dict)]
         return _one_of({entry.get("name"): entry.get("template") for entry in entries})
     return own if isinstance(own, str) else ""
@@ -350,7 +350,7 @@ def _one_of(named: Mapping[object, object]) -> str:
         return ""
     if not isinstance(tool_use, str):
         return default
-    # Each loses a newline at its end, as it does alone; a plus keeps the space next to a tag.
+    # Jinja drops a template's final newline, so each loses its own; `+` keeps space next to a tag.
     with_tools, without = (text.removesuffix("\n") for text in (tool_use, default))
     return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 

@@ -19,22 +19,22 @@ from maxpipe.data.documents import (
 from maxpipe.data.loader import open_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
-NAMED = 10  # problems that are printed
+NAMED = 10  # how many problems are printed
 _SECONDS_BETWEEN_REPORTS = 5
 
 
 @dataclass
 class Findings:
-    """What the documents of one split are.
+    """What a scan of one split's documents found.
 
     Attributes:
-      documents, empty: numbers of documents.
-      tokens, learned: of all documents, as the model reads them; those of them that are targets.
-      texts: documents that are text, rather than token ids.
-      not_utf8: documents that cannot be read because they are not UTF-8.
-      bad: documents that cannot be read as text or token ids.
-      fatal: other errors, which also end a run with data.on_bad_document=skip.
-      problems: the first `NAMED` of both, for users.
+      documents, empty: number of documents, and of those that are empty.
+      tokens, learned: number of tokens as the model reads them, and of those that are targets.
+      texts: number of documents that are text rather than token ids.
+      not_utf8: number of documents that cannot be read because they are not UTF-8.
+      bad: number of documents that cannot be read as text or token ids.
+      fatal: number of other errors, which end a run even with data.on_bad_document=skip.
+      problems: messages for users about the first `NAMED` bad documents and other errors.
     """
 
     documents: int = 0
@@ -79,9 +79,9 @@ def scan(
     """Read and encode each document once.
 
     Args:
-      documents: of one split.
-      encoder: makes tokens of them.
-      progress: called with the number of documents read so far.
+      documents: the documents of one split.
+      encoder: encoder that turns them into tokens.
+      progress: function that is called with the number of documents read so far.
     """
     findings = Findings(documents=len(documents))
     for index in range(len(documents)):

@@ -1,4 +1,4 @@
-"""Open the texts that words of a command line name: text, JSON lines, parquet, ArrayRecord."""
+"""Open the texts named on a command line: text, JSON lines, parquet, ArrayRecord."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from maxpipe.data.documents import Documents, open_all
 from maxpipe.data.files import find_files
 
 TEXT = "text"  # the source of files of no other kind
-FILES = "FILES"  # the argument, for messages
+FILES = "FILES"  # the argument's name in messages
 HOLDS_TOKENS = "holds token ids already; give texts"
 
 
@@ -22,9 +22,9 @@ class Corpus:
     Attributes:
       source: `data.source`.
       path: `data.path`.
-      files: those at `path`, in the order of the documents.
+      files: the files at `path`, in the order of the documents.
       cache_dir: `data.cache_dir`.
-      sequence_length: `data.sequence_length`, by which a single text file is cut.
+      sequence_length: `data.sequence_length`, which sets the size of a single text file's pieces.
     """
 
     source: str
@@ -39,7 +39,7 @@ class Corpus:
         return self.source == TEXT and len(self.files) == 1
 
     def open(self) -> Documents:
-        """Return all documents, those that a run holds out as well.
+        """Return all documents, including those that a run holds out.
 
         Raises:
           ConfigError: a file is empty, damaged, or of another kind.
@@ -59,7 +59,7 @@ def find_corpus(
     cache_dir: str = "",
     sequence_length: int = DataConfig.sequence_length,
 ) -> Corpus:
-    """Return the corpus of files, directories, globs and URLs; its kind is that of the endings.
+    """Return the corpus of files, directories, globs and URLs; file endings decide its kind.
 
     Raises:
       ConfigError: a word matches no file, or the files are of several kinds.
@@ -92,7 +92,7 @@ def text_of(documents: Documents, index: int) -> str:
     """Return a document of a corpus.
 
     Raises:
-      ConfigError: it cannot be read, or is no text.
+      ConfigError: it cannot be read, or is not text.
     """
     with naming_files():
         document = documents[index]
@@ -103,7 +103,7 @@ def text_of(documents: Documents, index: int) -> str:
 
 @contextmanager
 def naming_files() -> Iterator[None]:
-    """Call what is wrong with `data.path` by the name that the command line has for it."""
+    """Report problems of `data.path` under the command line's name for it."""
     try:
         yield
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """Open data sets with Hugging Face's library `datasets`.
 
-A part of `data.path` is a directory that `save_to_disk` wrote, files of tables, or `hf:NAME`, a
-data set of the hub, as `hf:NAME@REVISION:CONFIGURATION:SPLIT`, of which everything but the name may
-be left out. The library makes Arrow files of what is not one yet, once, and maps them into memory.
+An entry of `data.path` is a directory that `save_to_disk` wrote, files of tables, or a data set of
+the hub, `hf:NAME@REVISION:CONFIGURATION:SPLIT`, where everything but the name may be left out. The
+library converts other formats to Arrow files once, and maps these into memory.
 """
 
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PATH = "data.path"
 _SUFFIXES = SOURCES["datasets"].suffixes
-_BUILDERS = {  # of the library, by ending of the files
+_BUILDERS = {  # the library's builders, by file ending
     ".arrow": "arrow",
     ".parquet": "parquet",
     ".json": "json",
@@ -36,24 +36,24 @@ _BUILDERS = {  # of the library, by ending of the files
     ".csv": "csv",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HUB_SECONDS = 10.0  # to wait for an answer of the hub
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes
+_HUB_SECONDS = 10.0  # timeout of a request to the hub
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes
 
 
 class Table(NamedTuple):
-    """A data set, and how messages call it."""
+    """A data set and its name in messages."""
 
     name: str
     rows: "Dataset"
 
 
 class Contents(NamedTuple):
-    """What a part of `data.path` has.
+    """What the rows of an entry of `data.path` come from.
 
     Attributes:
-      files: on this machine, which have its rows.
-      name: of what else they depend on, "" if that is nothing; without a revision.
-      digest: of it; begins with the commit of a data set of the hub.
+      files: local files that hold the rows.
+      name: what else the rows depend on, without a revision; "" if there is nothing else.
+      digest: digest of that; for a data set of the hub it begins with the commit.
     """
 
     files: list[str]
@@ -62,7 +62,7 @@ class Contents(NamedTuple):
 
 
 class HubName(NamedTuple):
-    """A data set of the hub, or a directory like one; what is not given is None."""
+    """A data set of the hub, or a directory laid out like one; None where nothing is given."""
 
     name: str
     revision: str | None
@@ -75,20 +75,20 @@ class HubName(NamedTuple):
         return Path(self.name).is_dir()
 
     def __str__(self) -> str:
-        """Return it as in `data.path`."""
+        """Return it in the syntax of `data.path`."""
         revision = f"@{self.revision}" if self.revision else ""
         return f"{SCHEME}{self.name}{revision}:{self.configuration or ''}:{self.split}"
 
 
 def open_tables(path: str, cache_dir: str) -> list[Table]:
-    """Return the data sets of `data.path`, parts in sorted order, those of the hub last.
+    """Return the data sets of `data.path`, entries in sorted order, the hub's last.
 
     Args:
       path: `data.path`.
-      cache_dir: `data.cache_dir`; empty leaves the place of Arrow files to the library.
+      cache_dir: `data.cache_dir`; if empty, the library chooses where Arrow files go.
 
     Raises:
-      ConfigError: one is not there or cannot be read, or the library is not installed.
+      ConfigError: a data set is missing or cannot be read, or the library is not installed.
     """
     parts = sorted(set(parts_of(path)), key=lambda part: (part.startswith(SCHEME), part))
     if not parts:
@@ -103,15 +103,14 @@ def open_tables(path: str, cache_dir: str) -> list[Table]:
 
 
 def contents_of(part: str, cache_dir: str) -> Contents | None:
-    """Return what a part has, after downloading it if need be; None for files as `data.path` has
-    them of any source.
+    """Return what an entry's rows come from, downloading it if need be; None for plain files.
 
     Args:
-      part: of `data.path`.
+      part: an entry of `data.path`.
       cache_dir: `data.cache_dir`.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: the entry cannot be read.
     """
     if not part.startswith(SCHEME):
         return _contents_saved(Path(part).expanduser())
@@ -124,7 +123,7 @@ def contents_of(part: str, cache_dir: str) -> Contents | None:
 
 
 def _contents_saved(directory: Path) -> Contents | None:
-    """Return the files of a directory of `save_to_disk` that have rows; None if it is none."""
+    """Return the files with the rows of a `save_to_disk` directory; None if it is not one."""
     try:
         entries = json.loads((directory / _SAVED).read_bytes())["_data_files"]
         files = [directory / entry["filename"] for entry in entries]
@@ -134,7 +133,7 @@ def _contents_saved(directory: Path) -> Contents | None:
 
 
 def _commits(rows: "Dataset") -> list[str]:
-    """Return the commits of the hub that rows are of, which name the directories they are in."""
+    """Return the hub commits that rows come from: their files' directories are named after them."""
     return sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
 
 
@@ -154,7 +153,7 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
 
 
 def _from_files(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
-    """Return a table for each kind of files."""
+    """Return the table of an entry's files, which must all be of one kind."""
     if is_remote(part):
         stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
         if stored & {_SAVED, _SAVED_SPLITS}:
@@ -213,7 +212,7 @@ def _from_hub(part: str, cache_dir: str) -> "Dataset":
 
 
 def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> None:
-    """Refuse rows of another commit: without the hub the library takes the newest of its cache."""
+    """Refuse rows of another commit: offline, the library takes the newest one in its cache."""
     wanted = revision if _COMMIT.fullmatch(revision) else _commit_of(name, revision)
     if commits != [wanted]:
         reason = (
@@ -229,13 +228,13 @@ def _commit_of(name: str, revision: str) -> str:
     """Return the commit of a branch or tag, as it was at the last download; "" if not known."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    # Loading it asks for this file, and keeps it in a directory of the commit.
+    # Loading a data set stores this file in a directory named after the commit.
     file = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
     if isinstance(file, str):
         return Path(file).parent.name
     try:
         return HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS).sha or ""
-    except Exception:  # of a kind that differs between versions
+    except Exception:  # its type differs between versions
         return ""
 
 
@@ -275,7 +274,7 @@ def _library_cache(cache_dir: str) -> str | None:
 def _library() -> ModuleType:
     """Import the library; raise ConfigError if it is not installed."""
     with optional("datasets", "datasets", "data.source"):
-        if not is_installed("datasets"):  # but a folder `datasets` may be here
+        if not is_installed("datasets"):  # a folder `datasets` would be imported, too
             raise ModuleNotFoundError(name="datasets")
         import datasets
     if not sys.stderr.isatty():

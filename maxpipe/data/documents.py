@@ -1,6 +1,6 @@
 """Provide documents by index, as text or token ids, split into training and evaluation.
 
-A document is a file, a stretch of one (`Spans`), or whatever else a data source returns. Of a
+A document is a file, a stretch of one (`Spans`), or whatever else a data source returns. In a
 conversation only what the assistant writes is a target (`MarkedText`).
 """
 
@@ -21,10 +21,10 @@ Split = Literal["train", "eval"]
 
 
 class BadDocument(ConfigError):
-    """A document that is neither text nor token ids, whenever it is read.
+    """A document that will never be readable: it is neither text nor token ids.
 
-    `data.on_bad_document=skip` leaves it out. An error of reading, which may pass, is not of this
-    kind: leaving out what another start can read would change the batches.
+    `data.on_bad_document=skip` leaves it out. An I/O error, which may be temporary, is not a
+    BadDocument: leaving out what another start can read would change the batches.
     """
 
 
@@ -33,8 +33,8 @@ class MarkedText:
     """A complete text, begin and end included, of which only some characters are targets.
 
     Attributes:
-      text: as the model reads it.
-      spans: start and end of each stretch of targets.
+      text: the text as the model reads it.
+      spans: first character and end of each stretch of targets.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Encoded(NamedTuple):
 
     Attributes:
       ids: token ids, int32 [tokens].
-      weights: of each token as a target, float32 [tokens].
+      weights: loss weight of each token as a target, float32 [tokens].
     """
 
     ids: np.ndarray
@@ -78,7 +78,7 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
 
     Raises:
-      BadDocument: they are not UTF-8; names file and byte.
+      BadDocument: the bytes are not UTF-8; the message names file and byte.
       ConfigError: the file cannot be read.
     """
     try:
@@ -95,7 +95,7 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
 
 
 class FileDocuments:
-    """One document per UTF-8 text file, read when it is asked for."""
+    """One document per UTF-8 text file, read on access."""
 
     def __init__(self, paths: Sequence[str]):
         self._paths = paths
@@ -104,7 +104,7 @@ class FileDocuments:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a file; raises as `read_text`."""
+        """Return the text of a file; errors are those of `read_text`."""
         return read_text(self._paths[index])
 
 
@@ -112,7 +112,7 @@ class Spans:
     """The positions of documents that are stretches of files.
 
     Args:
-      spans: start and end of each document, int64 [documents, 2], for each file.
+      spans: for each file, start and end of its documents, int64 [documents, 2].
     """
 
     def __init__(self, spans: Sequence[np.ndarray]):
@@ -148,7 +148,7 @@ class Subset:
 
 
 def notes_of(documents: Documents) -> tuple[str, ...]:
-    """Return what is to be said of documents; sources give it as an attribute `notes`."""
+    """Return a source's notes for users about its documents: its attribute `notes`, if any."""
     notes: tuple[str, ...] = getattr(documents, "notes", ())
     return notes
 
@@ -162,15 +162,15 @@ def describe_sources(data: DataConfig) -> str:
 
 
 def is_mixed(config: DataConfig, split: Split) -> bool:
-    """Return whether a split has the documents of `data.mixture`, each source split by itself."""
+    """Return whether a split reads `data.mixture`, where each source is split separately."""
     return bool(config.mixture) and not (split == "eval" and config.eval_path)
 
 
 def open_sources(config: DataConfig, split: Split) -> list[Documents]:
-    """Return the documents of one split of each source: one, unless `is_mixed`.
+    """Return the documents of one split for each source; a single source unless `is_mixed`.
 
     Raises:
-      ConfigError: as `open_documents`; with a mixture the message names the entry.
+      ConfigError: see `open_documents`; for a mixture the message names the entry.
     """
     if not is_mixed(config, split):
         return [open_documents(config, split)]
@@ -193,7 +193,7 @@ def open_sources(config: DataConfig, split: Split) -> list[Documents]:
 def open_documents(config: DataConfig, split: Split) -> Documents:
     """Return the documents of one split of `data.source`.
 
-    With `data.eval_path` these are all of its documents, or all of those of `data.path`.
+    With `data.eval_path`, evaluation has all of its documents and training all of `data.path`'s.
 
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.
@@ -260,13 +260,13 @@ def _hash(indices: np.ndarray) -> np.ndarray:
 
 
 class EncodedDocuments:
-    """Documents as token ids, framed by begin and end of document unless the source does so.
+    """Documents as token ids, framed by begin and end of document unless the source has them.
 
     Args:
       documents: texts or token ids.
-      tokenizer: encodes texts; its special ids frame documents that are not `MarkedText`.
-      vocab_size: ids must be below it, because JAX would clamp larger ones silently.
-      skips_bad: whether a `BadDocument` counts as one without tokens instead of ending the run.
+      tokenizer: tokenizer for texts; its special ids frame documents other than `MarkedText`.
+      vocab_size: exclusive upper bound of ids; JAX would silently clamp larger ones.
+      skips_bad: whether a `BadDocument` counts as an empty document instead of ending the run.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class EncodedDocuments:
         return len(self._documents)
 
     def take_skipped(self) -> dict[int, str]:
-        """Return index and reason of the documents skipped since the last call."""
+        """Return the reason by index of each document skipped since the last call."""
         skipped = self._skipped
         self._skipped = {}
         return skipped
@@ -294,8 +294,7 @@ class EncodedDocuments:
     def __getitem__(self, index: int) -> Encoded:
         """Return [bos?, tokens..., eos], all of them targets; empty if there are no tokens.
 
-        A `MarkedText` is its tokens alone, and those are targets that have a character of its
-        spans.
+        A `MarkedText` has only its own tokens; those that overlap one of its spans are targets.
 
         Raises:
           ConfigError: a token id is outside the vocabulary.
@@ -317,7 +316,7 @@ class EncodedDocuments:
         return self.encode(document)
 
     def encode(self, document: Document) -> Encoded:
-        """Return a document that has been read as `__getitem__` does.
+        """Encode a document that has been read; the result is that of `__getitem__`.
 
         Raises:
           ConfigError: a token id is outside the vocabulary.
@@ -350,10 +349,10 @@ class EncodedDocuments:
 
 
 def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
-    """Return a tokenizer that can encode conversations.
+    """Return the tokenizer, after checking that it can encode conversations.
 
     Raises:
-      ConfigError: it does not know the characters of its tokens.
+      ConfigError: it does not know which characters its tokens stand for.
     """
     if not hasattr(tokenizer, "encode_with_offsets"):
         message = (
@@ -365,10 +364,10 @@ def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
 
 
 def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of a text; those that have a character of its spans have weight 1.
+    """Return the tokens of a text; those that overlap one of its spans have weight 1.
 
     Raises:
-      ConfigError: as `require_offsets`.
+      ConfigError: see `require_offsets`.
     """
     ids, offsets = require_offsets(tokenizer).encode_with_offsets(document.text)
     first, end = offsets.T

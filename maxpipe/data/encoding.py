@@ -1,9 +1,9 @@
 """Encode a corpus into token files once, in parallel, so that a run only maps them.
 
 Each file holds about `PART_BYTES` of text or more: `part-00000.bin` has the tokens of its
-documents, each followed by the end of document, and `part-00000.idx.npy` with where each begins,
-as `data.source=token_bin` reads them. `encoding.json` says what was encoded, with what. A file is
-complete once it has its name, so a command that is given again encodes only what is missing.
+documents, each followed by the end of document, and `part-00000.idx.npy` where each begins, as
+`data.source=token_bin` reads them. `encoding.json` records what was encoded, and with which
+tokenizer. A file is complete once it has its name, so a repeated command encodes what is missing.
 """
 
 import functools
@@ -32,9 +32,9 @@ from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
 
 PART_BYTES = 8 << 20
-MOST_PARTS = MOST_MAPPED  # so that a run maps each once; of a larger corpus the parts are larger
+MOST_PARTS = MOST_MAPPED  # so that a run maps each once; a larger corpus has larger parts
 RECORD = "encoding.json"
-NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
+NO_TOKENS = ".empty"  # replaces the .bin file of a part without tokens, which a run would refuse
 SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
 _OUT = "--out"
 
@@ -52,13 +52,13 @@ class Part(NamedTuple):
 
 
 class EncodedPart(NamedTuple):
-    """What a part has become.
+    """The result of encoding a part.
 
     Attributes:
       part: the part.
-      num_documents: without empty ones.
-      num_tokens: with ends of documents.
-      skipped: why documents were left out.
+      num_documents: number of documents without empty ones.
+      num_tokens: number of tokens with ends of documents.
+      skipped: the reason for each document that was left out.
     """
 
     part: Part
@@ -69,12 +69,12 @@ class EncodedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """What to encode, with what, and where to.
+    """What to encode, with which tokenizer, and where to.
 
     Attributes:
-      corpus: texts.
-      tokenizer: as `data.tokenizer`.
-      out: the directory.
+      corpus: the texts to encode.
+      tokenizer: the tokenizer, as in `data.tokenizer`.
+      out: directory of the token files.
       skips_bad: whether texts that cannot be read are left out instead of ending the command.
       imports: modules that add variants, such as the tokenizer.
     """
@@ -98,7 +98,7 @@ class Encoding:
         return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
 
     def begin(self) -> None:
-        """Make the directory and note what is encoded, or check that it is what was begun there.
+        """Make the directory and record what is encoded, or check it against an earlier record.
 
         Raises:
           ConfigError: the directory has tokens of another encoding or other files, or cannot be
@@ -153,12 +153,12 @@ class Encoding:
 
 
 def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[EncodedPart]:
-    """Encode parts in processes of their own, and yield each as soon as its file is written.
+    """Encode parts in worker processes, and yield each as soon as its file is written.
 
     Args:
-      encoding: has been begun.
-      parts: those that are not done.
-      workers: number of processes; with 1 it happens in this one.
+      encoding: what to encode; `begin` has been called.
+      parts: the parts that are not done.
+      workers: number of processes; 1 encodes in this process.
 
     Raises:
       ConfigError: a text cannot be read; files of other parts stay.
@@ -167,7 +167,7 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
     if workers == 1 or len(parts) < 2:
         yield from map(encode, parts)
         return
-    # Libraries of this process have threads, which a forked one would lose.
+    # Libraries of this process have threads, which a forked process would lose.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         min(workers, len(parts)), context, _be_one_of_several, (encoding.imports,)
@@ -192,14 +192,14 @@ def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
     for part in parts:
         path = encoding.out / f"{part.name}.bin"
         if path.is_file():
-            # A mapping holds a file descriptor, of which there are few: none outlives its turn.
+            # A mapping holds a file descriptor, and these are few, so none is kept.
             num_documents += len(np.load(path.with_suffix(INDEX_SUFFIX), mmap_mode="r"))
             num_tokens += path.stat().st_size // width
     return num_documents, num_tokens
 
 
 def _be_one_of_several(imports: tuple[str, ...]) -> None:
-    """Set up a process of several: it has one core, and its parent answers Ctrl-C."""
+    """Set up a worker process: it has one core, and its parent handles Ctrl-C."""
     import_variants(imports)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -211,7 +211,7 @@ def _open(corpus: Corpus) -> Documents:
 
 
 def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
-    """Encode one part and write its files, the one that says that it is done last."""
+    """Encode one part and write its files, last the one that marks it as done."""
     tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
     documents = _open(encoding.corpus)
     dtype = dtype_of(tokenizer)

@@ -62,7 +62,7 @@ def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
     """Return the files of one entry of `data.path` on this machine; empty if there are none.
 
     Raises:
-      ConfigError: one is a link whose target is missing, so that a part of the data would be, too.
+      ConfigError: a file is a link without a target, so part of the data would be missing.
     """
     path = Path(part).expanduser()
     if path.is_file():

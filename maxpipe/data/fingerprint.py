@@ -32,10 +32,10 @@ from maxpipe.storage.local_files import (
 )
 from maxpipe.storage.object_store import is_remote
 
-MOST_READ = 4096  # files of a source; of more files every n-th is read, and all sizes count
+MOST_READ = 4096  # files read per source; of more files every n-th is read, and all sizes count
 NAMED = 64  # files whose names a fingerprint lists, for messages
 _TEMPLATE = "data.chat_template"
-_CACHED_FROM = 64  # files; fewer are quicker to read than to remember
+_CACHED_FROM = 64  # files; fewer are quicker to read than to cache
 
 APPENDED, SHORTENED, REORDERED, CHANGED = "appended", "shortened", "reordered", "changed"
 
@@ -45,9 +45,9 @@ class File:
     """A file of a source.
 
     Attributes:
-      name: without its directory.
-      size: bytes.
-      digest: of its content, or its entity tag; "" if it was not read.
+      name: file name without its directory.
+      size: size in bytes.
+      digest: digest of its content, or its entity tag; "" if it was not read.
     """
 
     name: str
@@ -60,14 +60,14 @@ class SourceFingerprint:
     """The files of one source as a checkpoint records them.
 
     Attributes:
-      source: `data.source`, or that of an entry of `data.mixture`.
+      source: `data.source`, or the source of an entry of `data.mixture`.
       weight: share of the documents, 1 without a mixture.
       count: number of files.
-      size: bytes of all of them.
-      digest: of all of them in order.
-      head: digest of all but the last.
+      size: total size in bytes.
+      digest: digest of all files in order.
+      head: digest of all files but the last.
       last: the last file; None for a source without files.
-      files: the first `NAMED` of them.
+      files: the first `NAMED` files.
     """
 
     source: str
@@ -81,7 +81,7 @@ class SourceFingerprint:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SourceFingerprint":
-        """Return what `asdict` was called on.
+        """Return the fingerprint whose `asdict` is `data`.
 
         Raises:
           TypeError, KeyError: `data` is something else.
@@ -92,10 +92,10 @@ class SourceFingerprint:
 
 
 class DataChange(NamedTuple):
-    """A difference between the data of a checkpoint and that of this start.
+    """A difference between a checkpoint's data and this start's.
 
     Attributes:
-      key: the key that names the data.
+      key: the configuration key that names the data.
       kind: `APPENDED`, `SHORTENED`, `REORDERED` or `CHANGED`.
       text: what is different, for users.
     """
@@ -106,7 +106,7 @@ class DataChange(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """A file before it is read: name, size, its path here or "", and its tag in a store or ""."""
+    """A file before it is read: name, size, local path or "", and entity tag in a store or ""."""
 
     name: str
     size: int
@@ -118,10 +118,10 @@ class SourceFiles:
     """The files of a source as they are now.
 
     Args:
-      source: name in the catalogue.
-      path: as in `data.path`.
-      weight: share of the documents.
-      cache_dir: `data.cache_dir`, which remembers the digests of many files.
+      source: the source's name in the catalogue.
+      path: the source's files, as in `data.path`.
+      weight: the source's share of the documents.
+      cache_dir: `data.cache_dir`, where the digests of many files are kept.
 
     Raises:
       ConfigError: a file cannot be read, or a store does not answer.
@@ -176,7 +176,7 @@ class SourceFiles:
         return CHANGED, f"{then} then, {_number(ours.count)} of {ours.size:,} bytes now"
 
     def _has_grown(self, saved: SourceFingerprint) -> bool:
-        """Return whether only the last file of then differs, and begins with what it was."""
+        """Return whether only the last saved file differs, and begins with its saved content."""
         if saved.last is None or self._digest_of(saved.count - 1) != saved.head:
             return False
         file = self._files[saved.count - 1]
@@ -186,11 +186,11 @@ class SourceFiles:
         )
 
     def _digest_of(self, count: int) -> str:
-        """Return the digest of the first files, as if there were no others."""
+        """Return the digest of the first `count` files, as if there were no others."""
         return _digest([self._file(i, count) for i in range(count)])
 
     def _file(self, index: int, count: int) -> File:
-        """Return a file as it is described among `count` files."""
+        """Return a file as a fingerprint of `count` files describes it."""
         file = self._files[index]
         stride = -(-count // MOST_READ)
         digest = file.etag
@@ -202,7 +202,7 @@ class SourceFiles:
 class _Cache:
     """Digests of local files by path, size and time of change, kept between starts.
 
-    A cache that cannot be read or written is left out: it only saves time.
+    A cache that cannot be read or written is ignored: it only saves time.
     """
 
     def __init__(self, directory: Path, source: str, path: str):
@@ -232,7 +232,7 @@ class _Cache:
         return str(entry[2])
 
     def save(self) -> None:
-        """Write the digests, if there are so many that this saves time."""
+        """Write the digests, if enough files were read for this to save time."""
         if self._num_read < _CACHED_FROM:
             return
         try:
@@ -248,10 +248,10 @@ class DataFingerprint:
 
     Attributes:
       key: the key that names the sources, `data.path`, `data.mixture` or `data.source`.
-      train: the sources.
-      eval: of `data.eval_path`; None without one.
+      train: the training sources.
+      eval: the validation set, `data.eval_path`; None without one.
       tokenizer: digest of the tokenizer's files, or its name.
-      chat_template: digest of the template that lays out conversations; "" without them.
+      chat_template: digest of the template that lays out conversations; "" if there are none.
     """
 
     key: str
@@ -270,7 +270,7 @@ class DataFingerprint:
         return digests
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint's meta holds."""
+        """Return the fingerprint as a checkpoint's meta holds it."""
         return {
             "data": [asdict(corpus.fingerprint) for corpus in self.train],
             "eval": asdict(self.eval.fingerprint) if self.eval else None,
@@ -282,10 +282,10 @@ class DataFingerprint:
         """Return what differs from a checkpoint's fingerprint.
 
         Args:
-          saved: from `to_json`.
+          saved: the checkpoint's fingerprint, from `to_json`.
 
         Raises:
-          TypeError, KeyError: it is something else.
+          TypeError, KeyError: `saved` is something else.
         """
         differing = []
         before = [SourceFingerprint.from_json(source) for source in saved["data"]]
@@ -336,17 +336,16 @@ def fingerprint_data(config: Config) -> DataFingerprint:
 
 
 def data_digests(config: Config) -> dict[str, str]:
-    """Return digests of all that a run reads, by the key that names it; raises as
-    `fingerprint_data`.
+    """Return digests of all that a run reads, by key; errors are those of `fingerprint_data`.
 
-    Two processes that have the same digests read the same documents with the same tokenizer,
+    Two processes with the same digests read the same documents with the same tokenizer,
     wherever the files are.
     """
     return fingerprint_data(config).digests()
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
-    """Return a digest of a tokenizer's files; of one without files its name.
+    """Return a digest of a tokenizer's files, or its name if it has no files.
 
     Arguments are as for `load_tokenizer`.
 
@@ -359,7 +358,7 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     digest = hashlib.blake2b(digest_size=8)
     try:
         for file in files:
-            if file.exists() and not file.is_file():  # a pipe or a device may never end
+            if file.exists() and not file.is_file():  # reading a pipe or a device may never end
                 raise ConfigError(Problem("data.tokenizer", f"{file} is not a regular file"))
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     except OSError as error:
@@ -369,7 +368,7 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
 
 
 def _template_digest(data: DataConfig) -> str:
-    """Return a digest of the chat template and what it may write, "" without conversations."""
+    """Return a digest of the chat template and its special tokens; "" without conversations."""
     template = trained_template(data)
     if template is None:
         return ""
@@ -416,7 +415,7 @@ def _of_sources(corpora: Sequence[SourceFiles]) -> str:
 
 
 def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
-    """Return what became of up to three files that are new, gone or changed."""
+    """Describe up to three files that are new, gone or changed."""
     then = {file.name: file for file in before}
     names = {file.name: file for file in now}
     words = [f"{name} is gone" for name in then if name not in names]

@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from maxpipe.data.rows import Batch
 
 
-SKIPPED_NAMED = 5  # skipped documents that are named
-SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # numbers of them that are said
+SKIPPED_NAMED = 5  # how many skipped documents are named
+SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # counts that are reported
 
 
 class Loader(Iterator["Batch"]):
     """An endless iterator of batches, made by `make_loader`.
 
     `next(loader)` returns `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
-    `weights` (float32 [R, T]): weight 1 for targets, 0 for padding and for what others than the
-    assistant say in a conversation; segments from 1, 0 for padding; positions from 0 within each
+    `weights` (float32 [R, T]): weight 1 for targets, 0 for padding and what anyone but the
+    assistant says in a conversation; segments from 1, 0 for padding; positions from 0 within each
     segment.
 
     Args:
-      iterators: worker w yields (batch, state) of rows w::len(iterators).
+      iterators: one per worker; w yields (batch, state, skipped) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
-      num_documents: of the split, over all sources.
-      notes: what is to be said of the documents.
+      num_documents: number of documents of the split, over all sources.
+      notes: notes for users about the documents.
 
     Attributes:
-      num_documents, notes: as given.
+      num_documents, notes: the arguments.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Loader(Iterator["Batch"]):
 
     @property
     def state(self) -> np.ndarray:
-        """State after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
+        """Return the state after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
         return self._state.copy()
 
     def _report_skipped(self, reasons: Mapping[str, str]) -> None:
         """Name the first skipped documents, and count the others."""
         for index, reason in reasons.items():
             if index in self._skipped:
-                continue  # in another epoch
+                continue  # reported in an earlier epoch
             self._skipped.add(index)
             count = len(self._skipped)
             if count <= SKIPPED_NAMED:
@@ -112,16 +112,16 @@ def make_loader(
 
     Args:
       config: `seed`, `data`, `eval.global_batch_size` and `model.vocab_size` are read.
-      split: B is data.global_batch_size for `train`, eval.global_batch_size for `eval`.
+      split: decides B: data.global_batch_size for `train`, eval.global_batch_size for `eval`.
       rows: this process's rows, each in [0, B), at least one.
-      state: int64 [R, 3] of these rows, from `Loader.state`; None starts from the beginning.
+      state: state of these rows, int64 [R, 3], from `Loader.state`; None starts at the beginning.
 
     Raises:
       ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small,
         or `state` does not belong to these documents and rows. `next(loader)` raises it if a
         document cannot be read.
     """
-    # These import grain, which takes longer than reporting an error of the configuration should.
+    # These import grain, which takes longer than reporting a configuration error should take.
     from maxpipe.data.mixture import open_mixture
     from maxpipe.data.rows import RowSource, prefetched
 
@@ -164,14 +164,14 @@ def open_eval_sources(config: Config, rows: Sequence[int]) -> dict[str, Loader]:
     loaders = {}
     for name, entry in zip(source_names(config.data), config.data.mixture, strict=True):
         source, path = entry["source"], entry.get("path", "")
-        # These are idle most of the time, so that worker processes for each would be a waste.
+        # These are idle most of the time, so worker processes for each would be a waste.
         data = replace(config.data, mixture=[], source=source, path=path, num_workers=0)
         loaders[name] = make_loader(replace(config, data=data), "eval", rows)
     return loaders
 
 
 def source_names(data: DataConfig) -> list[str]:
-    """Return a name for each entry of a mixture: its source, with the path if several have it."""
+    """Return a name for each entry of a mixture: its source, with the path if sources repeat."""
     sources = [entry["source"] for entry in data.mixture]
     paths = [f"{entry['source']}:{entry.get('path', '')}" for entry in data.mixture]
     names = [
@@ -185,10 +185,10 @@ def source_names(data: DataConfig) -> list[str]:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """Return the tokenizer of a run, which fits its model.
+    """Return the tokenizer of a run, after checking that it fits the model.
 
     Raises:
-      ConfigError: it is not usable, or model.vocab_size is too small for it.
+      ConfigError: it is unusable, or model.vocab_size is too small for it.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
@@ -205,7 +205,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
 
 
 def tokenizer_notes(config: Config) -> list[str]:
-    """Return what is to be said of the tokenizer of a run."""
+    """Return notes for users about a run's tokenizer."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     unknown = unknown_tokens(tokenizer, config.model)
     if not unknown:
@@ -216,7 +216,7 @@ def tokenizer_notes(config: Config) -> list[str]:
 
 
 def token_bytes(config: Config) -> np.ndarray | None:
-    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
+    """Return the number of text bytes per token id, int32 [model.vocab_size]; None if unknown."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     counts = getattr(tokenizer, "token_bytes", None)
     if counts is None:
@@ -226,7 +226,7 @@ def token_bytes(config: Config) -> np.ndarray | None:
 
 
 def global_batch_size(config: Config, split: Split) -> int:
-    """Return B of a split."""
+    """Return a split's global batch size B."""
     if split == "eval" and config.eval.global_batch_size != -1:
         return config.eval.global_batch_size
     return config.data.global_batch_size
@@ -242,11 +242,11 @@ def moved_state(state: np.ndarray, num_before: int, num_now: int) -> np.ndarray:
     """Return the state that continues a run whose number of documents has changed.
 
     Every row keeps the number of documents that it has passed, and so its place among the rows. It
-    continues at the start of a document. With the same number of documents the state stays.
+    continues at the start of a document. With the same number of documents the state is unchanged.
 
     Args:
       state: int64 [R, 3], from `Loader.state`.
-      num_before, num_now: documents of the split.
+      num_before, num_now: number of documents of the split then and now.
     """
     if num_before == num_now:
         return state
@@ -272,7 +272,7 @@ def check_state(
 
 
 def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the rows of which part w holds every len(parts)-th, from row w on."""
+    """Merge rows: row i of part w becomes row w + i * len(parts)."""
     if len(parts) == 1:
         return parts[0]
     rows = np.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].dtype)

@@ -23,11 +23,11 @@ ROUND = round(1 / LEAST_SHARE)  # draws
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
     """Return the documents of one split and the order in which to visit them.
 
-    They come from `data.mixture`, each source split by itself, or from `data.source` without one
-    and for `data.eval_path`.
+    They come from `data.mixture`, each source split separately, or from `data.source` if there is
+    no mixture, or for `data.eval_path`.
 
     Raises:
-      ConfigError: as `open_sources`.
+      ConfigError: see `open_sources`.
     """
     sources = open_sources(config, split)
     if not is_mixed(config, split):
@@ -65,7 +65,7 @@ class MixedOrder:
     further meaning.
 
     Args:
-      sizes: documents of each source.
+      sizes: number of documents of each source.
       weights: share of each source, positive, in any unit.
       seed: any non-negative integer.
       shuffle: as in `DocumentOrder`; the sources are mixed in either case.

@@ -5,7 +5,7 @@ all but the last, targets all but the first (without bos if the tokenizer has no
 is the concatenation of the pairs of its documents, and sequence n of a row holds pairs [n*T,
 (n+1)*T) of its stream. Every token of every document is therefore a target exactly once per epoch,
 no target crosses from one document into the next, and packed sequences have no padding. A pair's
-weight is that of its target: 1, or 0 for what others say in a conversation.
+weight is its target's: 1, or 0 for what anyone but the assistant says in a conversation.
 
 Example, T=4, documents "ab" and "c": the pairs are bos>a a>b b>eos bos>c c>eos, so sequence 0 holds
 bos>a a>b b>eos bos>c (segments 1 1 1 2, positions 0 1 2 0) and sequence 1 begins with c>eos.
@@ -50,9 +50,9 @@ class DocumentOrder:
     """A permutation of `num_documents` documents per epoch.
 
     Args:
-      num_documents: below 2**32.
+      num_documents: number of documents, below 2**32.
       seed: any non-negative integer.
-      shuffle: whether every epoch has a permutation of its own, or visits documents in order.
+      shuffle: whether every epoch has its own permutation instead of visiting documents in order.
     """
 
     def __init__(self, num_documents: int, seed: int, shuffle: bool):
@@ -83,7 +83,7 @@ class RowStream:
     Args:
       documents: framed token ids; a document of fewer than two ids has no pair and is skipped.
       order: order in which each epoch visits the documents.
-      stride: B.
+      stride: the global batch size B.
       state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
     """
 
@@ -108,7 +108,7 @@ class RowStream:
         """Return pairs of one document: at least 1, at most `limit`.
 
         Raises:
-          ConfigError: as many consecutive documents as there are hold no tokens.
+          ConfigError: consecutive documents, more than an epoch has, hold no tokens.
         """
         ids, weights = self._current()
         end = min(self._offset + limit, len(ids) - 1)
@@ -127,7 +127,7 @@ class RowStream:
         self._document = None
 
     def _current(self) -> Encoded:
-        # Each epoch has an order of its own: the same few empty documents may follow each other.
+        # Each epoch has its own order: empty documents that end one may begin the next, too.
         attempts = self._order.num_documents + 100
         for _ in range(attempts):
             if self._document is None:
@@ -182,7 +182,7 @@ def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Everything but its state that determines the contents of a row.
+    """Everything except the state that determines a row's contents.
 
     Attributes:
       documents: framed token ids.
@@ -256,8 +256,8 @@ def prefetched(
     """Return one started iterator over `RowDataset` elements per entry of `states`.
 
     Args:
-      states: int64 [rows, 3] for each iterator.
-      depth: elements that each iterator prefetches.
+      states: start state of each iterator's rows, int64 [rows, 3].
+      depth: number of elements that each iterator prefetches.
       processes: whether each iterator has a worker process instead of a thread.
     """
     if processes and not flags.FLAGS.is_parsed():

@@ -11,16 +11,16 @@ from maxpipe.data.tokenizers import TOKENIZER_CONFIG
 from maxpipe.storage.local_files import write_atomically
 
 END = "<|endoftext|>"
-LEAST_SIZE = 257  # the bytes, and the end of a document
+LEAST_SIZE = 257  # all bytes, and the end of document
 _OUT = "--out"
 
 
 class Trained(NamedTuple):
-    """What training has made.
+    """The result of training a tokenizer.
 
     Attributes:
-      vocab_size: ids of the tokenizer, fewer than wanted if the texts have no more merges.
-      num_documents, num_bytes: of the texts that were read.
+      vocab_size: number of ids, fewer than requested if the texts have no more merges.
+      num_documents, num_bytes: number of documents and bytes that were read.
     """
 
     vocab_size: int
@@ -45,18 +45,18 @@ def check_target(out: Path) -> None:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progress: bool) -> Trained:
-    """Train a tokenizer and write it, with the name of its end of document next to it.
+    """Train a tokenizer and write it, next to a tokenizer_config.json that names its eos_token.
 
-    Any text can be encoded, since every byte is a token, and decoding gives the text back.
+    Any text can be encoded, since every byte is a token, and decoding returns the same text.
 
     Args:
-      corpus: texts.
-      vocab_size: ids, at least `LEAST_SIZE`, of which one ends a document.
-      out: the tokenizer.json; see `check_target`.
+      corpus: the texts to train on.
+      vocab_size: number of ids, at least `LEAST_SIZE`; one of them ends a document.
+      out: path of the tokenizer.json to write; see `check_target`.
       shows_progress: whether the library draws bars on stderr.
 
     Raises:
-      ConfigError: a text cannot be read, or the file not be written.
+      ConfigError: a text cannot be read, or the file cannot be written.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

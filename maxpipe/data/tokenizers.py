@@ -1,6 +1,6 @@
 """Turn text into token ids and back: bytes, SentencePiece models and Hugging Face files.
 
-`data.tokenizer` is a name of the catalogue, `ids:N`, the path or URL of a tokenizer.json or
+`data.tokenizer` is a name in the catalogue, `ids:N`, the path or URL of a tokenizer.json or
 SentencePiece model, or a model's folder, as in `maxpipe.config.model_places`. The libraries are
 imported when a file needs them.
 """
@@ -36,12 +36,12 @@ class Tokenizer(Protocol):
     """What the loader needs of a tokenizer; picklable, for worker processes.
 
     Attributes:
-      vocab_size: every id is below it.
-      eos_id: ends a document.
-      bos_id: begins a document; None if the vocabulary has no such token.
-      pad_id: fills sequences; never a target.
-      token_bytes: bytes of text that each id stands for, int32 [vocab_size], 0 for special ids;
-        None if they cannot be told exactly.
+      vocab_size: exclusive upper bound of ids.
+      eos_id: id that ends a document.
+      bos_id: id that begins a document; None if the vocabulary has no such token.
+      pad_id: id that fills sequences; never a target.
+      token_bytes: number of text bytes that each id stands for, int32 [vocab_size], 0 for special
+        ids; None if they are not known exactly.
     """
 
     token_bytes: np.ndarray | None
@@ -63,7 +63,7 @@ class OffsetTokenizer(Tokenizer, Protocol):
     """A tokenizer that knows which characters of a text each token stands for."""
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [tokens], and first and last-plus-one character of each,
+        """Return token ids, int32 [tokens], and first character and end of each,
         int64 [tokens, 2].
         """
         ...
@@ -74,7 +74,7 @@ def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` selects; one object per value.
 
     Args:
-      name_or_path: value of the key.
+      name_or_path: `data.tokenizer`.
       cache_dir: `data.cache_dir`, to which files of object stores are copied.
 
     Raises:
@@ -92,7 +92,7 @@ def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
 def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     """Return the files that make up a tokenizer, existing or not; empty for one that has none.
 
-    Their names are those under which `load_tokenizer` finds them together in another directory.
+    `load_tokenizer` finds them under the same names when they are copied to another directory.
     Arguments are as for `load_tokenizer`.
 
     Raises:
@@ -113,7 +113,7 @@ class TemplateFiles(NamedTuple):
 
     Attributes:
       config: tokenizer_config.json.
-      template: chat_template.jinja, which counts if it is there.
+      template: chat_template.jinja, which takes precedence.
     """
 
     config: Path | None
@@ -147,7 +147,7 @@ def pick_template_files(files: Sequence[Path]) -> TemplateFiles:
 
 @cache
 def _local_path(value: str, cache_dir: str) -> str:
-    """Return the path on this machine of a tokenizer, which is copied if it is elsewhere."""
+    """Return a tokenizer's path on this machine, after copying it if it is elsewhere."""
     path = tokenizer_path(value)
     folder = tokenizer_folder(value)
     if not folder:
@@ -166,7 +166,7 @@ def _local_path(value: str, cache_dir: str) -> str:
 def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
     """Return how many token ids a tokenizer needs a model to have.
 
-    A model of Hugging Face keeps its vocabulary, and may lack added tokens of its own tokenizer,
+    A Hugging Face model keeps its vocabulary, and may lack ids for added tokens of its tokenizer,
     such as one that stands for an image. Texts with them are refused when they are read.
     """
     if model.from_hf and isinstance(tokenizer, HuggingFaceTokenizer):
@@ -175,7 +175,7 @@ def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
 
 
 def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
-    """Return the added tokens that a model, which the tokenizer fits, does not have."""
+    """Return a fitting tokenizer's added tokens that the model has no ids for."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.tokens_from(model.num_token_ids)
     return []
@@ -191,8 +191,8 @@ def main_file(files: Sequence[Path]) -> Path | None:
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text that a model is to continue.
 
-    A tokenizer.json says itself what belongs around a text. Other tokenizers put the begin of
-    document before it, if they have one.
+    A tokenizer.json defines which special tokens surround a text. Other tokenizers put the begin
+    of document before it, if they have one.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.encode_with_special_tokens(text)
@@ -213,7 +213,7 @@ def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
-    """Return the text of `ids`, of special tokens as well if they are those of a chat template."""
+    """Return the text of `ids`, including any special tokens that a chat template may write."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.decode_with_special_tokens(ids)
     return tokenizer.decode(ids)
@@ -233,7 +233,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of the text, int32 [bytes], and the character of each, [bytes, 2]."""
+        """Return the bytes of the text, int32 [bytes], and first character and end of each."""
         lengths = [len(character.encode("utf-8")) for character in text]
         characters = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
@@ -264,7 +264,7 @@ class PlainIds:
         """Return the ids whose numbers are in the text, int32 [ids].
 
         Raises:
-          ConfigError: it has other words.
+          ConfigError: the text has words that are not ids.
         """
         words = text.split()
         other = next((word for word in words if not self._is_id(word)), None)
@@ -286,7 +286,7 @@ class PlainIds:
 class SentencePieceTokenizer:
     """A SentencePiece model (`tokenizer.model`), read by the `sentencepiece` library.
 
-    Its pieces stand for normalised text, so the bytes of a token cannot be told exactly.
+    Its pieces stand for normalised text, so the number of bytes of a token is not known exactly.
 
     Raises:
       ConfigError: there is no such file, it is not a model or has no end-of-document token, or the
@@ -327,14 +327,14 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`, read by the `tokenizers` library, which executes nothing.
+    """A Hugging Face `tokenizer.json`, read by the `tokenizers` library without running code.
 
     The file does not say which of its tokens begin and end a document. `tokenizer_config.json` next
-    to it does (`bos_token`, `eos_token`, `pad_token`, `add_bos_token`); without one, the names in
-    common use are tried, and so they are for an end that it does not mention.
+    to it does (`bos_token`, `eos_token`, `pad_token`, `add_bos_token`); without one, common names
+    are tried, and likewise for an `eos_token` that it leaves out.
 
-    Lengths that the file may hold for cutting and padding, left by the script that saved it, are
-    not obeyed: a text is all of its tokens and no others.
+    Truncation and padding lengths that the script that saved the file may have left in it are
+    ignored: a text has all of its tokens and no others.
 
     Args:
       path: a tokenizer.json, or the directory that holds it.
@@ -343,9 +343,9 @@ class HuggingFaceTokenizer:
       ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
 
     Attributes:
-      needed_vocab_size: least number of ids of a model that reads texts without added tokens, of
-        which some may be above it.
-      special_tokens: the text of each.
+      needed_vocab_size: least number of ids that a model needs for texts without added tokens, some
+        of which may have larger ids.
+      special_tokens: the text of each special token.
     """
 
     def __init__(self, path: str):
@@ -390,7 +390,7 @@ class HuggingFaceTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [tokens], and the characters of each, int64 [tokens, 2]."""
+        """Return token ids, int32 [tokens], and the character range of each, int64 [tokens, 2]."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -403,7 +403,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`, of which special tokens are a part."""
+        """Return the text of `ids`, including special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def tokens_from(self, first_id: int) -> list[str]:
@@ -413,10 +413,10 @@ class HuggingFaceTokenizer:
 
 
 def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
-    """Return the bytes of each token of a byte-level tokenizer, int32 [ids]; None for others.
+    """Return the byte count of each token of a byte-level tokenizer, int32 [ids]; None for others.
 
     Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
-    Special tokens have none, other added tokens are written as they are.
+    Special tokens count as 0 bytes; other added tokens are stored as plain text.
 
     Args:
       tokenizer: content of the tokenizer.json.
@@ -439,7 +439,7 @@ def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) ->
 
 
 def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
-    """Return the tokens that begin and end a document and pad; "" where there is none."""
+    """Return the tokens that begin a document, end it, and pad; "" where there is none."""
     if not file.is_file():
         return {
             "bos_token": _first_of(COMMON_BOS, vocabulary),
@@ -451,7 +451,7 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
     except ValueError as error:
         raise _problem(f"{file} is not JSON: {error}") from error
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    if "eos_token" not in config:  # as in that of GPT-2
+    if "eos_token" not in config:  # as in GPT-2's
         tokens["eos_token"] = _first_of(COMMON_EOS, vocabulary)
     if config.get("add_bos_token") is False:
         tokens["bos_token"] = None

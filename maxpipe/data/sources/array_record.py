@@ -27,7 +27,7 @@ def array_record(config: DataConfig) -> "ArrayRecords":
     In a directory these are *.array_record and *.arrayrecord.
 
     Raises:
-      ConfigError: there is no file, one is no ArrayRecord file, or array_record is not installed.
+      ConfigError: there is no file, one is not an ArrayRecord, or array_record is not installed.
     """
     return ArrayRecords(
         require_content(find_files(config.path, SOURCES["array_record"].suffixes, config.cache_dir))
@@ -48,7 +48,7 @@ class ArrayRecords:
         """Return the text of a record.
 
         Raises:
-          ConfigError: the record is damaged or holds no UTF-8 text; names file and record.
+          ConfigError: the record is damaged or holds no UTF-8 text; the message says where.
         """
         try:
             (record,) = self._source.__getitems__([index])
@@ -86,7 +86,7 @@ def bytes_feature(example: bytes, name: str) -> bytes:
 
     Raises:
       KeyError: there is no such feature.
-      ValueError: the bytes are no Example.
+      ValueError: the bytes are not an Example.
     """
     for features in _children(example, 1):
         for entry in _children(features, 1):

@@ -2,7 +2,7 @@
 
 A message has a role and content, and whatever else the chat template knows, as in chat interfaces
 and in the data sets of Hugging Face. Parquet files are rewritten once as JSON lines, see
-`data.cache_dir`; nulls are left out then, since parquet has them for what another row has.
+`data.cache_dir`; nulls are left out, since parquet has them for fields that only other rows have.
 """
 
 import json
@@ -28,7 +28,7 @@ from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
 _FIELDS = ("messages", "tools")
 _PARQUET = ".parquet"
-_COPY = ".messages.jsonl"  # ends the name of the lines made of a parquet file
+_COPY = ".messages.jsonl"  # ending of JSON lines made from a parquet file
 
 
 class Conversation(NamedTuple):
@@ -53,7 +53,7 @@ class Lines(Protocol):
 
 
 class FileLines(JsonLines):
-    """The lines of files, of which parquet files have become lines."""
+    """The lines of files; parquet files have been converted to lines."""
 
     def place(self, index: int) -> str:
         """Return the file and the line, from 1, or the row, from 0."""
@@ -62,11 +62,11 @@ class FileLines(JsonLines):
 
 
 class Conversations:
-    """Conversations, laid out when they are asked for.
+    """Conversations, laid out on access.
 
     Args:
-      lines: an object with `messages` each.
-      template: lays them out.
+      lines: lines of JSON, each an object with `messages`.
+      template: the template that lays them out.
     """
 
     def __init__(self, lines: Lines, template: ChatTemplate):
@@ -80,8 +80,8 @@ class Conversations:
         """Return a conversation as text in which the assistant's turns are targets.
 
         Raises:
-          BadDocument: it is no conversation, or the template refuses it.
-          ConfigError: the template does not tell what the assistant says. Both name the place.
+          BadDocument: it is not a conversation, or the template refuses it.
+          ConfigError: the template does not show what the assistant says. Both name the place.
         """
         try:
             return self._template.render(*parse(self._lines.line(index)))
@@ -98,7 +98,7 @@ def parse(line: bytes) -> Conversation:
     """Return the conversation in a line of JSON.
 
     Raises:
-      BadDocument: it is something else.
+      BadDocument: the line is something else.
     """
     try:
         value = json.loads(line)
@@ -129,7 +129,7 @@ def parse(line: bytes) -> Conversation:
 
 
 def _as_lines(path: str, cache_dir: str) -> str:
-    """Return the path of the JSON lines made of a parquet file; of another the path itself."""
+    """Return the path of a file's JSON lines: made from parquet, or unpacked if need be."""
     if not path.endswith(_PARQUET):
         return unpacked(path, cache_dir)
 
@@ -149,7 +149,7 @@ def line_of(place: str, row: Mapping[str, object]) -> bytes:
     """Return a row of a table as a line of JSON, without the nulls of objects.
 
     Raises:
-      ConfigError: it has a value of a type that JSON lacks.
+      ConfigError: the row has a value of a type that JSON lacks.
     """
     try:
         return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
@@ -185,7 +185,7 @@ def template_of(data: DataConfig) -> ChatTemplate:
     """Return the template that lays out conversations.
 
     Raises:
-      ConfigError: there is none, or the tokenizer cannot encode conversations.
+      ConfigError: there is no template, or the tokenizer cannot encode conversations.
     """
     require_offsets(load_tokenizer(data.tokenizer, data.cache_dir))
     return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)

@@ -1,4 +1,4 @@
-"""Read rows of data sets of Hugging Face: text, token ids or conversations in one column.
+"""Read rows of Hugging Face data sets: text, token ids or conversations in one column.
 
 They are opened by `maxpipe.data.dataset_tables`, which says what `data.path` may be.
 """
@@ -23,13 +23,13 @@ class Tables:
     """The rows of some data sets, one data set after the other; picklable.
 
     Args:
-      tables: at least one.
-      columns: those that are read of a row, for each table.
+      tables: the data sets, at least one.
+      columns: for each table, the columns to read.
     """
 
     def __init__(self, tables: Sequence[Table], columns: Sequence[Sequence[str]]):
         self._names = [table.name for table in tables]
-        # A saved data set may have a format, such as torch; without one values are Python's.
+        # A saved data set may have a format, such as torch; without one, values are Python objects.
         self._tables = [
             table.rows.with_format(None).select_columns(list(names))
             for table, names in zip(tables, columns, strict=True)
@@ -40,13 +40,13 @@ class Tables:
         return int(self._firsts[-1])
 
     def row(self, index: int) -> dict[str, object]:
-        """Return a row by column."""
+        """Return a row's values by column."""
         table, row = self._locate(index)
         values: dict[str, object] = self._tables[table][row]
         return values
 
     def place(self, index: int) -> str:
-        """Return the data set and the row of it, from 0, for messages."""
+        """Return the data set and the number of its row, from 0, for messages."""
         table, row = self._locate(index)
         return f"{self._names[table]}: row {row}"
 
@@ -94,20 +94,20 @@ class TableLines:
         return line_of(self.place(index), row)
 
     def place(self, index: int) -> str:
-        """Return the data set and the row of it, from 0, for messages."""
+        """Return the data set and the number of its row, from 0, for messages."""
         return self._tables.place(index)
 
 
 def datasets(config: DataConfig) -> TableDocuments:
-    """Return the rows of the data sets of `data.path`, parts in sorted order, the hub's last.
+    """Return the rows of the data sets of `data.path`, entries in sorted order, the hub's last.
 
     Raises:
-      ConfigError: one is not there, cannot be read, or has no column of text or token ids; or the
-        library is not installed.
+      ConfigError: a data set is missing, cannot be read, or has no column of text or token ids;
+        or the library is not installed.
     """
     tables = open_tables(config.path, config.cache_dir)
     names = [config.column] if config.column else COLUMNS
-    # Of a data set the column is known before any row is read.
+    # The schema gives a data set's column before any row is read.
     columns = [
         document_field(name, rows.features.arrow_schema, names).name for name, rows in tables
     ]
@@ -118,7 +118,7 @@ def datasets_chat(config: DataConfig) -> Conversations:
     """Return the conversations in the data sets of `data.path`, in the order of `datasets`.
 
     Raises:
-      ConfigError: as `datasets`; or there is no chat template, or the tokenizer cannot encode
+      ConfigError: see `datasets`; or there is no chat template, or the tokenizer cannot encode
         conversations.
     """
     template = template_of(config)

@@ -56,7 +56,7 @@ def _map_column(path: str) -> "pa.ChunkedArray":
 
 
 def _as_arrow(path: str, cache_dir: str) -> str:
-    """Return the path of the Arrow file made of a parquet file."""
+    """Return the path of the Arrow file made from a parquet file."""
     pyarrow = _pyarrow()
 
     def write(target: Path) -> None:
@@ -86,12 +86,12 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
     """Return name and type, without dictionary encoding, of the column that holds documents.
 
     Args:
-      path: what has the columns, for messages.
-      schema: its columns.
-      columns: names that the column may have; the first that is there is taken.
+      path: name in messages of what has the columns.
+      schema: schema of the columns.
+      columns: names that the column may have; the first that exists is taken.
 
     Raises:
-      ConfigError: there is none of them, or it holds neither text nor token ids.
+      ConfigError: no such column exists, or it holds neither text nor token ids.
     """
     pyarrow = _pyarrow()
     types = pyarrow.types
@@ -136,9 +136,9 @@ def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[st
     """Yield the rows of a parquet file as Python values.
 
     Args:
-      path: the file.
-      fields: columns to read, of those that are there.
-      needed: the column that must be there.
+      path: the parquet file.
+      fields: columns to read if they exist.
+      needed: the column that must exist.
 
     Raises:
       ConfigError: the file is damaged or has no such column, or pyarrow is not installed.
@@ -165,8 +165,8 @@ def parquet(config: DataConfig) -> ArrowRows:
     """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order.
 
     Raises:
-      ConfigError: there is no file, one is no parquet file, has no such column or a null among its
-        token ids, or pyarrow is not installed.
+      ConfigError: there is no file, one is not a parquet file, has no such column or a null among
+        its token ids, or pyarrow is not installed.
     """
     files = require_content(find_files(config.path, SOURCES["parquet"].suffixes, config.cache_dir))
     return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])

@@ -1,4 +1,4 @@
-"""Ask what functions of Python's standard library do: conversations that every machine has.
+"""Make conversations about Python's standard library, which every machine has.
 
 Each is about one public function of a module: what it does, answered by its docstring, and what its
 arguments are.
@@ -17,7 +17,7 @@ from maxpipe.data.tokenizers import load_tokenizer
 
 
 class Questions:
-    """Conversations of two questions and answers each, laid out when they are asked for."""
+    """Conversations of two questions and answers each, laid out on access."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template

@@ -28,8 +28,8 @@ SKIPPED_DIRECTORIES = {
 }
 
 
-LEAST_PIECE = 4096  # bytes of a piece of a single text file
-LEAST_PIECES = 10  # of a file of which a share is held out
+LEAST_PIECE = 4096  # bytes in a piece of a single text file
+LEAST_PIECES = 10  # pieces of a file that is partly held out
 
 
 def text(config: DataConfig) -> "FileDocuments | TextPieces":
@@ -52,15 +52,15 @@ def text(config: DataConfig) -> "FileDocuments | TextPieces":
 
 
 class TextPieces:
-    """The pieces of one UTF-8 text file, cut after a line where there is one.
+    """The pieces of one UTF-8 text file, cut at ends of lines where possible.
 
     Args:
       path: a file that is not empty; it is scanned once here.
-      size: bytes of a piece; `LEAST_PIECE` if that is more.
-      least: pieces of a file that has fewer of that size.
+      size: size of a piece in bytes, at least `LEAST_PIECE`.
+      least: least number of pieces; a small file is cut into smaller ones to have as many.
 
     Attributes:
-      notes: what is to be said of the documents.
+      notes: notes for users about the documents.
     """
 
     def __init__(self, path: str, size: int, least: int):
@@ -77,7 +77,7 @@ class TextPieces:
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a piece; raises as `read_text`."""
+        """Return the text of a piece; errors are those of `read_text`."""
         start, end = self._pieces[index].tolist()
         return read_text(self._path, start, end)
 
@@ -96,7 +96,7 @@ def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
             if lines.size:
                 end = start + int(lines[-1]) + 1
             else:
-                # Not in the middle of a character, which has at most three further bytes.
+                # Do not cut inside a character, which has at most three continuation bytes.
                 inside = (content[max(start + 1, end - 3) : end + 1] & 0xC0) == 0x80
                 end -= int(np.argmin(inside[::-1])) if not inside.all() else 0
         ends.append(end)
@@ -169,7 +169,7 @@ class JsonLines:
         """Return the text of a line.
 
         Raises:
-          BadDocument: the line is not an object with a string under "text"; names file and line.
+          BadDocument: the line is not an object with a string under "text"; the message says where.
         """
         try:
             text = json.loads(self.line(index))["text"]

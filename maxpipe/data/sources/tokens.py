@@ -23,7 +23,7 @@ from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = SOURCES["token_bin"].companion
 NUM_SYNTHETIC = 1 << 16  # documents of random ids
-MOST_MAPPED = 128  # files at a time
+MOST_MAPPED = 128  # files mapped at a time
 
 
 class TokenFiles:
@@ -31,8 +31,8 @@ class TokenFiles:
 
     Args:
       paths: .bin and .npy files.
-      dtype: of the .bin files, such as `<u2`.
-      eos_id: ends documents in files without an index; not part of the document.
+      dtype: dtype of the .bin files, such as `<u2`.
+      eos_id: id that ends documents in files without an index; not part of the document.
     """
 
     def __init__(self, paths: list[str], dtype: str, eos_id: int):
@@ -121,7 +121,7 @@ def token_bin(config: DataConfig) -> TokenFiles:
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype of .bin files of a tokenizer's ids."""
+    """Return the dtype of .bin files that hold a tokenizer's ids."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
@@ -129,8 +129,8 @@ class SyntheticDocuments:
     """Documents of 1 to `max_tokens` ids, drawn uniformly; document i is a pure function of i.
 
     Args:
-      vocab_size: ids are below it.
-      eos_id: never drawn.
+      vocab_size: exclusive upper bound of ids.
+      eos_id: id that is never drawn.
       max_tokens: length of the longest document.
     """
 
