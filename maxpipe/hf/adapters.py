@@ -1,6 +1,6 @@
-"""Bring the adapters of a run into files: added to the weights they belong to, or as PEFT has them.
+"""Write a run's adapters into files: merged into the weights they belong to, or in PEFT's format.
 
-PEFT (`peft` of Hugging Face) loads an adapter onto its base, which it reads for itself.
+PEFT (`peft` of Hugging Face) loads an adapter onto its base, which it reads separately.
 """
 
 import os
@@ -24,15 +24,15 @@ from maxpipe.hf.weight_files import write_json
 from maxpipe.model.program import ModelProgram
 
 FLAG = "--adapter"
-_SUFFIX = "_adapter"  # of the name of a projection, see `maxpipe.model.layers.add_adapters`
+_SUFFIX = "_adapter"  # ends a projection's name, see `maxpipe.model.layers.add_adapters`
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class MergedParameters:
-    """The parameters of a step, those of the base with what their adapters add.
+    """The parameters of a step, with adapters merged into the base.
 
     Args:
-      reader: of one step, or of several, whose factors A and B have means of their own.
+      reader: reader of one step, or of several, whose factors A and B are averaged separately.
       lora: `model.lora` of the run.
     """
 
@@ -40,7 +40,7 @@ class MergedParameters:
         self._reader, self._lora = reader, lora
 
     def read(self, path: ParameterPath) -> np.ndarray:
-        """Return a parameter, [stacked_layers, ...] if it is of layers; merged ones are float32.
+        """Return a parameter, [stacked_layers, ...] for layer parameters; merged ones are float32.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
@@ -54,9 +54,9 @@ class MergedParameters:
         return merged
 
     def adapter(self, path: ParameterPath) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return A [..., inputs, R] and B [..., R, outputs] of a parameter, float32; None without.
+        """Return a parameter's A [..., inputs, R] and B [..., R, outputs], float32; None if absent.
 
-        Those of layers have a leading dimension, [stacked_layers, ...].
+        Factors of layer parameters have a leading dimension [stacked_layers].
         """
         *place, name = path
         own = (*place, f"{name}{_SUFFIX}")
@@ -71,7 +71,7 @@ class MergedParameters:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether the array of a checkpoint with this name is a factor of an adapter."""
+    """Return whether a checkpoint's array with this name is a factor of an adapter."""
     *_, place, factor = name.split(".")
     return place.endswith(_SUFFIX) and factor in ("a", "b")
 
@@ -79,22 +79,21 @@ def is_of_adapter(name: str) -> bool:
 def export_adapter(
     reader: ParameterReader, config: Config, target: Path, *, family: Family, dtype: str
 ) -> list[str]:
-    """Write the adapters of a step into a new folder, as PEFT's `PeftModel.from_pretrained` reads.
+    """Write a step's adapters into a new folder that PEFT's `PeftModel.from_pretrained` reads.
 
     Args:
-      reader: of the parameters.
-      config: of the run, resolved.
+      reader: reader of the parameters.
+      config: the run's resolved configuration.
       target: the folder; it appears under this name when it is complete.
-      family: type of the base.
-      dtype: of the tensors.
+      family: model type of the base.
+      dtype: dtype of the tensors.
 
     Returns:
       Names of all files.
 
     Raises:
-      ConfigError: the target exists, the run has no adapters, or those of the type cannot be
-        written.
-      OSError: a file cannot be written; nothing of the target is there.
+      ConfigError: the target exists, the run has no adapters, or PEFT has no form for them.
+      OSError: a file cannot be written; no part of the target is left.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     model = config.model
@@ -164,7 +163,7 @@ def _write(file: Path, tensors: dict[str, np.ndarray], dtype: np.dtype) -> None:
 def _peft_config(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     model, weights = config.model, config.init_from
     paths = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
-    # A last name alone would be that of experts' projections, too.
+    # The last name alone would match experts' projections, too.
     targets = paths if model.moe.experts else {path.rpartition(".")[2] for path in paths}
     return {
         "peft_type": "LORA",

@@ -1,7 +1,7 @@
-"""Write a checkpoint as a folder of Hugging Face: weights, config.json, tokenizer, model card.
+"""Write a checkpoint as a Hugging Face folder: weights, config.json, tokenizer, model card.
 
-A leaf of the checkpoint is read at a time, and each tensor is written at its place in its file, so
-no more than the largest leaf is in memory.
+One leaf of the checkpoint is read at a time, and each tensor is written at its place in its file,
+so no more than the largest leaf is in memory.
 """
 
 import math
@@ -53,24 +53,24 @@ def export(
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
 
     Args:
-      reader: of the parameters.
-      record: of the step, of several the last.
-      config: of the run, resolved.
+      reader: reader of the parameters.
+      record: record of the step, or of the last of several.
+      config: the run's resolved configuration.
       target: the folder; it appears under this name when it is complete.
-      family: from `model_types.choose_family`.
-      dtype: of the tensors, but that of biases by which experts are selected, which is float32.
-      file_bytes: largest size of a file, if no tensor is larger.
+      family: model type of the export, from `model_types.choose_family`.
+      dtype: dtype of the tensors, except expert selection biases, which are float32.
+      file_bytes: largest size of a file, unless a single tensor is larger.
       companions: files of the tokenizer that the run was trained with.
-      origin: from `maxpipe.hf.origin.origin_of`; its other files are kept.
-      tokenizer: that the run was trained with, None if it is not known.
-      version: of maxpipe that wrote the checkpoint, for the model card.
+      origin: imported folder, from `maxpipe.hf.origin.origin_of`; its other files are kept.
+      tokenizer: the tokenizer that the run was trained with, None if it is not known.
+      version: version of maxpipe that wrote the checkpoint, for the model card.
 
     Returns:
       Names of all files.
 
     Raises:
       ConfigError: the target exists.
-      OSError: a file cannot be written; nothing of the target is there.
+      OSError: a file cannot be written; no part of the target is left.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     if target.exists():
@@ -111,23 +111,23 @@ def export(
 
 
 def config_json(family: Family, config: Config, origin: Path | None) -> dict[str, Any]:
-    """Return config.json; keys of the imported one that are not about the shape are kept."""
+    """Return config.json, keeping the imported one's keys that are not about the shape."""
     written = family.config(config.model, config.data.sequence_length)
     if origin is None:
         return written
     kept = read_config_json(str(origin))
     longest = max(int(kept.get("max_position_embeddings", 0)), written["max_position_embeddings"])
-    kept.pop("quantization_config", None)  # what is written is not quantised
+    kept.pop("quantization_config", None)  # the export is not quantised
     return {**kept, **written, "max_position_embeddings": longest}
 
 
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
-    """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files.
+    """Copy the run's tokenizer; if it is the imported one, all files kept from its folder.
 
-    A chat template that the run was trained with takes the place of others.
+    A chat template that the run was trained with replaces others.
 
     Returns:
-      Whether these were copied.
+      Whether the imported folder's files were copied.
     """
     trained_with = main_file(companions)
     keeps_origin = origin is not None and (

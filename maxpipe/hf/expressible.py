@@ -14,12 +14,12 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
     """Compare every key of the model's shape.
 
     Args:
-      m: the model, resolved.
-      meaning: what the written config.json is read as, without the prefix `model.`.
-      model_type: of the config.json.
+      m: the resolved model configuration.
+      meaning: values that the written config.json is read as, by key without `model.`.
+      model_type: model type of the config.json.
 
     Raises:
-      ValueError: the type has no word for an option of the model; the message names it.
+      ValueError: the type cannot express an option of the model; the message names it.
     """
     for key, value in meaning.items():
         actual: Any = m

@@ -60,18 +60,18 @@ class Family:
     """A model type of transformers, for decoders whose layers have the same parameters.
 
     Attributes:
-      model_type, architecture: as in config.json.
-      defaults: what the type's class sets where config.json is silent, besides rotations.
+      model_type, architecture: the type's values of these keys in config.json.
+      defaults: the type's values of keys that config.json leaves out, except for rotations.
       fixed: values of `model.*` that hold for every model of the type.
-      theta, theta_local: bases of the rotation likewise; local layers of the type have one of their
-        own if `theta_local` is not 0.
+      theta, theta_local: default bases of the rotation; local layers have one of their own if
+        `theta_local` is not 0.
       windows: "none"; "all" where the layers are alike, with a window or without; "listed" where
         config.json lists the kind of each layer.
       activation_key: the key that names the MLP's activation.
       rotates_part: whether a share of a head's channels may be rotated, `partial_rotary_factor`;
-        transformers' classes of other types rotate all of them, whatever that says.
+        transformers' classes of other types ignore the key and rotate all of them.
       fuses_projections: whether query, key and value are one tensor, and gate and up another.
-      expert_names: what tensors of experts are called, a key of `tensor_table.EXPERTS`.
+      expert_names: naming scheme of the experts' tensors, a key of `tensor_table.EXPERTS`.
     """
 
     model_type: ClassVar[str]
@@ -87,10 +87,10 @@ class Family:
     expert_names: ClassVar[str] = "mlp"
 
     def model(self, config_json: Json) -> dict[str, object]:
-        """Return every key of `model.*` that is the model's shape, without the prefix `model.`.
+        """Return every key of `model.*` that defines the model's shape, without this prefix.
 
         Raises:
-          ValueError: config.json lacks a size, or has a value that there is no option for.
+          ValueError: config.json lacks a size, or has a value for which there is no option.
         """
         c = {**self.defaults, **config_json}
         missing = [name for name in _SIZES.values() if name not in c]
@@ -129,7 +129,7 @@ class Family:
         """Return config.json of a resolved model of this type, without padding of its vocabulary.
 
         Raises:
-          ValueError: the type has no word for an option of the model; the message names it.
+          ValueError: the type cannot express an option of the model; the message names it.
         """
         m = replace(m, vocab_size=m.num_token_ids)
         written: dict[str, Any] = {
@@ -150,7 +150,7 @@ class Family:
         return written
 
     def read(self, c: Json) -> dict[str, object]:
-        """Return values of `model.*` of keys that only this type has; `c` has its defaults."""
+        """Return `model.*` values from keys that only this type has; `c` includes its defaults."""
         return {}
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Family:
         return {}
 
     def window(self, c: Json) -> int:
-        """Return the tokens that a sliding layer sees, 0 if config.json switches windows off."""
+        """Return how many tokens a sliding layer sees, 0 if config.json switches windows off."""
         return int(c.get("sliding_window") or 0) if self.windows != "none" else 0
 
     def kinds(self, c: Json) -> list[str]:
@@ -171,7 +171,7 @@ class Family:
             return {}
         written: dict[str, Any] = {"sliding_window": m.attention_window or None}
         if self.windows == "listed":
-            # Some classes make the mask of a window also where no layer uses it.
+            # Some classes build the window's mask even if no layer uses it.
             written["sliding_window"] = m.attention_window or self.defaults.get("sliding_window")
             names = {ours: theirs for theirs, ours in _KINDS.items()}
             written["layer_types"] = [names[k.removesuffix("_nope")] for k in m.layer_kinds]
@@ -199,7 +199,7 @@ def listed_kinds(c: Json) -> list[str] | None:
     """Return the kinds of layers that config.json lists in `layer_types`, None if it does not.
 
     Raises:
-      ValueError: a kind that there is no option for.
+      ValueError: there is no option for a kind.
     """
     types = c.get("layer_types")
     if not types:

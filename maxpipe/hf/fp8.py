@@ -1,7 +1,7 @@
 """Read weights in fp8 with a common scale for each block of a matrix, as DeepSeek-V3 has them.
 
 Files have a matrix as NAME [N, M] of 8-bit floats (e4m3) and NAME_scale_inv [N / b, M / c] of
-float32, which the numbers of a block [b, c] are multiplied with (DeepSeek-V3, arXiv:2412.19437,
+float32, by which the numbers of a block [b, c] are multiplied (DeepSeek-V3, arXiv:2412.19437,
 section 3.3.2). Incomplete blocks at the edges have scales of their own.
 """
 
@@ -17,7 +17,7 @@ from maxpipe.hf.safetensors import ALL, SafetensorsError, StoredTensor, WeightTe
 FP8 = "F8_E4M3"
 _SCALES = "_scale_inv"
 _CONFIG, _SECTION, _SIZE = "config.json", "quantization_config", "weight_block_size"
-_READ_AT_ONCE = 1 << 24  # numbers, of which each takes four bytes when it is dequantised
+_READ_AT_ONCE = 1 << 24  # numbers, each of which takes four bytes when dequantised
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Fp8Tensor:
     Attributes:
       numbers: e4m3 [N, M].
       scales: float32 [N / b, M / c], rounded up.
-      block: (b, c).
-      dtype: as messages call it.
+      block: the size of a block, (b, c).
+      dtype: the format's name in messages.
     """
 
     numbers: StoredTensor
@@ -48,7 +48,7 @@ class Fp8Tensor:
 
     @property
     def rows_at_once(self) -> int:
-        """Return how many rows to read at a time, which become four times as large."""
+        """Return how many rows to read at a time; dequantised they are four times as large."""
         most = max(1, _READ_AT_ONCE // self.shape[1])
         return min(most, self.numbers.rows_at_once or most)
 
@@ -62,7 +62,7 @@ class Fp8Tensor:
 
 
 def dequantised(stored: Mapping[str, WeightTensor], folder: ModelFolder) -> dict[str, WeightTensor]:
-    """Return tensors by name, with one in the place of each pair of fp8 numbers and scales.
+    """Return tensors by name, each pair of fp8 numbers and scales as one tensor.
 
     Raises:
       SafetensorsError: numbers in fp8 have no scales of the form above.
@@ -89,7 +89,7 @@ def _block_size(folder: ModelFolder) -> tuple[int, int]:
     """Return the sizes of a block that config.json names.
 
     Raises:
-      SafetensorsError: it names none.
+      SafetensorsError: it names no block sizes.
     """
     section = json.loads(folder.read(_CONFIG)).get(_SECTION) or {}
     sizes = section.get(_SIZE)

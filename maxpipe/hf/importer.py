@@ -1,4 +1,4 @@
-"""Read the weights of a folder of Hugging Face into parameters, layer by layer and shard by shard.
+"""Read the weights of a Hugging Face folder into parameters, layer by layer and shard by shard.
 
 A process reads what its own shards need, so a model need not fit on any host.
 """
@@ -34,17 +34,17 @@ KEY = "init_from"
 
 
 class HfWeights:
-    """The weights of a folder, which have been compared with the model by names and shapes.
+    """The weights of a folder, whose names and shapes were checked against the model.
 
     Args:
-      config: resolved; `init_from` names the folder.
+      config: the resolved configuration; `init_from` names the folder.
 
     Attributes:
-      ignored: names of tensors that play no part.
-      num_bytes, num_elements: of all other tensors.
+      ignored: names of tensors that the model does not use.
+      num_bytes, num_elements: total size of all other tensors.
 
     Raises:
-      ConfigError: something is missing, unknown, of another shape, or damaged; with all names.
+      ConfigError: tensors are missing, unknown, of another shape, or damaged; names all of them.
     """
 
     def __init__(self, config: Config):
@@ -93,14 +93,14 @@ class HfWeights:
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = lambda share: None,
     ) -> jax.Array:
-        """Return a parameter in the layout on disk, [stacked_layers, ...] if it is of layers.
+        """Return a parameter in the layout on disk, [stacked_layers, ...] for layers.
 
-        Each tensor is read once, whatever number of devices has parts of it.
+        Each tensor is read once, however many devices have parts of it.
 
         Args:
-          path: of the parameter.
+          path: path of the parameter.
           like: shape, dtype and sharding of the result.
-          advance: is called with the share that has been read, after each layer.
+          advance: function that is called after each layer with the share that has been read.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
@@ -122,7 +122,7 @@ class HfWeights:
     ) -> list[jax.Array]:
         """Return each device's shard of a parameter of layers.
 
-        Large ones are put together on the devices, layer by layer.
+        Large ones are assembled on the devices, layer by layer.
         """
         size = sum(math.prod(shape_of(region)) for region in {*regions.values()}) * dtype.itemsize
         if size <= self._largest:
@@ -150,7 +150,7 @@ class HfWeights:
         return [*values.values()]
 
     def _layers(self, regions: Iterable[Region]) -> Iterator[tuple[int, set[Region]]]:
-        """Yield each layer that this process has parts of, with the regions that it is in."""
+        """Yield each layer that this process has parts of, with the regions that contain it."""
         for layer in range(self._num_layers):
             layer_regions = {r for r in regions if r[0][0] <= layer < r[0][1]}
             if layer_regions:
@@ -175,16 +175,16 @@ class HfWeights:
     def _read_matrix(
         self, name: str, rule: Rule, regions: Set[Region], dtype: np.dtype
     ) -> dict[Region, np.ndarray]:
-        """Return regions of what one tensor is.
+        """Return regions of the parameter that one tensor holds.
 
-        Rows that the file does not have, because the vocabulary is padded, are zero.
+        Rows that the file lacks because the vocabulary is padded are zero.
         """
         tensor = self._tensors[name]
         parts = {region: np.zeros(shape_of(region), dtype) for region in regions}
         axis, rows = rule.row_axis, rule.rows_of_slice
         end = min(max(region[axis][1] for region in regions), rule.num_slices)
         start = min(region[axis][0] for region in regions)
-        most = max(1, end - start)  # of a file that is mapped into memory
+        most = max(1, end - start)  # all at once from a mapped file
         if tensor.rows_at_once:
             most = max(1, tensor.rows_at_once // rows)
         for first in range(start, end, most):

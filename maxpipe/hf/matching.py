@@ -1,4 +1,4 @@
-"""Match tensors of files with those of a model: other names, parts without use, differences."""
+"""Match the tensors of files with a model's: other names, unused parts, differences."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from maxpipe.config.options import get
 from maxpipe.config.sections import Config
 from maxpipe.hf.safetensors import WeightTensor
 
-# Where a multimodal model has its text part, and what else it has
+# Prefixes of a multimodal model's text part, and of its other parts.
 _TEXT_PARTS = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -20,24 +20,24 @@ _OTHER_PARTS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-_SELECTION_BIAS = "model.moe.selection_bias"  # which a rate implies
+_SELECTION_BIAS = "model.moe.selection_bias"  # implied by a bias rate
 _FLOATS = ("F32", "F16", "BF16", "MXFP4", "FP8")
 
 
 def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem]:
-    """Return a problem for each key that is not what config.json of the directory says."""
+    """Return a problem for each key that differs from the directory's config.json."""
     remedy = f"model.from_hf={directory} takes the shape from there"
     return [
         Problem(key, f"is {get(config, key)}, but {shape.source} says {value}; {remedy}")
         for key, value in shape.values.items()
         if get(config, key) != value
         and not (key == _SELECTION_BIAS and config.model.moe.has_bias == value)
-        and not (key == VOCABULARY and get(config, key) > value)  # by padding
+        and not (key == VOCABULARY and get(config, key) > value)  # padded
     ]
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor of a multimodal model's text part as other models have it."""
+    """Return a tensor's name as text-only models have it, if it is of a multimodal model."""
     for theirs, ours in _TEXT_PARTS.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -45,13 +45,13 @@ def text_name(name: str) -> str:
 
 
 def is_ignored(name: str, num_layers: int, tied: bool) -> bool:
-    """Return whether a tensor plays no part in the model: it is derived, or of another part."""
+    """Return whether a tensor plays no part in the model: it is derived, or belongs elsewhere."""
     if name.endswith("rotary_emb.inv_freq") or name.startswith(_OTHER_PARTS):
         return True
     if tied and name == "lm_head.weight":
         return True
     parts = name.split(".")
-    # Layers that predict further tokens lie after the model's own.
+    # Layers for multi-token prediction follow the model's own.
     is_layer = parts[:2] == ["model", "layers"] and parts[2:3] and parts[2].isdigit()
     return bool(is_layer) and int(parts[2]) >= num_layers
 

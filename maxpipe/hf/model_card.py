@@ -46,13 +46,13 @@ def model_card(
     """Return a card in Markdown; paths of the run stay out of it.
 
     Args:
-      config: of the run, resolved.
-      record: of the checkpoint, of several the last.
-      steps: of which the weights are the mean.
-      model_type: of config.json.
-      dtype: of the tensors.
+      config: the run's resolved configuration.
+      record: record of the checkpoint, or of the last of several.
+      steps: steps whose weights were averaged, or the only one.
+      model_type: model type in config.json.
+      dtype: dtype of the tensors.
       size: number of parameters.
-      version: of maxpipe, that wrote the checkpoint; empty if the record does not say.
+      version: version of maxpipe that wrote the checkpoint; empty if the record does not say.
       has_tokenizer: whether transformers finds a tokenizer next to the card.
     """
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length

@@ -11,15 +11,15 @@ from maxpipe.hf.family import Family
 
 
 def choose_family(config: Config, model_type: str, origin: Path | None) -> Family:
-    """Return the type of an export: as asked for, else as imported, else the first that fits.
+    """Return the type of an export: the requested one, else the imported one, else one that fits.
 
     Args:
-      config: of the run, resolved.
-      model_type: name of the type, or empty.
-      origin: from `maxpipe.hf.origin.origin_of`.
+      config: the run's resolved configuration.
+      model_type: name of the requested type, or empty.
+      origin: imported folder, from `maxpipe.hf.origin.origin_of`.
 
     Raises:
-      ConfigError: the model is not of that type, or of any.
+      ConfigError: that type, or every type, lacks an option of the model.
     """
     if model_type and model_type not in MODEL_TYPES:
         message = f"{model_type!r} is not one of {', '.join(MODEL_TYPES)}"

@@ -1,4 +1,4 @@
-"""Read weights in mxfp4: blocks of 32 numbers of four bits with a common scale of eight.
+"""Read weights in mxfp4: blocks of 32 four-bit numbers with a common eight-bit scale.
 
 The format is the OCP Microscaling one (MXFP4, v1.0). Files of gpt-oss have a matrix of each expert
 in two tensors of bytes, NAME_blocks [E, F, D / 32, 16] and NAME_scales [E, F, D / 32]; together
@@ -16,7 +16,7 @@ from maxpipe.hf.safetensors import ALL, StoredTensor, WeightTensor
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = 16
-_BIAS = 127  # of the scales' exponents
+_BIAS = 127  # bias of the scales' exponents
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = np.asarray([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
 # The two numbers of each byte, the low bits first: [256, 2]
@@ -30,7 +30,7 @@ class Mxfp4Tensor:
     Attributes:
       blocks: uint8 [E, F, D / 32, 16], two numbers in each byte.
       scales: uint8 [E, F, D / 32], exponents of 2.
-      dtype: as messages call it.
+      dtype: the format's name in messages.
     """
 
     blocks: StoredTensor
@@ -50,7 +50,7 @@ class Mxfp4Tensor:
 
     @property
     def rows_at_once(self) -> int:
-        """Return 1: what is read of an expert takes eight times the memory that it has in files."""
+        """Return 1: an expert takes eight times as much memory as in files."""
         return 1
 
     def read_rows(self, first: int, stop: int, columns: slice = ALL) -> np.ndarray:
@@ -63,7 +63,7 @@ class Mxfp4Tensor:
 
 
 def joined(stored: Mapping[str, StoredTensor]) -> dict[str, WeightTensor]:
-    """Return tensors by name, with one in the place of each pair of blocks and scales."""
+    """Return tensors by name, each pair of blocks and scales as one tensor."""
     tensors: dict[str, WeightTensor] = {**stored}
     for name, blocks in stored.items():
         base = name.removesuffix(_BLOCKS)

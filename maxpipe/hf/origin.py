@@ -1,6 +1,6 @@
 """Keep the small files of the folder that a run was imported from, but no weights.
 
-With these copies a run is exported, and generates text, on machines that do not have the folder.
+With these copies a run can be exported and generate text on machines without the folder.
 """
 
 import json
@@ -40,7 +40,7 @@ _EOS = "eos_token_id"
 def read_origin(config: Config) -> dict[str, bytes]:
     """Return the files to keep, by name; none if the run is not imported.
 
-    A run that starts from another keeps the files of that one.
+    A run that starts from another run keeps that run's files.
 
     Raises:
       ConfigError: an object store or the hub cannot be read.
@@ -63,9 +63,9 @@ def origin_of(config: Config, kept: Sequence[Path]) -> Path | None:
     """Return the directory with the files that a run was imported with, None if there is none.
 
     Args:
-      config: of the run.
-      kept: the run's copies. Runs of earlier versions have none; then it is the folder itself, if
-        it is a directory and still there.
+      config: the run's configuration.
+      kept: the run's copies. Runs of earlier versions have none; the result is then the folder
+        itself, if it is a directory that still exists.
     """
     if kept:
         return kept[0].parent
@@ -88,11 +88,11 @@ def is_imported(tokenizer: Path, origin: Path) -> bool:
 
 
 def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
-    """Return the ids that end a text, as generation_config.json says, or config.json.
+    """Return the ids that end a text, according to generation_config.json, or else config.json.
 
     Args:
-      origin: from `origin_of`.
-      companions: files of the run's tokenizer; there are no such ids if it was not imported.
+      origin: directory of the imported files, from `origin_of`.
+      companions: files of the run's tokenizer; if it was not imported, there are no such ids.
 
     Raises:
       ConfigError: a file is not JSON.

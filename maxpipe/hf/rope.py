@@ -1,8 +1,8 @@
 """Read and write rotary embeddings of config.json in both of its dialects.
 
 Files of the hub have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, for
-some types one for each kind of layer. Both mean the same, and programs exist that read only one, so
-both are written.
+some types one for each kind of layer. Both mean the same, but some programs read only one, so both
+are written.
 """
 
 import math
@@ -20,12 +20,12 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     """Return the keys of `model.*` that describe the rotation.
 
     Args:
-      c: config.json.
-      theta, theta_local: bases where the file names none; a type with a base of its own for local
-        layers has both.
+      c: content of config.json.
+      theta, theta_local: bases to use if the file names none; `theta_local` is not 0 for types
+        whose local layers have a base of their own.
 
     Raises:
-      ValueError: a kind of rotation that there is no option for.
+      ValueError: there is no option for the kind of rotation.
     """
     parameters = _section(c, "rope_parameters")
     local: Json | None = None
@@ -63,12 +63,12 @@ def write_rope(m: ModelConfig, *, by_kind: bool, by_part: bool = False) -> dict[
     """Return both dialects of a resolved model's rotation.
 
     Args:
-      m: the model.
+      m: the resolved model configuration.
       by_kind: whether the type has parameters for each kind of layer.
-      by_part: whether the type has a word for the share of channels that is rotated.
+      by_part: whether the type has a key for the share of channels that is rotated.
     """
     scaling = _written_scaling(m)
-    # The class of some types takes the base from here only.
+    # Some types' classes read the base from `rope_parameters` only.
     fraction = (
         {} if m.rope_fraction == 1 or not by_part else {"partial_rotary_factor": m.rope_fraction}
     )
@@ -90,7 +90,7 @@ def write_rope(m: ModelConfig, *, by_kind: bool, by_part: bool = False) -> dict[
 
 
 def max_position(m: ModelConfig, length: int) -> int:
-    """Return `max_position_embeddings`: the scaled context, at least the length of training."""
+    """Return `max_position_embeddings`: the scaled context, at least the training length."""
     scaling = m.rope_scaling
     scaled = round(scaling.original_max_position * scaling.factor) if scaling.factor > 1 else 0
     return max(length, scaled)
@@ -105,7 +105,7 @@ def _section(c: Json, name: str) -> Json:
 
 
 def _scaling(c: Json, rope: Json) -> dict[str, object]:
-    """Return the keys of `model.rope_scaling` that differ from no scaling."""
+    """Return the keys of `model.rope_scaling`; empty if there is no scaling."""
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
     if kind == "default":
         return {}
@@ -140,7 +140,7 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
 
 
 def _yarn_factor(rope: Json, factor: float) -> float:
-    """Return the factor of rotated queries and keys; 0 where it follows from the factor alone."""
+    """Return yarn's factor of rotated queries and keys; 0 if it follows from `factor` alone."""
     if rope.get("attention_factor"):
         return float(rope["attention_factor"])
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):

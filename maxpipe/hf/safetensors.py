@@ -1,6 +1,6 @@
 """Read and write the safetensors format: a JSON header, then the bytes of all tensors.
 
-The format is small, and the library has no bfloat16 in NumPy. Files are read by byte ranges, so
+The format is simple, and the library has no bfloat16 for NumPy. Files are read by byte ranges, so
 that only what is asked for is read, from a disk or an object store.
 """
 
@@ -21,7 +21,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.model_places import ModelFile, ModelFolder
 
 INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"  # of a model in one file
+WEIGHTS = "model.safetensors"  # name of a model's only file
 CACHE_LINE = 64  # bytes
 ALL = slice(None)
 _MAX_HEADER = 100 << 20  # the library's own bound
@@ -43,10 +43,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsError(Exception):
-    """Files are not what the format says.
+    """Files do not follow the format.
 
     Args:
-      problems: a line for each, which names the file.
+      problems: a line for each problem, which names the file.
     """
 
     def __init__(self, *problems: str):
@@ -58,7 +58,7 @@ class SafetensorsError(Exception):
 
 
 class WeightTensor(Protocol):
-    """A tensor of floating-point numbers of a model, however files have it."""
+    """A floating-point tensor of a model, however files store it."""
 
     @property
     def dtype(self) -> str:
@@ -66,11 +66,11 @@ class WeightTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its sizes."""
+        """Return its shape."""
 
     @property
     def num_bytes(self) -> int:
-        """Return how many bytes it has in files."""
+        """Return how many bytes it takes in files."""
 
     @property
     def rows_at_once(self) -> int:
@@ -82,13 +82,13 @@ class WeightTensor(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """A tensor's place in a file.
 
     Attributes:
-      file: that it is in.
-      dtype: the format's name; `read` knows some of them.
-      shape: of the tensor.
-      offset: of its first byte in the file.
+      file: the file that holds it.
+      dtype: the format's name of its dtype; `read` knows some of them.
+      shape: shape of the tensor.
+      offset: position of its first byte in the file.
     """
 
     file: ModelFile
@@ -98,29 +98,29 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of a tensor whose dtype NumPy has."""
+        """Return the size in bytes; `read` must know the dtype."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of a row, which has one index of the first dimension."""
+        """Return the size in bytes of a row, which is one index of the first dimension."""
         return math.prod(self.shape[1:]) * _DTYPES[self.dtype].itemsize
 
     @property
     def rows_at_once(self) -> int:
-        """Return how many rows to read at a time; 0 = any number, of a mapped file."""
+        """Return how many rows to read at a time; 0 = any number, for a mapped file."""
         size = self.file.block_size
         return max(1, size // self.row_bytes) if size else 0
 
     def read(self) -> np.ndarray:
-        """Return the tensor; of a file on this machine, indexing it reads what is indexed."""
+        """Return the tensor; from a local file only what is indexed is read."""
         data = self.file.read(self.offset, self.offset + self.num_bytes)
         return data.view(_DTYPES[self.dtype]).reshape(self.shape)
 
     def read_rows(self, first: int, stop: int, columns: slice = ALL) -> np.ndarray:
         """Return rows [stop - first, ..., columns] of a tensor of one dimension or more.
 
-        They are views of a mapped file, as in `read`.
+        Rows of a mapped file are views, as in `read`.
         """
         start = self.offset + first * self.row_bytes
         data = self.file.read(start, start + (stop - first) * self.row_bytes)
@@ -133,7 +133,7 @@ def copy_view(source: np.ndarray, target: np.ndarray) -> None:
     if source.ndim < 2:
         target[...] = source
         return
-    # In columns that share a line of the processor's cache; otherwise each element would load one.
+    # Copy columns that share a cache line together; otherwise each element would load a line.
     width = max(1, CACHE_LINE // (source.itemsize * math.prod(source.shape[2:])))
     for first in range(0, source.shape[1], width):
         target[:, first : first + width] = source[:, first : first + width]
@@ -143,7 +143,7 @@ def read_header(file: ModelFile) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, after checking that all their bytes are there.
 
     Raises:
-      SafetensorsError: the file is cut off, or its header is not one.
+      SafetensorsError: the file is cut off, or its header is invalid.
     """
     size = file.size
     head = file.read(0, min(size, _FIRST_READ)).tobytes()
@@ -182,11 +182,11 @@ def _tensors(
 
 
 def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Return the tensors of a model's folder by name: of the files of its index, or of all files.
+    """Return the tensors of a model's folder by name: from its index's files, or from all files.
 
     Raises:
-      SafetensorsError: there are no files, or the index names what is not there; a problem for
-        each file that is damaged.
+      SafetensorsError: there are no files, the index names missing ones, or files are damaged; with
+        a problem for each.
       ConfigError: an object store or the hub cannot be read.
     """
     try:
@@ -202,7 +202,7 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
         files = folder.open(names)
     except FileNotFoundError as error:
         raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
-    holders: dict[str, dict[str, StoredTensor]] = {}  # of each tensor, by file
+    holders: dict[str, dict[str, StoredTensor]] = {}  # where each tensor is, by file
     problems: list[str] = []
     for name, file in zip(names, files, strict=True):
         try:
@@ -213,7 +213,7 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     unclear: dict[tuple[str, ...], list[str]] = {}  # tensors, by the files that hold them
     for tensor, held in sorted(holders.items()):
-        # Of a tensor that several files have the index says which counts.
+        # If several files have a tensor, the index says which counts.
         counts = weight_map.get(tensor) if len(held) > 1 else next(iter(held))
         if counts in held:
             tensors[tensor] = held[counts]
@@ -230,10 +230,10 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
 
 
 def _weight_files(folder: ModelFolder) -> list[str]:
-    """Return the names of the files of a folder without an index."""
+    """Return the names of the weight files of a folder without an index."""
     names = folder.names()
     if WEIGHTS in names:
-        return [WEIGHTS]  # others, as consolidated.safetensors, have the same in another form
+        return [WEIGHTS]  # others, such as consolidated.safetensors, repeat it in another form
     if files := [name for name in names if name.endswith(".safetensors")]:
         return files
     old = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
@@ -250,7 +250,7 @@ def header(
     tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
-    """Return the bytes before those of tensors, and how many of these follow.
+    """Return the bytes that precede the tensors' bytes, and how many bytes tensors have.
 
     Args:
       tensors: (name, dtype, shape) of each, in their order in the file.
@@ -267,11 +267,11 @@ def header(
 
 
 def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> np.memmap:
-    """Write a file's header, and return its data as bytes to be filled in, one after another.
+    """Write a file's header, and return its data as bytes to fill in, one tensor after another.
 
     Args:
-      file: is replaced.
-      tensors: as for `header`.
+      file: file to write; an existing one is replaced.
+      tensors: (name, dtype, shape) of each, as for `header`.
 
     Raises:
       OSError: the file cannot be written, or the disk has no room for it.
@@ -282,7 +282,7 @@ def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...
         stream.truncate(len(start) + size)
         stream.flush()
         if hasattr(os, "posix_fallocate"):
-            # Writing to a mapped file on a full disk would end the process with a signal.
+            # Writing to a mapped file on a full disk would kill the process with a signal.
             os.posix_fallocate(stream.fileno(), 0, len(start) + size)
         os.fsync(stream.fileno())
     return np.memmap(file, np.uint8, "r+", len(start), (size,))

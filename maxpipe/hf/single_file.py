@@ -30,10 +30,10 @@ def export_file(reader: ParameterReader, config: Config, target: Path, dtype: st
     steps of a mean, and the model's configuration as JSON.
 
     Args:
-      reader: of one or several steps.
-      config: of the run, resolved.
+      reader: reader of one or several steps.
+      config: the run's resolved configuration.
       target: the file; it appears under this name when it is complete.
-      dtype: of the tensors, but that of biases by which experts are selected, which is float32.
+      dtype: dtype of the tensors, except expert selection biases, which are float32.
 
     Returns:
       The number of tensors.

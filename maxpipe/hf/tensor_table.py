@@ -1,18 +1,17 @@
-"""List the tensors of Hugging Face's files, each with the parameter that it is.
+"""List the tensors of Hugging Face's files, each with the parameter that it holds.
 
-A pattern has the dimensions of the tensor, left, and of one layer's parameter, right. Dimensions in
+A pattern has the tensor's dimensions on the left, one layer's parameter's on the right. Those in
 brackets are one dimension of the tensor. Letters: v vocabulary, d embed, h heads, c head_dim, f
 hidden width of the MLP, l width of a latent, e experts.
 """
 
 from typing import TypeAlias
 
-Path: TypeAlias = tuple[str, ...]  # of a parameter
+Path: TypeAlias = tuple[str, ...]  # path of a parameter
 
 _ATTENTION, _MLP = ("layers", "attention"), ("layers", "mlp")
 
-# Parameter -> (name of the tensor, pattern). A pattern has the dimensions of the tensor, left, and
-# of one layer's parameter, right; dimensions in brackets are one dimension of the tensor.
+# Parameter -> (name of the tensor, pattern).
 LAYER = "model.layers.{layer}."
 NAMES: dict[Path, tuple[str, str]] = {
     ("embed", "embedding"): ("model.embed_tokens.weight", "v d -> v d"),
@@ -40,7 +39,7 @@ NAMES: dict[Path, tuple[str, str]] = {
     (*_MLP, "up_bias"): ("mlp.up_proj.bias", "f -> f"),
     (*_MLP, "down_bias"): ("mlp.down_proj.bias", "d -> d"),
 }
-# Parameters of experts, by the name that a type gives them. Each expert has its tensors.
+# Parameters of experts, by naming scheme. Each expert has tensors of its own, except where noted.
 _MOE = ("layers", "moe")
 EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
     "mlp": {
@@ -59,7 +58,7 @@ EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
         (*_MOE, "up"): ("block_sparse_moe.experts.{expert}.w3.weight", "f d -> d f"),
         (*_MOE, "down"): ("block_sparse_moe.experts.{expert}.w2.weight", "d f -> f d"),
     },
-    # One tensor has all experts, and another one all their biases.
+    # One tensor holds all experts, and another one all their biases.
     "router": {
         (*_MOE, "router"): ("mlp.router.weight", "e d -> d e"),
         (*_MOE, "logit_bias"): ("mlp.router.bias", "e -> e"),
@@ -71,7 +70,7 @@ EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
         (*_MOE, "down_bias"): ("mlp.experts.down_proj_bias", "e d -> e d"),
     },
 }
-# Tensors whose last dimension has an element of each of these parameters in turns.
+# Tensors whose last dimension alternates between elements of these parameters.
 INTERLEAVED: dict[str, tuple[Path, ...]] = {
     name: ((*_MOE, f"gate{kind}"), (*_MOE, f"up{kind}"))
     for name, kind in (
@@ -79,7 +78,7 @@ INTERLEAVED: dict[str, tuple[Path, ...]] = {
         ("mlp.experts.gate_up_proj_bias", "_bias"),
     )
 }
-# Norms have the names of their places, which differ between the placements.
+# Norms are named after their places, which differ between the placements.
 NORMS: dict[str, dict[str, str]] = {
     "pre": {"attention_norm": "input", "mlp_norm": "post_attention"},
     "sandwich": {

@@ -1,8 +1,8 @@
 """Name each parameter's tensor in Hugging Face's files, and say how one becomes the other.
 
-A rule is invertible: parameters are reached from tensors by reshaping, transposing and taking rows,
-and tensors from parameters the same way back. Parameters are in model order as on disk, so no rule
-knows of pipelines.
+A rule is invertible: it makes parameters from tensors by reshaping, transposing and taking rows,
+and tensors from parameters by the inverse. Parameters are in model order, as on disk, so no rule
+depends on pipelines.
 """
 
 import math
@@ -23,18 +23,18 @@ class Rule:
     """How one parameter's tensor is called and laid out.
 
     Attributes:
-      path: of the parameter.
+      path: path of the parameter.
       template: name of the tensor, with {layer} for the layer's index in model order, and {expert}
         where each expert has a tensor of its own.
-      sizes: of each letter of the pattern, in the file; only a padded vocabulary is larger here.
+      sizes: size in the file of each letter; only a padded vocabulary is larger in the model.
       tensor_letters: letters of each dimension of the tensor.
-      letters: of each dimension of one layer's parameter, without that of experts.
-      rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
-      columns: first index of the parameter in the tensor's last dimension, and the distance of the
-        next; (0, 1) if it has all of them.
+      letters: letter of each dimension of one layer's parameter, without the experts' dimension.
+      rows: first row of the parameter, and number of rows of the tensor; None if it has them all.
+      columns: first index of the parameter in the tensor's last dimension, and the stride; (0, 1)
+        if it has all indices.
       experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
-      first_layer: index in the file of the first layer of a parameter of layers.
-      dtype: of the tensor, whatever that of others is; None if it is theirs.
+      first_layer: index in the file of a layer parameter's first layer.
+      dtype: dtype of the tensor if it is fixed; None if the export decides it.
     """
 
     path: Path
@@ -85,28 +85,28 @@ class Rule:
 
     @property
     def row_axis(self) -> int:
-        """Return the dimension of the parameter whose slices are runs of rows of the tensor."""
+        """Return the dimension of the parameter whose slices are contiguous rows of the tensor."""
         return self.letters.index(self.tensor_letters[0][0])
 
     @property
     def num_slices(self) -> int:
-        """Return how many indices of that dimension the file has."""
+        """Return the size of `row_axis` in the file."""
         return self._size(self.tensor_letters[0][0])
 
     @property
     def rows_of_slice(self) -> int:
-        """Return how many rows of the tensor one index of that dimension has."""
+        """Return how many rows of the tensor one index of `row_axis` has."""
         return math.prod(map(self._size, self.tensor_letters[0][1:]))
 
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
-        """Return what a whole tensor is of one layer's parameter, as a view where possible."""
+        """Return one layer's parameter from the whole tensor, as a view where possible."""
         return self.from_rows(self.own_part(tensor))
 
     def from_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some slices of one layer's parameter along `row_axis`.
 
         Args:
-          rows: of the tensor that these slices are, in the parameter's columns.
+          rows: the tensor's rows that hold these slices, in the parameter's columns.
         """
         split = rows.reshape([-1, *(self._size(n) for n in self._tensor_order[1:])])
         return split.transpose([self._tensor_order.index(n) for n in self.letters])
@@ -130,7 +130,7 @@ class Rule:
 
 
 def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
-    """Return a rule for each parameter of a model, those of layers for any layer."""
+    """Return a rule for each parameter of a model; a layer parameter's rule holds for any layer."""
     specs = dict(spec_leaves(program.specs))
     rules = {path: _rule(path, spec, program, family) for path, spec in specs.items()}
     if family.fuses_projections:
@@ -145,7 +145,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
     norms, prefix = NORMS[program.config.norm_placement], LAYER
     original = path
     if is_first := path[:2] == ("embed", "first"):
-        # The first dense layers are no stack: each has rules of its own.
+        # The first dense layers are not stacked: each has rules of its own.
         prefix, path = LAYER.format(layer=path[2]), ("layers", *path[3:])
     if path in NAMES:
         name, pattern = NAMES[path]
@@ -155,7 +155,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
         name, pattern = f"{norms[path[1]]}_layernorm.weight", "d -> d"
     else:
         assert path[1:2] == ("attention",), f"no tensor is named for {path}"
-        # The norm of all heads is one vector.
+        # A norm over all heads is one vector in the file.
         name = f"self_attn.{path[2][0]}_norm.weight"
         pattern = "c -> c" if len(spec.shape) == 1 else "(h c) -> h c"
     left, _, right = pattern.partition(" -> ")
@@ -180,7 +180,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
 
 
 def is_selection_bias(spec: ParamSpec) -> bool:
-    """Return whether a parameter selects experts, by steps that bfloat16 does not resolve."""
+    """Return whether a parameter biases expert selection, in steps too small for bfloat16."""
     return "expert_bias" in spec.axes
 
 

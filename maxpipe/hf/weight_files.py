@@ -39,10 +39,10 @@ def plan_files(
     """Distribute tensors over files of at most `file_bytes`, layers one after another.
 
     Args:
-      rules: of all parameters.
-      num_layers: of a stack.
-      dtype: of the tensors whose rules name no other.
-      file_bytes: largest size of a file, if no tensor is larger.
+      rules: the rules of all parameters.
+      num_layers: number of stacked layers.
+      dtype: dtype of the tensors whose rules name no other.
+      file_bytes: largest size of a file, unless a single tensor is larger.
     """
     entries = {
         name: Entry(rule.dtype or dtype, rule.tensor_shape)
@@ -83,10 +83,10 @@ def write_weights(
     """Write the tensors of all files, one parameter in memory at a time.
 
     Args:
-      target: a directory.
-      files: from `plan_files`.
-      rules: of all parameters.
-      read: returns a parameter, [num_layers, ...] if it is of layers.
+      target: the directory of the files.
+      files: the files, from `plan_files`.
+      rules: the rules of all parameters.
+      read: function that returns a parameter, [num_layers, ...] for layer parameters.
     """
     data = {file.name: _create(target, file) for file in files}
     places = {n: place for file in files for n, place in _places(data[file.name], file)}

@@ -8,7 +8,7 @@ from maxpipe.hf.rope import Json, write_rope
 
 
 class BiasedExperts(Experts):
-    """A type whose router chooses by the sigmoid of logits and a bias, within groups."""
+    """A type whose router chooses by the sigmoid of logits plus a bias, within groups."""
 
     def read(self, c: Json) -> dict[str, object]:
         kinds = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -48,7 +48,7 @@ class BiasedExperts(Experts):
 
 
 class DeepseekV3(BiasedExperts):
-    """DeepSeek-V3 and R1: latent attention; with yarn their scores have a factor of their own."""
+    """DeepSeek-V3 and R1: latent attention; with yarn, scores have a factor of their own."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -87,7 +87,7 @@ class DeepseekV3(BiasedExperts):
         kind = rope.get("rope_type", rope.get("type"))
         return {
             **super().read(c),
-            # Files name the rotated channels, if any.
+            # In files head_dim, if given, is the number of rotated channels.
             "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
             "num_kv_heads": int(c["num_attention_heads"]),
             "rope_interleaved": bool(c.get("rope_interleave", True)),
@@ -100,8 +100,8 @@ class DeepseekV3(BiasedExperts):
     def write(self, m: ModelConfig) -> dict[str, Any]:
         rope, scale = write_rope(m, by_kind=False), m.rope_scaling.mscale_all_dim
         if scale and rope["rope_scaling"]:
-            # Two equal scales leave rotations without a factor, besides the attention_factor; one
-            # alone leaves them the factor that follows from yarn's.
+            # With two equal scales rotations have no factor except attention_factor; with one they
+            # have the factor that follows from yarn's.
             scales = {"mscale_all_dim": scale}
             if m.rope_scaling.attention_factor:
                 scales["mscale"] = scale
@@ -122,7 +122,7 @@ class DeepseekV3(BiasedExperts):
 
 
 class Glm4Moe(BiasedExperts):
-    """GLM-4.5 and 4.6: grouped queries, of which half the channels are rotated."""
+    """GLM-4.5 and 4.6: grouped-query attention; half of the channels are rotated."""
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"

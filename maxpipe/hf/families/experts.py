@@ -1,4 +1,4 @@
-"""Translate types whose layers all have a mixture of experts in the place of the MLP."""
+"""Translate types whose layers all have a mixture of experts in place of the MLP."""
 
 from typing import Any, ClassVar
 
@@ -109,7 +109,7 @@ class Olmoe(Experts):
 
 
 def _choice(c: Json) -> dict[str, object]:
-    """Return the number of experts, which transformers 5 calls `num_local_experts`, and weights."""
+    """Return how experts are chosen; transformers 5 calls their number `num_local_experts`."""
     return {
         "moe.experts": int(c.get("num_local_experts") or c["num_experts"]),
         "moe.per_token": int(c["num_experts_per_tok"]),

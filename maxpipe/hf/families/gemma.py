@@ -15,7 +15,7 @@ class Gemma2(Family):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
     activation_key = "hidden_activation"
-    interval = 2  # the last of so many layers sees all tokens
+    interval = 2  # every `interval`-th layer sees all tokens
     defaults: ClassVar = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -54,7 +54,7 @@ class Gemma2(Family):
         }
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
-        # transformers takes whole numbers only, so that other scales are refused.
+        # transformers takes whole numbers only, so other scales are refused.
         scalar = round((m.query_scale or m.head_dim**-0.5) ** -2)
         return {
             "attention_bias": m.attention_bias,
@@ -68,7 +68,7 @@ class Gemma2(Family):
 class Gemma3(Gemma2):
     """The text part of Gemma 3: five of six layers have a window and a rotation of their own.
 
-    transformers' class keeps a cap of scores, but does not apply it.
+    transformers' class has the key of a cap on scores, but does not apply it.
     """
 
     model_type = "gemma3_text"

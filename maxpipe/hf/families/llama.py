@@ -8,7 +8,7 @@ from maxpipe.hf.rope import Json
 
 
 class Llama(Family):
-    """Llama 2 to 3.3, and what has its shape: SmolLM2, Yi, DeepSeek-R1-Distill-Llama."""
+    """Llama 2 to 3.3, and models of the same shape: SmolLM2, Yi, DeepSeek-R1-Distill-Llama."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -124,7 +124,7 @@ class SmolLm3(Llama):
         if not (c.get("no_rope_layers") or interval):
             raise ValueError("no_rope_layer_interval is 0, so that no layer is without rotation")
         is_rotated = c.get("no_rope_layers") or [(i + 1) % interval for i in range(number)]
-        # By the class's rule windows lie in the layers without a rotation.
+        # By the class's rule, the layers without a rotation have windows.
         kinds = listed_kinds(c) or ["global" if rotated else "local" for rotated in is_rotated]
         return [
             kind if rotated else f"{kind}_nope"

@@ -1,4 +1,4 @@
-"""Translate OLMo 2 and 3: norms after the sublayers, and of all queries and all keys at once."""
+"""Translate OLMo 2 and 3: norms after the sublayers, and over all queries and all keys at once."""
 
 from typing import Any, ClassVar
 
