@@ -1,4 +1,4 @@
-"""Name what each of MaxText's decoder blocks reads that is translated, and where others stand."""
+"""List what each translated decoder block of MaxText reads, and which files replace others."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class Block:
     """A decoder block of MaxText with a counterpart here.
 
     Attributes:
-      reads: which of `SWITCHES` change it; it leaves the others alone.
+      reads: the `SWITCHES` that the block reads; it ignores the others.
       has_experts: whether routed experts take the place of its MLP.
-      kinds: kinds of layers that one layer of MaxText's is, in model order; empty if it is one that
-        attends to all earlier tokens.
-      norm_eps: epsilon of its own norms, which its configuration does not change; 0 if it does.
+      kinds: kinds of the layers that one of MaxText's layers consists of, in model order; empty for
+        a single one that attends to all earlier tokens.
+      norm_eps: fixed epsilon of the block's own norms; 0 if the configuration sets it.
     """
 
     reads: frozenset[str] = frozenset()
@@ -29,12 +29,12 @@ class Block:
 
     @property
     def num_layers(self) -> int:
-        """Return how many layers here one of MaxText's layers is."""
+        """Return how many of our layers one of MaxText's consists of."""
         return max(1, len(self.kinds))
 
 
 POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
-# Keys that only some blocks read. MaxText leaves them alone in the others, without a word.
+# Keys that only some blocks read. MaxText silently ignores them in the others.
 SWITCHES = (
     "use_qk_norm",
     "attention_bias",
@@ -81,13 +81,13 @@ def block_of(t: Translator) -> Block | None:
 
 
 def layers_per_layer(t: Translator) -> int:
-    """Return how many layers here one of MaxText's layers is: two of gemma2's, local and global."""
+    """Return how many of our layers one of MaxText's consists of: two for gemma2."""
     block = block_of(t)
     return block.num_layers if block else 1
 
 
 def missing_block(name: str) -> str:
-    """Return why a decoder block is not translated, and what to use."""
+    """Return why a decoder block is not translated, and what to use instead."""
     translated = f"those of {', '.join(BLOCKS)} are"
     if file := SHIPPED.get(name):
         return (
@@ -160,10 +160,10 @@ def translate_experts(t: Translator, name: str, block: Block, width: int) -> Non
     """Set the routed experts: weights are the softmax over the logits of the chosen ones.
 
     Args:
-      t: the configuration.
-      name: of the block.
-      block: its facts.
-      width: what `global_parameter_scale` multiplies the hidden width with.
+      t: the translator of the configuration.
+      name: name of the block.
+      block: properties of the block.
+      width: factor by which `global_parameter_scale` multiplies the hidden width.
     """
     count = t.integer("num_experts", 1)
     if not block.has_experts:

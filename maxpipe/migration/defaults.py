@@ -1,7 +1,7 @@
-"""List what MaxText 0.2.5 takes where its files and words say nothing.
+"""List the defaults of MaxText 0.2.5 for keys that its files and words leave out.
 
-Only keys that a translation reads are here, without those whose default is False, None or, for axes
-of the mesh, 1.
+Only keys that a translation reads are listed, except those whose default is False, None or, for
+axes of the mesh, 1.
 """
 
 from maxpipe.config.maxtext_limits import Value

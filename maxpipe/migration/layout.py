@@ -7,7 +7,7 @@ from maxpipe.config.slices import canonical_topology, num_chips
 from maxpipe.migration.blocks import layers_per_layer
 from maxpipe.migration.translator import Translator
 
-# maxpipe's mesh axis -> the words of MaxText's axes whose sizes it multiplies.
+# maxpipe's mesh axis -> words in the names of MaxText's axes whose sizes it multiplies.
 AXES = {
     "data": ("data",),
     "stage": ("pipeline",),
@@ -49,9 +49,9 @@ CUSTOM_POLICIES = {
 
 
 def translate_devices(t: Translator) -> None:
-    """Find the devices of the run, unless the caller named them, and the topology to compile for.
+    """Set the number of devices, unless the caller gave it, and the topology to compile for.
 
-    They are those of `compile_topology`, or else the product of a mesh without -1.
+    It is the size of `compile_topology`, or else the product of a mesh without -1.
     """
     sizes = {level: [axis_size(t, level, axis) for axis in MESH_AXES] for level in ("ici", "dcn")}
     slices = max(t.integer("compile_topology_num_slices"), t.integer("num_slices"))
@@ -79,16 +79,16 @@ def axis_size(t: Translator, level: str, axis: str) -> int:
     """Return the size of a mesh axis within slices (ici) or over them (dcn); -1 if MaxText fits it.
 
     Args:
-      t: the configuration.
-      level: ici or dcn.
-      axis: one of maxpipe's.
+      t: the translator of the configuration.
+      level: the level of the mesh, ici or dcn.
+      axis: one of maxpipe's mesh axes.
     """
     sizes = [t.integer(f"{level}_{word}_parallelism", 1) for word in AXES[axis]]
     return -1 if -1 in sizes else math.prod(sizes)
 
 
 def translate_mesh(t: Translator) -> None:
-    """Set `mesh.ici` and `mesh.dcn`; -1 stays, as both fit that axis to the devices."""
+    """Set `mesh.ici` and `mesh.dcn`; -1 stays, since both programs fit that axis to the devices."""
     for level in ("ici", "dcn"):
         for axis in MESH_AXES:
             size = axis_size(t, level, axis)
@@ -100,7 +100,7 @@ def translate_mesh(t: Translator) -> None:
 
 
 def translate_batch(t: Translator) -> None:
-    """Set the batch of training, in sequences a step, and that of evaluations."""
+    """Set the batch sizes of training, in sequences a step, and of evaluations."""
     size = t.number("per_device_batch_size")
     if not t.num_devices:
         message = (
@@ -121,7 +121,7 @@ def translate_batch(t: Translator) -> None:
 
 
 def translate_pipeline(t: Translator) -> None:
-    """Set the pipeline's layout if there are stages, else the microbatches that accumulate."""
+    """Set the pipeline's layout if there are stages, else the microbatches to accumulate."""
     accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
     stages = abs(axis_size(t, "ici", "stage") * axis_size(t, "dcn", "stage"))
     if stages == 1 and axis_size(t, "ici", "stage") != -1:

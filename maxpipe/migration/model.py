@@ -13,7 +13,7 @@ from maxpipe.migration.blocks import (
 from maxpipe.migration.translator import Translator
 
 KERNELS = {"autoselected": "auto", "dot_product": "dot_product", "flash": "splash"}
-# MaxText's pair of activations, the gate's first -> ours. Its gelu is jax.nn.gelu, which is tanh's.
+# MaxText's pair of activations, the gate's first -> ours. Its gelu is jax.nn.gelu, the tanh one.
 ACTIVATIONS = {("silu", "linear"): "silu", ("gelu", "linear"): "gelu_tanh"}
 
 
@@ -65,7 +65,7 @@ def translate_model(t: Translator) -> None:
 
 
 def _sizes() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return MaxText's keys that the scale multiplies, and the names of ours."""
+    """Return MaxText's keys that the scale multiplies, and the names of their counterparts."""
     names = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
     ours = ("embed_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_layers")
     return tuple(f"base_{name}" for name in names), ours
@@ -94,7 +94,7 @@ def _translate_activation(t: Translator) -> None:
 
 
 def _translate_logits(t: Translator, width: int) -> None:
-    """Set what becomes of the logits of tied embeddings; MaxText leaves others as they are."""
+    """Set scale and cap of the logits of tied embeddings; MaxText changes no others."""
     cap = t.number("final_logits_soft_cap")
     is_tied = t.is_on("logits_via_embedding")
     if is_tied and t.is_on("normalize_embedding_logits"):
@@ -106,7 +106,7 @@ def _translate_logits(t: Translator, width: int) -> None:
 
 
 def _translate_rope(t: Translator) -> None:
-    """Set linear scaling, or Llama 3.1's, which MaxText has for model names that begin so."""
+    """Set linear scaling, or Llama 3.1's, which MaxText applies to models called llama3.1*."""
     kind, factor = t.text("rope_type"), t.number("rope_linear_scaling_factor", 1)
     if t.text("model_name").startswith("llama3.1") or kind.startswith("llama3.1"):
         if factor != 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 METADATA = "_METADATA"
-ITEM = "items"  # directory within that of a step
+ITEM = "items"  # directory within a step's directory
 DATABASE = "manifest.ocdbt"
 FLOATS = ("float32", "bfloat16", "float16")
 _PARAMETERS = "params"
@@ -24,10 +24,10 @@ _CACHE_BYTES = 100_000_000  # for the database's index, in which every array is 
 
 
 def find_item(directory: Path) -> Path:
-    """Return the directory of the arrays: the one that is given, or its `items`.
+    """Return the directory of the arrays: the given one, or its `items`.
 
     Raises:
-      ValueError: there are none; the message says which directory to give.
+      ValueError: there are no arrays; the message says which directory to give.
     """
     for candidate in (directory, directory / ITEM):
         if (candidate / METADATA).is_file():
@@ -44,10 +44,10 @@ def find_item(directory: Path) -> Path:
 
 
 def open_parameters(item: Path) -> dict[str, "ts.TensorStore"]:
-    """Return the parameters by dotted name, as `decoder.layers.mlp.wo.kernel`; nothing is read.
+    """Open the parameters by dotted name, such as `decoder.layers.mlp.wo.kernel`, without reading.
 
     Args:
-      item: from `find_item`.
+      item: directory of the arrays, from `find_item`.
 
     Raises:
       ValueError, OSError: a file is missing or damaged.
@@ -73,7 +73,7 @@ def open_parameters(item: Path) -> dict[str, "ts.TensorStore"]:
 
 
 def _names(metadata: Mapping[str, object]) -> dict[str, str]:
-    """Return each parameter's dotted name in the model, and the one that it is stored under."""
+    """Return the dotted name that each parameter is stored under, by its name in the model."""
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
         raise ValueError(f"{METADATA} has no tree of arrays")

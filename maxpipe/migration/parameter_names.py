@@ -15,7 +15,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 
-Path: TypeAlias = tuple[str, ...]  # of a parameter of ours
+Path: TypeAlias = tuple[str, ...]  # path of one of our parameters
 
 LAYERS = "layers"
 _ATTENTION = "self_attention."
@@ -38,7 +38,7 @@ _NAMES: dict[Path, str] = {
     (LAYERS, "mlp", "up"): "mlp.wi_1.kernel",
     (LAYERS, "mlp", "down"): "mlp.wo.kernel",
 }
-# What these blocks of MaxText have; other values would give their weights another meaning.
+# The options of these MaxText blocks; with others their weights would have another meaning.
 _LEGAL: dict[str, tuple[object, ...]] = {
     "norm_placement": ("pre",),
     "norm_offset": (False,),
@@ -53,13 +53,13 @@ _LEGAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of MaxText's.
+    """A parameter of a MaxText model.
 
     Attributes:
-      name: in the model, or in a layer.
-      shape: of one layer's, without padding of the vocabulary.
+      name: name in the model, or in a layer.
+      shape: shape of one layer's parameter, without padding of the vocabulary.
       vocab_axis: the dimension of the vocabulary, None if there is none.
-      factor: that the values are multiplied with.
+      factor: number by which the values are multiplied.
       splits_pairs: whether channels 2i and 2i + 1 of the last dimension, which MaxText rotates as a
         pair, become i and i + C/2.
     """
@@ -74,18 +74,18 @@ class Parameter:
 def divides_scores(m: ModelConfig) -> bool:
     """Return whether the block divides scores by the root of head_dim: qwen2's and qwen3's do.
 
-    Those of llama2 and mistral have that factor in their query weights.
+    llama2 and mistral have this factor in their query weights.
     """
     return m.attention_bias or m.qk_norm
 
 
 def rotates_neighbours(m: ModelConfig) -> bool:
-    """Return whether MaxText has rotated neighbouring channels: with Llama 3.1's scaling."""
+    """Return whether MaxText rotates pairs of neighbouring channels: with Llama 3.1's scaling."""
     return m.rope_scaling.type == "llama3" and m.rope_scaling.factor > 1
 
 
 def parameters(m: ModelConfig) -> dict[Path, Parameter]:
-    """Return what each parameter of a resolved model is in MaxText, by its path."""
+    """Return the MaxText counterpart of each parameter of a resolved model, by its path."""
     splits_pairs = rotates_neighbours(m) and not m.rope_interleaved
     named = {}
     for path, spec in _specs(m):

@@ -21,7 +21,7 @@ class MaxTextConfig:
     Attributes:
       values: value by key; None where MaxText has None, null or an empty text.
       chosen: key -> file or `command line`, for keys that the model's file or the command line set.
-      problems: words that are no `key=value` or contradict the model's file.
+      problems: words that are not `key=value` or contradict the model's file.
     """
 
     values: Mapping[str, Value]
@@ -36,12 +36,12 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
     file, the words. Words change what the model's file sets only with `override_model_config=true`.
 
     Args:
-      files: base.yml, and a model's file or none; without it `model_name` finds the file in the
-        directory `models` next to base.yml or one level up.
-      words: `key=value`.
+      files: base.yml, optionally followed by a model's file; without one, `model_name` finds it in
+        the directory `models` next to base.yml or one level up.
+      words: words of the form `key=value`.
 
     Raises:
-      ConfigError: a file cannot be read; with the problems of the words.
+      ConfigError: a file cannot be read; includes the problems of the words.
     """
     overrides, problems = _read_words(words)
     if len(files) > 2:
@@ -80,7 +80,7 @@ def _find_model(files: Sequence[str], name: Value) -> str:
     """Return the path of a model's file; empty for MaxText's model `default`.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such file.
     """
     if name in (None, "default"):
         return ""

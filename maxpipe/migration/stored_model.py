@@ -1,4 +1,4 @@
-"""Read the arrays of a MaxText checkpoint as parameters of ours: layers scanned or not, parts.
+"""Read arrays of a MaxText checkpoint, or parts of them, as parameters, with layers scanned or not.
 
 With `scan_layers` a parameter of all layers is one array, [D, layers, ...] with
 `param_scan_axis=1`; without it each layer has arrays of its own.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 _SCANNED = "decoder.layers."
-_SCAN_AXES = (1, 0)  # of `param_scan_axis`, MaxText's default first
+_SCAN_AXES = (1, 0)  # values of `param_scan_axis`, MaxText's default first
 _UNREADABLE = {
     ".pipeline_module.": "stages of a pipeline are not read; unpipelined layers are",
     ".qkv_proj.": "under fused_qkv heads lie as MaxText's tensor parallelism has cut them",
@@ -27,18 +27,18 @@ _UNREADABLE = {
 
 
 class StoredModel:
-    """Arrays that are compared with the parameters of a model.
+    """The arrays of a checkpoint, compared with the parameters of a model.
 
     Args:
-      arrays: by MaxText's name, from `open_parameters`.
-      parameters: of the model, by path.
-      num_layers: of the model.
-      vocab_size: with padding.
+      arrays: the arrays by MaxText's name, from `open_parameters`.
+      parameters: the model's parameters by path.
+      num_layers: number of layers of the model.
+      vocab_size: size of the vocabulary with padding.
 
     Attributes:
       scan_axis: the dimension of the layers, None if each layer has arrays of its own.
       differences: a line for each array that is missing, unknown, or of another shape or dtype.
-      num_bytes, num_elements: of all arrays.
+      num_bytes, num_elements: total size of all arrays.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StoredModel:
         )
 
     def read(self, path: Path, box: Box) -> np.ndarray:
-        """Return a part of a parameter, [layers, ...] if it is of layers, in the arrays' dtype."""
+        """Return a part of a parameter, [layers, ...] for layers, in the arrays' dtype."""
         parameter = self._parameters[path]
         if path[0] != LAYERS:
             return _read(self._arrays[parameter.name], parameter, box)
@@ -81,7 +81,7 @@ class StoredModel:
         return np.stack([_read(self._arrays[name], parameter, inner) for name in names])
 
     def _differences(self, scan_axis: int | None) -> Iterator[str]:
-        """Yield a line for each array that does not fit, if layers lie in this dimension."""
+        """Yield a line for each array that does not fit, given the dimension of the layers."""
         expected = dict(self._expected(scan_axis))
         for name in sorted(self._arrays.keys() - expected.keys()):
             reasons = [f": {why}" for part, why in _UNREADABLE.items() if part in f".{name}"]
@@ -109,7 +109,7 @@ class StoredModel:
                 yield f"{_SCANNED}{parameter.name}", tuple(shape)
 
     def _shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Return the shape of a parameter outside layers, with the rows of padding on disk."""
+        """Return the shape of a parameter outside layers, with the padded rows that are on disk."""
         axis, array = parameter.vocab_axis, self._arrays.get(parameter.name)
         if axis is None or array is None or array.ndim != len(parameter.shape):
             return parameter.shape
@@ -122,9 +122,9 @@ def _layer_name(parameter: Parameter, layer: int) -> str:
 
 
 def _read(array: "ts.TensorStore", parameter: Parameter, box: Box) -> np.ndarray:
-    """Return a box of an array whose last dimensions are those of a parameter.
+    """Return a box of an array whose last dimensions are the parameter's.
 
-    Rows that the array does not have, because the vocabulary is padded, are zero.
+    Rows that the array lacks because the vocabulary is padded are zero.
     """
     values = np.zeros([stop - first for first, stop in box], array.dtype.numpy_dtype)
     ends = [min(stop, size) for (_, stop), size in zip(box, array.shape, strict=True)]
@@ -140,5 +140,5 @@ def _read(array: "ts.TensorStore", parameter: Parameter, box: Box) -> np.ndarray
 
 
 def _neighbours(size: int) -> list[int]:
-    """Return where a channel of halves lies among pairs of neighbours: 0, 2, ..., 1, 3, ..."""
+    """Return each half-split channel's index in the order of neighbours: 0, 2, ..., 1, 3, ..."""
     return [*range(0, size, 2), *range(1, size, 2)]

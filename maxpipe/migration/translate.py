@@ -27,10 +27,10 @@ NAMES_OF_FILES = ("base_config", "model_name", "override_model_config")
 
 @dataclass(frozen=True)
 class Translation:
-    """What becomes of a MaxText configuration.
+    """The result of translating a MaxText configuration.
 
     Attributes:
-      config: maxpipe's, before `resolve`.
+      config: maxpipe's configuration, before `resolve`.
       yaml: the keys that the translation sets, as text.
       notes: what differs or is left out, one line each.
     """
@@ -44,12 +44,12 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
     """Translate a MaxText configuration.
 
     Args:
-      theirs: from `read_maxtext`.
-      num_devices: devices of the run over all slices; 0 to take those of `compile_topology` or of
-        a mesh without -1.
+      theirs: MaxText's configuration, from `read_maxtext`.
+      num_devices: number of devices of the run over all slices; 0 takes it from
+        `compile_topology` or from a mesh without -1.
 
     Raises:
-      ConfigError: with all that stands in the way, by MaxText's keys where they are to blame.
+      ConfigError: something cannot be translated; names all of it, by MaxText's keys if possible.
     """
     t = Translator(theirs, num_devices)
     _check_keys(t)
@@ -83,7 +83,7 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
 
 
 def _check_keys(t: Translator) -> None:
-    """Compare keys without a counterpart with the values that they must have, and report others."""
+    """Check keys without a counterpart against their required values, and report unknown keys."""
     for key, value in t.theirs.values.items():
         limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
         if limit in MODEL_LIMITS and block_of(t) is None:
@@ -102,7 +102,7 @@ def _check_keys(t: Translator) -> None:
 
 
 def _note_unread(t: Translator) -> None:
-    """Report keys that the user chose and that this configuration has no use for."""
+    """Report keys that the user chose but this configuration does not use."""
     for key in t.theirs.chosen:
         if key in KEYS and key not in {*t.keys_read, *NAMES_OF_FILES}:
             ours, differs = KEYS[key]

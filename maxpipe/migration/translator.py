@@ -18,8 +18,8 @@ class Translator:
 
     Attributes:
       theirs: MaxText's values.
-      num_devices: devices over all slices; 0 if that is not known.
-      num_slices: slices joined by DCN.
+      num_devices: number of devices over all slices; 0 if it is not known.
+      num_slices: number of slices joined by DCN.
       values: value by maxpipe's key.
       origins: maxpipe's key -> MaxText's keys that its value comes from.
       notes: what differs or is left out, one line each.
@@ -87,7 +87,7 @@ class Translator:
         self.notes.append(f"{key}={_shown(self.value(key))}: {message}")
 
     def refuse(self, key: str, message: str) -> None:
-        """Report a value that cannot be translated, or was not understood."""
+        """Report a value that cannot be translated or is not understood."""
         self.problems.append(Problem(key, message, self.theirs.chosen.get(key, "")))
 
 

@@ -28,16 +28,16 @@ KEY = "init_from"
 
 
 class MaxTextWeights:
-    """The weights of a checkpoint, which have been compared with the model by names and shapes.
+    """The weights of a checkpoint, whose names and shapes were checked against the model.
 
     Args:
-      config: resolved; `init_from` names the directory of a step.
+      config: the resolved configuration; `init_from` names the directory of a step.
 
     Attributes:
-      num_bytes, num_elements: of all arrays.
+      num_bytes, num_elements: total size of all arrays.
 
     Raises:
-      ConfigError: something is missing, unknown, of another shape, or damaged; with all names.
+      ConfigError: arrays are missing, unknown, of another shape, or damaged; names all of them.
     """
 
     def __init__(self, config: Config):
@@ -68,14 +68,14 @@ class MaxTextWeights:
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = lambda share: None,
     ) -> jax.Array:
-        """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
+        """Return a parameter in the layout on disk, [num_layers, ...] for layers.
 
-        Host memory holds one device's shard at a time, and the chunks of the file that it is in.
+        Host memory holds one device's shard at a time, and the chunks of the file that contain it.
 
         Args:
-          path: of the parameter.
+          path: path of the parameter.
           like: shape, dtype and sharding of the result.
-          advance: is called with the share that has been read, after each device's shard.
+          advance: function that is called after each shard with the share that has been read.
 
         Raises:
           ConfigError: a file is damaged.
