@@ -61,7 +61,7 @@ def all_rows(state: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarra
         return state
     from jax.experimental import multihost_utils
 
-    # Without x64 mode JAX has no int64, so the bits travel as pairs of 32.
+    # Without x64 mode JAX has no int64, so the bits travel as pairs of uint32.
     bits = np.zeros((num_rows, 6), np.uint32)
     has_row = np.zeros(num_rows, np.uint32)
     bits[list(rows)] = np.ascontiguousarray(state).view(np.uint32)
@@ -76,7 +76,7 @@ def batch_digest(batch: Batch) -> jax.Array:
     """Return a fingerprint of a global batch, uint32 scalar.
 
     The digests of the arrays are weighted by odd factors in the order of their names, so that
-    arrays cannot trade places unseen.
+    two arrays that trade places change it.
     """
     digests = [
         device_digest(batch[name]) * np.uint32(2 * i + 1) for i, name in enumerate(sorted(batch))

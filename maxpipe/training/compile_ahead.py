@@ -1,7 +1,7 @@
-"""Compile the step for fewer hosts while a run has more, so that it goes on with them at once.
+"""Compile the step for fewer hosts ahead of time, so that a run goes on at once if one is lost.
 
-Process 0 does so in a thread, for its own devices and those of the others that would be left; they
-need not take part. `maxpipe.training.step_ahead` runs what comes of it.
+Process 0 does so in a thread, for its own devices and those of the other remaining processes, which
+need not take part. `maxpipe.training.step_ahead` runs the result.
 """
 
 import threading
@@ -29,22 +29,22 @@ from maxpipe.training.loop import Run
 from maxpipe.training.step_ahead import BuildTrainer, confirm, step_file
 from maxpipe.training.stored_step import holds, write
 
-_STEPS = 3  # dispatched: the first of them is finished then
+_STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
-# Otherwise the compiler waits for measurements of processes that do not compile this.
+# Otherwise the compiler would wait for measurements by processes that do not compile this.
 OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
 
 
 def compile_ahead(
     given: Loaded, run: Run, build_trainer: BuildTrainer, log: Callable[[str], None]
 ) -> None:
-    """Let process 0 compile the step for fewer hosts in a thread, when `run` has begun to train.
+    """Let process 0 compile the step for fewer hosts in a thread, once `run` has begun to train.
 
     Args:
       given: the configuration for all hosts.
-      run: has its first step before it.
-      build_trainer: builds the trainer of which the step is compiled.
-      log: prints a line.
+      run: the run, before its first step.
+      build_trainer: function that builds the trainer whose step is compiled.
+      log: function that prints a line.
     """
     is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
     if is_elastic and processes.index() == 0:
@@ -69,21 +69,21 @@ def _work(given: Loaded, run: Run, build_trainer: BuildTrainer, log: Callable[[s
         if file := store_step(smaller, hosts, build_trainer):
             seconds = time.perf_counter() - began
             log(f"{those} was compiled ahead in {seconds:.1f} s, for the loss of a host: {file}")
-    # Training goes on without it, whatever it is.
+    # Whatever the error is, training goes on without the step.
     except Exception as error:
         log(f"{those} is not compiled ahead, only when it is needed: {error}")
 
 
 def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
-    """Compile the step for the first processes and store it; no array is made.
+    """Compile the step for the first processes and store it; no array is allocated.
 
     Args:
-      given: the configuration that is fitted to these hosts.
-      hosts: those that would be left.
-      build_trainer: builds the trainer.
+      given: the configuration fitted to these hosts.
+      hosts: the hosts that would be left.
+      build_trainer: function that builds the trainer.
 
     Returns:
-      The file; None if the step lies there already.
+      The file; None if it already holds the step.
 
     Raises:
       ConfigError: no stored step could run there, or the file cannot be written.

@@ -24,8 +24,8 @@ _RUNTIMES = ("libtpu",)  # installed where they are needed
 def run_contents(config: Config) -> dict[str, str]:
     """Return digests and versions of what the result of a run depends on, by name.
 
-    What a key's path leads to has the name of the key. What cannot be read has its error in place
-    of a digest: if no process can read it, opening it says so later.
+    The contents of a key's path have the name of the key. What cannot be read has its error in
+    place of a digest: if no process can read it, opening it reports that later.
     """
     contents = _data_digests(config)
     for key, digest in _PATHS.items():
@@ -100,7 +100,7 @@ _PATHS: Mapping[str, Callable[[str, str], str]] = {
 
 
 def _code_digest(package: str) -> str:
-    """Return a digest of a package's Python files, or of a module's one."""
+    """Return a digest of the Python files of a package, or of a module's only file."""
     spec = find_spec(package)
     if spec is None or not spec.origin:
         return "not found"

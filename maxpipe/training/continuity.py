@@ -29,13 +29,13 @@ def check_continuity(
     directory: RunDirectory,
     place: str,
 ) -> list[Change]:
-    """Return what differs from a checkpoint and may do so, keys first, then data.
+    """Return the allowed changes since a checkpoint, keys first, then data.
 
     Args:
-      config: of this start, resolved.
-      fingerprint: of its data.
-      meta: of the checkpoint.
-      directory: of the run.
+      config: the resolved configuration of this start.
+      fingerprint: fingerprint of this start's data.
+      meta: the checkpoint's metadata.
+      directory: the run's directory.
       place: where the checkpoint is, for messages.
 
     Raises:
@@ -60,7 +60,7 @@ def check_continuity(
 
 
 def optional_parts(changed: Sequence[Change]) -> list[str]:
-    """Return the parts of a state that are not read where the checkpoint has them in another form.
+    """Return the parts of a state that are not read if the checkpoint has them in another form.
 
     The spike filter may be switched on or off, or have another window, in any start.
     """
@@ -68,13 +68,13 @@ def optional_parts(changed: Sequence[Change]) -> list[str]:
 
 
 def has_other_optimizer(changed: Sequence[Change]) -> bool:
-    """Return whether the optimizer of a checkpoint was another one, whose state is of no use."""
+    """Return whether a checkpoint is of another optimizer, whose state is of no use."""
     return any(change.key == OPTIMIZER for change in changed)
 
 
 @contextmanager
 def naming_shapes(changed: Sequence[Change], directory: RunDirectory) -> Iterator[None]:
-    """Name the changed keys where a checkpoint of a run has other arrays because of them."""
+    """Name the changed keys if they are why a checkpoint of a run has other arrays."""
     try:
         yield
     except CheckpointMismatch as error:
@@ -105,8 +105,8 @@ def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
     """Return a line about a learning rate that jumps at a resume, "" if it does not.
 
     Args:
-      config: of this start.
-      meta: of the checkpoint.
+      config: `optimizer.*` of this start.
+      meta: the checkpoint's metadata.
       step: finished steps.
     """
     if not isinstance(meta.get("config"), Mapping):
@@ -114,7 +114,7 @@ def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
     try:
         earlier = from_record(meta["config"]).optimizer
     except ConfigError:
-        return ""  # crafted: no run has saved it
+        return ""  # handmade: no run saved it
     finished = jnp.int32(step)
     before = float(learning_rate(earlier, finished))
     now = float(learning_rate(config, finished))
@@ -130,12 +130,12 @@ def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
 
 
 def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step: int) -> list[str]:
-    """Return a line for each change since a step, and what is to be said besides.
+    """Return a line for each change since a step, and what else a user should know.
 
     Args:
-      config: of this start.
-      changed: from `check_continuity` and `version_changes`.
-      meta: of the checkpoint of that step.
+      config: the configuration of this start.
+      changed: changes from `check_continuity` and `version_changes`.
+      meta: metadata of that step's checkpoint.
       step: finished steps.
     """
     lines = [f"changed since step {step}: {change}" for change in changed]

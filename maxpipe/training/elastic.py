@@ -1,4 +1,4 @@
-"""Fit a configuration to the hosts that there are, and tell a supervisor which others would do."""
+"""Fit a configuration to the hosts present, and tell a supervisor which other numbers would do."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ from maxpipe.supervision.progress import ProgressFile
 
 
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
-    """Return the configuration for the hosts that there are; it stays if these are all.
+    """Return the configuration for the hosts present; unchanged if these are all.
 
-    The supervisor learns with how many of them the run may go on. Without one, or with one host,
-    a remark says that there is nothing to go on with.
+    The supervisor learns with how many hosts the run may go on. Without a supervisor, or with one
+    host, a remark says that the key has no effect.
 
     Args:
-      loaded: for all hosts.
-      progress: read by the supervisor of this process.
+      loaded: the configuration for all hosts.
+      progress: file that the supervisor of this process reads.
 
     Raises:
       ConfigError: the run cannot go on with fewer hosts, or not with these.
@@ -42,13 +42,13 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
 
 
 def fit_next(loaded: Loaded) -> tuple[Loaded, Hosts] | None:
-    """Return with what the run goes on if one more host is lost: the configuration and the hosts.
+    """Return the configuration and the hosts with which the run goes on if one more host is lost.
 
     Args:
-      loaded: for all hosts.
+      loaded: the configuration for all hosts.
 
     Returns:
-      Both; None if the run needs all hosts that there are.
+      Both; None if the run needs all hosts present.
     """
     now, whole = _hosts()
     counts = [count for count in counts_to_go_on(loaded, whole) if count < now.processes]
@@ -57,7 +57,7 @@ def fit_next(loaded: Loaded) -> tuple[Loaded, Hosts] | None:
 
 
 def _hosts() -> tuple[Hosts, Hosts]:
-    """Return the hosts that there are, and all of the run."""
+    """Return the hosts present, and all hosts of the run."""
     devices = jax.devices()
     now = Hosts(jax.process_count(), len(devices), num_slices(devices))
     return now, whole_of_process() or now

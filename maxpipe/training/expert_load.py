@@ -1,8 +1,8 @@
 """Balance experts by their load without a loss, and measure how even the load is.
 
 A layer with a selection bias changes it by the load of its experts, not by a gradient (Wang et al.
-2024, arXiv:2408.15664). The engines count the load over the global batch; what it exceeds the mean
-by takes the place of the bias's gradient. Biases have no moments and no weight decay, and count
+2024, arXiv:2408.15664). The engines count the load over the global batch; its excess over the mean
+takes the place of the bias's gradient. Biases have no moments and no weight decay, and count
 neither in the gradient norm nor in clipping.
 
 Letters: N layers with experts, in model order, E experts.
@@ -16,7 +16,7 @@ import optax
 
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 
-BIAS_AXES = ("expert_bias",)  # logical axes by which a selection bias is known
+BIAS_AXES = ("expert_bias",)  # logical axes that mark a selection bias
 
 # Names of the figures of `load_figures`.
 LOAD_MAX, LOAD_ENTROPY, IDLE_EXPERTS = "expert_load_max", "expert_load_entropy", "idle_experts"
@@ -29,7 +29,7 @@ def is_bias(spec: ParamSpec) -> bool:
 
 
 def moved_by_gradients(specs: Params, tree: Params) -> Params:
-    """Return a tree like the specs with nothing for selection biases and frozen parameters."""
+    """Return a tree like the specs, masked at selection biases and frozen parameters."""
 
     def masked(spec: ParamSpec, node: object) -> object:
         return optax.MaskedNode() if is_bias(spec) or spec.frozen else node
@@ -38,11 +38,11 @@ def moved_by_gradients(specs: Params, tree: Params) -> Params:
 
 
 def with_excess(specs: Params, gradients: Params, load: jax.Array) -> Params:
-    """Put the load above the mean in the places of the gradients of selection biases.
+    """Put the load's excess over the mean in place of the gradients of selection biases.
 
     Args:
-      specs: of one layer.
-      gradients: of layers, leaves [..., *shape of the spec].
+      specs: specs of one layer.
+      gradients: gradients of layers, leaves [..., *spec.shape].
       load: float32 [..., E], assignments of tokens to each expert of these layers.
     """
     excess = load - jnp.mean(load, axis=-1, keepdims=True)
@@ -52,7 +52,7 @@ def with_excess(specs: Params, gradients: Params, load: jax.Array) -> Params:
 def balanced(bias: jax.Array, excess: jax.Array, rate: float) -> jax.Array:
     """Return the bias after a step: less by `rate` where the load is high, more where it is low.
 
-    The mean over a layer's experts stays as it is.
+    The mean over a layer's experts does not change.
 
     Args:
       bias, excess: float32 [..., E].
@@ -67,7 +67,7 @@ def load_figures(load: jax.Array, drops: jax.Array | None) -> dict[str, jax.Arra
 
     Args:
       load: float32 [N, E], assignments of tokens to each expert.
-      drops: float32 [N], of these the ones above the capacity; None if there is no capacity.
+      drops: float32 [N], assignments above the capacity; None if there is no capacity.
 
     Returns:
       Float32 [N] by name:

@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run for `maxpipe.export`: as a folder of Hugging Face or as one file."""
+"""Write a checkpoint of a run for `maxpipe.export`: as a Hugging Face folder or as one file."""
 
 import argparse
 import sys
@@ -28,11 +28,11 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     """Write the checkpoint that a command line names, and return the exit code.
 
     Args:
-      flags: of `maxpipe.export`.
-      store, steps: from `find_checkpoint`.
+      flags: command-line flags of `maxpipe.export`.
+      store, steps: the checkpoints to read, from `find_checkpoint`.
 
     Raises:
-      ConfigError: no type of model fits, or the target cannot be written.
+      ConfigError: no model type fits, or the target cannot be written.
     """
     step = steps[-1]
     what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
@@ -87,7 +87,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 
 
 def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer | None:
-    """Return the tokenizer of a run, None if it is not there any more, which is said."""
+    """Return the tokenizer of a run; None, with a warning, if it is no longer there."""
     try:
         return find_tokenizer(None, config, record.meta, store)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Open the weights that a new run starts from, `init_from`, and report how far they are read."""
+"""Open the weights that a new run starts from, `init_from`, and report progress of reading."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class InitialWeights(Protocol):
     """Weights that fit the model: opening them has compared all names and shapes.
 
     Attributes:
-      num_bytes, num_elements: of all tensors that are read.
+      num_bytes, num_elements: bytes and elements of all tensors that are read.
     """
 
     num_bytes: int
@@ -41,29 +41,29 @@ class InitialWeights(Protocol):
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = ...,
     ) -> jax.Array:
-        """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
+        """Return a parameter in its layout on disk, [num_layers, ...] for a layer parameter.
 
         Args:
-          path: of the parameter.
+          path: keys that lead to the parameter.
           like: shape, dtype and sharding of the result.
-          advance: is called with the share of the parameter that has been read, as it grows.
+          advance: called repeatedly with the share of the parameter that has been read so far.
         """
         ...
 
 
 def open_weights(config: Config, *, together: bool = False) -> InitialWeights | None:
-    """Return what `init_from` names, None if it is empty.
+    """Return the weights that `init_from` names, None if it is empty.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       together: whether all processes of the run call this, and may wait for each other.
 
     Raises:
-      ConfigError: it does not fit the model, with all names.
+      ConfigError: the weights do not fit the model; it lists all names.
     """
     if not config.init_from:
         return None
-    # Weights are those of the base; a new run has new adapters, see `with_adapters`.
+    # The weights are for the base; a new run has new adapters, see `with_adapters`.
     config = replace(config, model=config.model.base)
     schemes = {MAXTEXT: "maxtext", RUN: "run"}
     form = schemes.get(split_scheme(config.init_from)[0], "hf")
@@ -76,7 +76,7 @@ def open_weights(config: Config, *, together: bool = False) -> InitialWeights | 
 def with_adapters(config: Config, read: ReadParameter) -> ReadParameter:
     """Wrap `read`, which knows parameters of the base, to return new adapters as well.
 
-    Their values are those of a run that starts from random weights with the same seed.
+    Their values are the same as in a run from random weights with the same seed.
     """
     specs = ModelProgram(config.model).specs
     if not has_frozen(specs):

@@ -1,8 +1,8 @@
 """Open what a run reads before its first step: tokenizer, documents and initial weights.
 
-They are opened one after the other, each where it is needed. Where one of them, or the directory of
-the run, is refused, the others are opened as well, so that a user learns of all problems at once.
-A run of one process looks for all that needs no JAX before it imports JAX, which takes seconds.
+They are opened one after the other, each where it is needed. If one of them or the run directory is
+refused, the others are opened as well, so that a user learns of all problems at once. A run of one
+process checks whatever needs no JAX before it imports JAX, which takes seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,18 +31,18 @@ Part = Callable[[], object]
 
 
 def check_inputs(loaded: Loaded) -> None:
-    """Refuse what a run reads and cannot use, as far as that is known without JAX.
+    """Refuse inputs that a run cannot use, as far as that can be told without JAX.
 
     A run of several processes is left alone, because the others wait for this one and do not expect
-    it to end; so is one that is finished, which reads nothing.
+    it to exit; so is a finished run, which reads nothing.
 
     Raises:
-      ConfigError: something is missing or unusable, with all problems.
+      ConfigError: something is missing or unusable; it lists all problems.
     """
     config = derive_known(loaded.config)
     if announced_processes() > 1 or is_cluster() or _is_finished(config):
         return
-    # With a mirror the run may be finished there.
+    # The mirror, if there is one, may hold the finished run.
     parts: list[Part] = [
         *([] if config.checkpoint.mirror else _readers(config)),
         partial(_check_executable, config.compile.load),
@@ -57,13 +57,13 @@ def check_inputs(loaded: Loaded) -> None:
 
 @contextmanager
 def naming_all_inputs(config: Config) -> Iterator[None]:
-    """Add to a ConfigError what is wrong with the inputs of a run, which are opened only then.
+    """Add the problems of a run's inputs, which are opened only then, to a ConfigError.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
 
     Raises:
-      ConfigError: what is raised inside, with the problems of all inputs; each problem once.
+      ConfigError: the error raised inside, with the problems of all inputs, each listed once.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def naming_all_inputs(config: Config) -> Iterator[None]:
 
 
 def input_problems(config: Config) -> list[Problem]:
-    """Return what is wrong with tokenizer, documents, and the checkpoint or weights to begin with.
+    """Return what is wrong with tokenizer, documents, and the checkpoint or weights to start from.
 
     The latter two are left out if there is a mirror, which may have checkpoints.
     """
@@ -98,7 +98,7 @@ def _problems_of(parts: Sequence[Part]) -> list[Problem]:
 
 
 def _readers(config: Config) -> list[Part]:
-    """Return what opens tokenizer and documents."""
+    """Return functions that open tokenizer and documents."""
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     documents = [partial(open_sources, config.data, split) for split in splits]
     return [partial(open_tokenizer, config), *documents]
@@ -112,7 +112,7 @@ def _is_finished(config: Config) -> bool:
 
 
 def _store(config: Config) -> StepsDirectory:
-    return StepsDirectory(RunDirectory(config).checkpoints.absolute())  # as a checkpointer's
+    return StepsDirectory(RunDirectory(config).checkpoints.absolute())  # like a checkpointer's
 
 
 def _resume(config: Config, store: StepsDirectory) -> str:
@@ -146,7 +146,7 @@ def _find_weights(config: Config) -> None:
 
 
 def _check_executable(file: str) -> None:
-    """Refuse a `compile.load` that is not there."""
+    """Refuse a `compile.load` file that does not exist."""
     if file and not Path(file).exists():
         message = f"cannot read {file}: No such file or directory"
         raise ConfigError(Problem("compile.load", message))

@@ -95,13 +95,13 @@ from maxpipe.training.trainer import StateT, Trainer
 
 
 class BuildTrainer(Protocol):
-    """`maxpipe.builder.build_trainer`, which is passed in: the builder imports this package."""
+    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
 
     def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def ignore_start(current: Run) -> None:
-    """Do nothing with a run that begins."""
+    """Ignore the start of a run."""
 
 
 def launch(
@@ -114,10 +114,9 @@ def launch(
 
     Args:
       loaded: the configuration.
-      supervision: of this process.
+      supervision: signals, deadlines and leases of this process.
       build_trainer: see `BuildTrainer`.
-      on_start: called with what the loop works with, before its first step; not called if the run
-        is finished already.
+      on_start: called with the `Run` before its first step, unless it is already finished.
 
     Returns:
       The exit code, see `maxpipe.train`.
@@ -129,7 +128,7 @@ def launch(
     supervision.interruption.share_with_jax()
     with failing_fast(ends_process=supervision.owns_process), supervision.time:
         if processes.count() > 1:
-            # Before all else: with different programs a collective would never end.
+            # Before anything else: with different programs a collective would never finish.
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         with naming_all_inputs(derive_known(loaded.config)):
@@ -207,7 +206,7 @@ def _owned(config: Config) -> Iterator[RunLease]:
     """Let process 0 own the run's directory and mirror for all processes.
 
     Raises:
-      ConfigError: another start of the run is alive, or the processes see other directories.
+      ConfigError: another start of the run is alive, or the processes see different directories.
     """
     with ExitStack() as stack:
         lease = RunLease()
@@ -229,8 +228,8 @@ def open_run_directory(
     """Open the run's directory and its checkpoints, without writing to them.
 
     Args:
-      config: resolved.
-      memory: where replicas lie; None without a supervisor.
+      config: the resolved configuration.
+      memory: directory of the replicas; None without a supervisor.
 
     Raises:
       ConfigError: the directory belongs to another configuration, its mirror cannot be read, or
@@ -250,12 +249,12 @@ def open_run_directory(
 
 
 def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
-    """Return the newest saved step if it ends the run and its record is sound, otherwise None.
+    """Return the newest saved step if it ends the run and its record is sound, else None.
 
-    A damaged one is left to the restore, which sets it aside and continues from the one before.
+    A damaged step is left to the restore, which sets it aside and continues from the one before.
 
     Raises:
-      CheckpointUnreadable: its record cannot be read here.
+      CheckpointUnreadable: its record cannot be read.
     """
     if config.checkpoint.resume not in NEWEST:
         return None
@@ -274,9 +273,9 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
 def _describe_finished(
     config: Config, directory: RunDirectory, checkpointer: Checkpointer, step: int
 ) -> list[str]:
-    """Return lines that a run has ended with `step`, and what this start asks for in vain."""
+    """Return lines that say that the run ended with `step`, and which changes have no effect."""
     meta = checkpointer.record(step).meta
-    is_known = isinstance(meta.get("config"), Mapping)  # otherwise crafted: no run has saved it
+    is_known = isinstance(meta.get("config"), Mapping)  # otherwise handmade: no run saved it
     changed = directory.check(config, meta, checkpointer.place) if is_known else []
     lines = [f"changed since step {step}: {change}" for change in changed]
     finished = f"step {step} is saved, and steps={config.steps}; nothing to do"
@@ -295,14 +294,14 @@ def start_run(
     """Initialise the state or restore it from a checkpoint, and return what the loop works with.
 
     Args:
-      config: resolved.
-      mesh, trainer: all devices, and what was built for them.
-      directory, checkpointer: from `open_run_directory`.
-      supervision: of this process.
+      config: the resolved configuration.
+      mesh, trainer: the mesh of all devices, and the trainer built for it.
+      directory, checkpointer: the results of `open_run_directory`.
+      supervision: signals, deadlines and leases of this process.
 
     Raises:
-      ConfigError: data, run directory or mirror do not fit the configuration; nothing but
-        `config.yml` has been written then.
+      ConfigError: data, run directory or mirror do not fit the configuration; at most
+        `config.yml` has been written.
     """
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
@@ -313,11 +312,11 @@ def start_run(
     resume_step = step_to_continue(config, checkpointer)
     changed: list[Change] = []
     if resume_step is not None:
-        # A refusal should not cost the time of a restore; damage is the restore's to judge.
+        # A refusal should not cost the time of a restore; the restore itself deals with damage.
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
             changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
-    # Compared with the model before anything is written.
+    # Checked against the model before anything is written.
     weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     if resume_step is None:
@@ -332,7 +331,7 @@ def start_run(
             log(f"{error}, so the run starts again")
             _close(loader, eval_loader)
             return start_run(config, mesh, trainer, directory, checkpointer, supervision)
-        # Perhaps not the step that was checked above, if that was damaged.
+        # This may not be the step checked above, if that one was damaged.
         meta, step = restored.meta, restored.step
         changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
         changed += version_changes(versions, meta.get(VERSIONS))
@@ -398,7 +397,7 @@ def _initial_state(
 def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
 
-    A new run also keeps files of the folder that it is imported from.
+    A new run also keeps small files of the folder that it was imported from.
 
     Raises:
       ConfigError: the directory belongs to another configuration, or cannot be written to.
@@ -413,7 +412,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
 def build_recorder(
     config: Config, mesh: Mesh, directory: RunDirectory, step: int, newest: int
 ) -> Recorder:
-    """Build the telemetry of a run that continues after `step`; `newest` is the last saved one."""
+    """Build the telemetry of a run that continues after `step`; `newest` is the last saved step."""
     one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,
@@ -449,7 +448,7 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
 
 
 def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
-    """Say what the readers of data and tokenizer have to say about them."""
+    """Log the notes of the tokenizer and of the data loaders."""
     for note in tokenizer_notes(config):
         log(f"data.tokenizer: {note}")
     for note in loader.notes:
@@ -465,7 +464,7 @@ def _held_out(config: Config, eval_loader: Loader | None) -> str:
 
 
 def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
-    """Return the last line of a start: how far it came, and what the next start would do."""
+    """Return the last line of a start: how far it got, and what the next start would do."""
     step, last_step = current.step, current.config.steps
     if exit_code:
         saved_step = max(current.checkpointer.steps(), default=None)

@@ -34,22 +34,22 @@ class Run:
     """What the loop works with; built by `maxpipe.training.launch.start_run`.
 
     Attributes:
-      config: resolved.
-      trainer: computes steps; how the state is laid out is the trainer's own.
+      config: the resolved configuration.
+      trainer: the trainer, which computes steps and decides the layout of the state.
       state: the trainer's state after `step` finished steps.
-      step: finished steps.
-      skips: how many of the last of them, in a row, were not finite.
-      loader: its next batch is batch `step`, counted from 0.
-      place, place_eval: put batches on the devices.
+      step: number of finished steps.
+      skips: number of non-finite steps in a row, up to now.
+      loader: training data; its next batch is batch `step`, counted from 0.
+      place, place_eval: functions that put batches on the devices.
       checkpointer, recorder, profiler: where results are written.
       meta: what a checkpoint records about its run.
       supervision: signals, deadlines and time accounting.
-      eval_loader: of the evaluation split; None without evaluations.
-      eval_sources: of the evaluation split of each source of a mixture, by name.
+      eval_loader: loader of the evaluation split; None without evaluations.
+      eval_sources: loaders of the evaluation split of each source of a mixture, by name.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
-      on_step: called with each finished step and its row of `metrics.jsonl`, when `state` is that
-        after the step; every step is then waited for.
+      on_step: called with each finished step and its row of `metrics.jsonl`, while `state` is the
+        state after that step; the loop then waits for every step.
     """
 
     config: Config
@@ -76,8 +76,8 @@ def train(run: Run) -> int:
     """Train to the last step, or until a signal asks to stop.
 
     Returns:
-      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite,
-      or the state to save is not.
+      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row, or the state to
+      save, were not finite.
     """
     try:
         return _train(run)
@@ -97,8 +97,8 @@ def _train(run: Run) -> int:
         run.on_step,
         run.trainer,
     )
-    saved_step = run.checkpointer.saved_step  # below `run.step` if that is only in memory
-    is_overdue = False  # a step at which to save was not finite
+    saved_step = run.checkpointer.saved_step  # below `run.step` if that step is only in memory
+    is_overdue = False  # a step due for saving was not finite
     is_interrupted = False
     clock.enter("step")
     # An implicit transfer would stall the device queue in every step.
@@ -117,7 +117,7 @@ def _train(run: Run) -> int:
             with jax.profiler.StepTraceAnnotation("train", step_num=run.step + 1):
                 run.state, metrics = run.trainer.step(run.state, run.place(batch))
             run.step += 1
-            # 2. Log the step before this one, or this one too where it must be finished now.
+            # 2. Log the step before this one, and this one too if it must be finished now.
             step_log.add(run.step, metrics)
             due = _due(run, is_overdue)
             if due.any:
@@ -167,27 +167,27 @@ def _due(run: Run, is_overdue: bool) -> _Due:
     """Return what has to happen after the step just dispatched.
 
     Args:
-      run: has dispatched it.
+      run: the run, which has dispatched it.
       is_overdue: whether a save waits for the next finite step.
     """
     every, step = run.config.eval.every, run.step
     return _Due(
         evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
-        save=run.checkpointer.due(step) or is_overdue,  # asked after every step
+        save=run.checkpointer.due(step) or is_overdue,  # must be called every step
         replicate=run.checkpointer.replica_due(step),
         # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
-        # What is called sees the state after its step, not one that is a step ahead.
+        # The callback must see the state after its step, not one that is a step ahead.
         call=run.on_step is not None,
     )
 
 
 def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
-    """End a run after the last recorded step; a step dispatched after it counts for nothing."""
+    """End a run after the last recorded step; a step dispatched after it does not count."""
     run.step = step_log.last_step
     count = step_log.skips
     remedy = ""
-    # Not one finite step since the save: the saved state itself may lead here.
+    # No step since the save was finite: the saved state itself may be the cause.
     if saved_step and saved_step >= run.step - count:
         remedy = (
             f". They began with what is saved as step {saved_step}; if the next start ends like "
@@ -210,7 +210,7 @@ def save(run: Run) -> None:
     Raises:
       LeaseLost: the run directory is gone or has another owner.
     """
-    # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
+    # Check again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
     # A crash on either side of this leaves rows that fit the newest checkpoint.
     on_set_aside = run.recorder.give_up_later
@@ -276,7 +276,7 @@ def _dispatch_evaluation(run: Run, loader: Loader, num_batches: int) -> list[Met
 
 
 def _mean_loss(parts: Sequence[Metrics]) -> float:
-    """Return the mean cross-entropy over batches, from what has been computed of each."""
+    """Return the mean cross-entropy over batches, given the sums of each."""
     weight = sum(sums["weight"] for sums in parts)
     return float(sum(sums["cross_entropy"] for sums in parts) / max(weight, 1e-6))
 
@@ -288,7 +288,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def run_and_close(run: Run, train: Callable[[], int]) -> int:
-    """Call `train`, then close everything however it ended; raise an error of the last save.
+    """Call `train`, then close everything however it ended; raise the error of a failed last save.
 
     Raises:
       LeaseLost: the run directory is gone or has another owner, even if all steps are done.
@@ -326,15 +326,15 @@ class StepLog:
     Args:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
-      skips: steps in a row, up to the first recorded one, that were not finite.
+      skips: number of non-finite steps in a row before the first recorded one.
       progress: called with the number of each finished step.
       on_step: see `Run`.
-      trainer: has the clocks of stages.
+      trainer: the trainer, which has the stage clocks.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
       last_is_finite: whether its loss and gradients were finite.
-      skips: steps in a row, up to now, that were not finite.
+      skips: number of non-finite steps in a row, up to now.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class StepLog:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether a recorded step was the last of as many not finite ones as allowed."""
+        """Return whether the last recorded step reached the limit of non-finite steps in a row."""
         is_at_limit = bool(self._limit) and self.skips >= self._limit
         # Without a recorded step the count is an earlier start's, perhaps with a higher limit.
         return is_at_limit and not self.last_is_finite
@@ -373,7 +373,7 @@ class StepLog:
         """Wait for the pending step and record it."""
         if self._pending is None:
             return
-        # Forgotten first: an error below must not make `finish` wait for this step again.
+        # Cleared first: an error below must not make `finish` wait for this step again.
         (step, metrics), self._pending = self._pending, None
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}

@@ -1,6 +1,6 @@
 """Train with the mpmd engine: each stage holds and updates its part of the state.
 
-On disk the state is the same as that of other trainers. Its subtrees that mirror the parameters
+On disk the state is the same as with other trainers. Its subtrees that mirror the parameters
 (the parameters themselves, an optimizer's moments) are joined from and split into the stages'
 parts; see `_join` and `_split`. Every process has all of the tree, in which arrays of other
 processes are absent (`devices.transfers`), and calls the same functions in the same order.
@@ -94,9 +94,9 @@ class MpmdTrainer(Trainer[MpmdState]):
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      engine: computes losses and gradients.
+      engine: the engine, which computes losses and gradients.
       rules: logical axis rules on the mesh of all stages.
-      make_optimizer: returns the update rule for a tree of `ParamSpec`s.
+      make_optimizer: function that returns the update rule for a tree of `ParamSpec`s.
       adds_batch_digest: see `Trainer`.
     """
 
@@ -206,7 +206,7 @@ class MpmdTrainer(Trainer[MpmdState]):
             arrived = send(facts, [self._replicated[stage]] * len(facts))
             if stage in clocks:
                 clocks[stage].end(arrived[0])
-            # What another process holds stays absent.
+            # Stages of other processes stay absent.
             after = state.stages[stage]
             if self._is_here[stage]:
                 after = update(after, gradients[stage], *jax.tree.unflatten(tree, arrived))
@@ -215,12 +215,12 @@ class MpmdTrainer(Trainer[MpmdState]):
         return after_step, self.engine.everywhere(metrics | verdict.metrics)
 
     def stage_seconds(self) -> list[float]:
-        """Return for each stage the seconds of a step without its waiting for other stages.
+        """Return each stage's seconds for a step, without waits for other stages.
 
-        Of a stage of several processes it is the time of the slowest.
+        For a stage of several processes this is the time of the slowest.
 
         Returns:
-          The seconds on process 0; nothing on others, or if there is only one.
+          The seconds on process 0; an empty list on others, or if there is only one process.
         """
         if not self.engine.clocks:
             return []
@@ -273,7 +273,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         Leaves are moved one by one. What belongs to no parameter is the same on all stages.
 
         Args:
-          parts: of each stage, and at the end the subtree on disk, with shapes and shardings.
+          parts: the part of each stage, then the subtree on disk, with shapes and shardings.
         """
         *stages, on_disk = parts
         if not mirrors(jax.tree.structure(self.engine.abstract[0]), stages[0]):
@@ -287,7 +287,7 @@ class MpmdTrainer(Trainer[MpmdState]):
             )
         }
         for part in stages:
-            # In order, since all processes join each of these.
+            # Sorted, because all processes must join the parts in the same order.
             for name in sorted(part.keys() - {"chunks"}):
                 joined[name] = jax.tree.map(self._exchange.join_outer, part[name], on_disk[name])
         return joined
@@ -298,8 +298,8 @@ class MpmdTrainer(Trainer[MpmdState]):
         What belongs to no parameter is copied to all stages.
 
         Args:
-          node: like {"embed", "layers", "head"}, or an array.
-          shardings: of each stage's part, which also say what it owns.
+          node: tree like {"embed", "layers", "head"}, or an array.
+          shardings: shardings of each stage's part, which also say what the stage owns.
         """
         if isinstance(shardings[0], NamedSharding):
             return [_place(node, sharding) for sharding in shardings]
@@ -353,10 +353,10 @@ class MpmdTrainer(Trainer[MpmdState]):
         return jax.tree.map(convert, abstract, shardings, is_layer)
 
     def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
-        """Return a stage's gradients with the load of experts for those of selection biases.
+        """Return a stage's gradients with expert load in place of those of selection biases.
 
         Args:
-          gradients: of what a stage owns.
+          gradients: gradients of the parameters that a stage owns.
           load: float32 [N, E]; None without experts.
         """
         if load is None:
@@ -396,11 +396,11 @@ class MpmdTrainer(Trainer[MpmdState]):
 
 
 class OnStage(Generic[ResultT]):
-    """A function that runs on a stage, with results whole on each device; absent elsewhere.
+    """A function that runs on a stage; its results are replicated there and absent elsewhere.
 
     Args:
-      f: of arrays on the stage.
-      mesh: of the stage.
+      f: function of arrays on the stage.
+      mesh: the stage's mesh.
     """
 
     def __init__(self, f: Callable[..., ResultT], mesh: Mesh):
@@ -430,7 +430,7 @@ def _norm(squares: list[jax.Array]) -> jax.Array:
 
 
 def _place(x: HostArray, sharding: NamedSharding) -> jax.Array:
-    """Copy an array that every process has as a whole to a stage."""
+    """Copy to a stage an array that every process has in full."""
     assert isinstance(sharding.mesh, Mesh)
     if not is_here(sharding.mesh):
         return absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))

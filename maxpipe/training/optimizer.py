@@ -18,7 +18,7 @@ from maxpipe.model.parameters import (
 from maxpipe.training.expert_load import balanced, is_bias, moved_by_gradients
 from maxpipe.training.spikes import SpikeFilter
 
-# Matrices that touch the residual stream or a latent decay, and adapters; norms and biases do not.
+# Matrices at the residual stream or a latent, and adapters, decay; norms and biases do not.
 DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router", RANK_AXIS}
 
 
@@ -26,13 +26,13 @@ class Optimizer:
     """Update one parameter tree, as a pure function of it, its gradients and its state.
 
     Args:
-      config: `optimizer.*`, resolved.
-      specs: tree of `ParamSpec`s, those of layers for one layer; they say which are frozen, and
-        logical axes which decay, and which are selection biases of experts.
+      config: the resolved `optimizer.*`.
+      specs: tree of `ParamSpec`s, of one layer for the layers. They say which parameters are
+        frozen; their logical axes say which decay, and which are selection biases of experts.
       bias_rate: `model.moe.bias_rate`.
 
     Attributes:
-      spike_filter: decides which steps are spikes.
+      spike_filter: the filter that decides which steps are spikes.
     """
 
     def __init__(self, config: OptimizerConfig, specs: Params, bias_rate: float = 0.0):
@@ -65,18 +65,18 @@ class Optimizer:
         """Apply one update.
 
         Args:
-          params, gradients, state: of the same tree, which may be part of a model. Gradients of
-            selection biases are what `expert_load.with_excess` puts there; those of frozen
-            parameters are not there, see `parameters.trainable`.
+          params, gradients, state: matching trees, which may be part of a model. Gradients of
+            selection biases are what `expert_load.with_excess` puts there; frozen parameters
+            have none, see `parameters.trainable`.
           step: int32 scalar, finished steps.
-          norm: float32 scalar, norm of the gradients of all of the model.
+          norm: float32 scalar, norm of all gradients of the model.
           accept: bool scalar; False leaves parameters and state as they are, bit for bit.
 
         Returns:
           (parameters, state).
         """
         # A conditional, because selecting leaf by leaf would keep old values next to new ones: on
-        # CPUs that doubles the update's time. Frozen parameters pass it by.
+        # CPUs that doubles the update's time. Frozen parameters bypass it.
         moving, state = jax.lax.cond(
             accept,
             self._accepted,
@@ -130,7 +130,7 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
     `decay_steps`.
 
     Args:
-      config: `optimizer.*`, resolved.
+      config: the resolved `optimizer.*`.
       step: int32 scalar.
     """
     finished = step.astype(jnp.float32)

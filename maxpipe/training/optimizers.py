@@ -49,7 +49,7 @@ def sgd(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
 def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
     """Build Adafactor (Shazeer & Stern 2018): second moments of a matrix as one row and one column.
 
-    Updates are clipped to a root mean square of 1 and scaled by that of the parameter, so that
+    Updates are clipped to a root mean square of 1 and scaled by the parameter's, so that
     learning rates are relative to the size of parameters: 1e-2 is usual. No first moment; the decay
     of the second grows with the steps.
     """
@@ -65,7 +65,7 @@ def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransform
 
 
 def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """Build Muon (Jordan 2024): the momentum of each matrix made orthogonal.
+    """Build Muon (Jordan 2024): the momentum of each matrix, orthogonalised.
 
     Embeddings, head, norms and biases get AdamW. Updates of matrices have the root mean square of
     AdamW's, so that both share learning rate and weight decay (Liu et al. 2025, "Muon is Scalable
@@ -89,11 +89,11 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 
 
 def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (input dimensions, output dimensions) of a parameter, or None if it is no matrix.
+    """Return (input dimensions, output dimensions) of a parameter, or None if it is not a matrix.
 
     A matrix leads from the residual stream or back to it, or from a latent: the dimension `embed`,
-    `expert_embed` or `latent` is one side, all other dimensions are the other; of an adapter, its
-    rank may be that side, too. Each expert is a matrix of its own.
+    `expert_embed` or `latent` is one side, all other dimensions are the other. In an adapter, the
+    rank may be that one side, too. Each expert is a matrix of its own.
     """
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
     ends = [i for i in sides if spec.axes[i] in _ENDS]
@@ -110,12 +110,12 @@ def per_layer(
     """Return a transformation of the parameter tree that treats each layer separately.
 
     Args:
-      make: returns the transformation of one parameter of one layer, an array of its spec's shape.
+      make: function that returns the transformation of one layer's parameter, given its spec.
       specs: tree of `ParamSpec`s.
 
     Returns:
-      A transformation whose state is a tree like the parameters with the state of one
-      transformation in the place of each. All arrays of that state, counters as well, have the
+      A transformation whose state is a tree like the parameters, with the state of one
+      transformation in place of each. All arrays of that state, including counters, have the
       leading layer dimensions of the parameter, so that they follow it into the layout on disk.
     """
 

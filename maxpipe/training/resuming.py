@@ -28,8 +28,8 @@ from maxpipe.training.trainer import StateT, Trainer
 def followed_once(
     config: Config, checkpointer: Checkpointer, job: Job, log: Callable[[str], None]
 ) -> Config:
-    """Return the configuration, to continue from the newest step if an earlier attempt has gone
-    back already: see `maxpipe.checkpoint.going_back`. All processes call this.
+    """Return the configuration; it resumes from the newest step if an earlier attempt has already
+    gone back: see `maxpipe.checkpoint.going_back`. All processes call this.
     """
     resume = config.checkpoint.resume
     if resume in NEWEST:
@@ -46,7 +46,7 @@ def followed_once(
 
 
 def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:
-    """Return `step_to_resume`; replicas in memory count as long as no step is asked for."""
+    """Return `step_to_resume`; replicas in memory count unless the configuration names a step."""
     resume = config.checkpoint.resume
     steps = checkpointer.resumable() if resume in NEWEST else checkpointer.steps()
     return step_to_resume(resume, steps, checkpointer.place)
@@ -65,7 +65,7 @@ def restore(
 
 
 def live_state(trainer: Trainer[StateT], saved: TrainState, changed: Sequence[Change]) -> StateT:
-    """Return a state as the trainer has it, with a new optimizer's state if that was changed."""
+    """Return the trainer's live state; its optimizer state is new if the optimizer was changed."""
     state = trainer.from_canonical(saved)
     return trainer.restart_optimizer(state) if has_other_optimizer(changed) else state
 

@@ -30,9 +30,8 @@ class RunDirectory:
     """Paths below `<output_dir>/<run_name>`.
 
     Args:
-      config: names them.
-      mirror: of the checkpoints; those in it still belong to this run after the local directory is
-        lost.
+      config: the configuration, which names them.
+      mirror: mirror of the checkpoints, which still belongs to this run if the directory is lost.
 
     Attributes:
       root: the directory itself.
@@ -40,7 +39,7 @@ class RunDirectory:
       config_file: `config.yml`, the resolved configuration of the latest start.
       tokenizer: copies of the tokenizer's files, if it has any.
       origin: copies of small files of the folder that the run was imported from.
-      config_history: that of every start that changed it, in order.
+      config_history: the configuration of every start that changed it, in order.
     """
 
     def __init__(self, config: Config, mirror: Mirror | None = None):
@@ -53,7 +52,7 @@ class RunDirectory:
         self.config_history = self.root / "config_history"
 
     def check_place(self) -> None:
-        """Raise ConfigError where the directory can neither be made nor written to."""
+        """Raise ConfigError if the directory cannot be made or written to."""
         nearest = next(filter(_is_seen, (self.root, *self.root.absolute().parents)))
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
@@ -73,8 +72,8 @@ class RunDirectory:
 
         Raises:
           ConfigError: the checkpoints belong to another configuration (one problem per key that
-            differs), or the mirror holds another program's, or the directory cannot be written to;
-            nothing is written.
+            differs), the mirror holds files of another program, or the directory cannot be written
+            to; nothing is written.
         """
         if self._mirror is not None and (foreign := self._mirror.foreign()):
             held = (
@@ -101,13 +100,13 @@ class RunDirectory:
             raise ConfigError(Problem("output_dir", message)) from error
 
     def check(self, config: Config, meta: Meta, place: str) -> list[Change]:
-        """Return the keys that differ from those of a checkpoint and may do so.
+        """Return the changes of keys since a checkpoint, all of them allowed.
 
-        What `data.path` and its like name is left to the fingerprint, if the checkpoint has one.
+        What `data.path` and similar keys name is left to the fingerprint, if there is one.
 
         Args:
           config: the resolved configuration.
-          meta: of the checkpoint.
+          meta: the checkpoint's metadata.
           place: where the checkpoint is, for messages.
 
         Raises:
@@ -124,7 +123,7 @@ class RunDirectory:
         """Add the configuration to `config_history/`, unless the newest one there is equal.
 
         Args:
-          config: of this start, resolved.
+          config: the resolved configuration of this start.
           step: finished steps.
 
         Raises:
@@ -196,9 +195,9 @@ class RunDirectory:
         )
 
     def _recorded(self, steps: list[int]) -> Iterator[Meta]:
-        """Yield what the readable checkpoints say, newest first, and last what `config.yml` does.
+        """Yield the metadata of readable checkpoints, newest first, then what `config.yml` says.
 
-        `config.yml` is that of the last start, which may have ended before its first checkpoint.
+        `config.yml` is from the last start, which may have stopped before its first checkpoint.
         """
         for step in reversed(steps):
             with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
@@ -215,7 +214,7 @@ class RunDirectory:
             yield {"config": written}
 
     def _mirrored(self, mirror: Mirror) -> Iterator[Meta]:
-        """Yield what the readable mirrored checkpoints say, newest first."""
+        """Yield the metadata of readable checkpoints in the mirror, newest first."""
         with explained(mirror.url, MIRROR):
             for step in reversed(mirror.steps()):
                 with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
@@ -225,7 +224,7 @@ class RunDirectory:
 
 
 def _is_seen(path: Path) -> bool:
-    """Return whether there is a path that this user may look at."""
+    """Return whether a path exists, as far as this user may see."""
     try:
         return path.exists()
     except PermissionError:

@@ -25,21 +25,21 @@ KEY = "init_from"
 
 
 class RunWeights:
-    """The parameters of a run's newest step, which have been compared with the model.
+    """The parameters of a run's newest step, checked against the model.
 
-    The step may have been made with any mesh, schedule and engine. Its optimizer is not read.
+    The step may have been made with any mesh, schedule and engine. Its optimizer state is not read.
 
     Args:
-      config: resolved; `init_from` names the directory of the run.
+      config: the resolved configuration; `init_from` names the directory of the run.
       together: whether all processes open them now. They read the step that process 0 finds, since
-        a run that still trains may commit a newer one meanwhile, and see that it is the same.
+        a run still in training may commit a newer one meanwhile, and check that it is the same.
 
     Attributes:
-      num_bytes, num_elements: of all parameters.
+      num_bytes, num_elements: bytes and elements of all parameters.
 
     Raises:
-      ConfigError: there is no step, it cannot be read, it has adapters, its model is another, with
-        all names, or processes have different ones.
+      ConfigError: there is no step, it cannot be read, it has adapters, its model differs (all
+        names are listed), or processes see different steps.
     """
 
     def __init__(self, config: Config, *, together: bool = False):
@@ -76,12 +76,12 @@ class RunWeights:
         like: jax.ShapeDtypeStruct,
         advance: Callable[[float], None] = lambda share: None,
     ) -> jax.Array:
-        """Return a parameter in the layout on disk, [stacked_layers, ...] if it is of layers.
+        """Return a parameter in its layout on disk, [stacked_layers, ...] for a layer parameter.
 
         Args:
-          path: of the parameter.
+          path: keys that lead to the parameter.
           like: shape, dtype and sharding of the result.
-          advance: is called with the share that has been read: all of it, at the end.
+          advance: called once, at the end, with the share that has been read: 1.
 
         Raises:
           ConfigError: a file is damaged, or cannot be read.
@@ -100,11 +100,11 @@ def newest_step(value: str, *, together: bool = False) -> Path:
     """Return the directory of the newest committed step that `run:DIR` names.
 
     Args:
-      value: of `init_from`.
+      value: the value of `init_from`.
       together: whether all processes call this, to take the step that process 0 finds.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such step.
     """
     store = open_steps(run_of(value), KEY)
     step = max(store.steps(), default=0)
@@ -112,7 +112,7 @@ def newest_step(value: str, *, together: bool = False) -> Path:
     if not step:
         raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
     with store.local_copy(step) as directory:
-        return directory  # of this machine, since `run:` takes no URL
+        return directory  # on this machine, since `run:` takes no URL
 
 
 def _expected(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

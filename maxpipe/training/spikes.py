@@ -17,7 +17,7 @@ class History:
     """Recent steps.
 
     Attributes:
-      values: float32 [2, window], loss and gradient norm, a ring.
+      values: float32 [2, window], losses and gradient norms, a ring buffer.
       count: int32 scalar, steps entered so far.
     """
 
@@ -26,13 +26,13 @@ class History:
 
 
 class SpikeFilter:
-    """Tells spikes from steps.
+    """Tells spikes from ordinary steps.
 
     The rule is that of OLMo-core's SkipStepOptimizer: a step is a spike if its loss or its gradient
     norm exceeds the mean of the window by more than `optimizer.spike_deviations` standard
     deviations. Spikes enter the window like other steps, so that a run whose level has changed for
-    good goes on after a while. Values that are not finite do not enter: one of them would have all
-    steps skipped until it leaves.
+    good goes on after a while. Non-finite values do not enter: one of them would make the filter
+    skip all steps until it leaves.
 
     Args:
       config: `optimizer.*`; without `spike_window` there is no history and nothing is computed.
@@ -54,7 +54,7 @@ class SpikeFilter:
         """Judge one step.
 
         Args:
-          history: of the steps before.
+          history: the steps before this one.
           loss, norm: float32 scalars of the step.
           finite: bool scalar, whether both are finite.
 

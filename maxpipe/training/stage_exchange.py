@@ -1,9 +1,9 @@
 """Take arrays of the state from the stages to their layout on disk, and back.
 
-On disk a parameter of layers is [N, ...] in model order; the stages hold [L, ...] for each chunk.
-In one process chunks are joined on the host. Several processes run programs on all devices, which
-every process starts in the same order. Letters: N layers, L layers of a chunk, K most layers of a
-stage, S stages.
+On disk a layer parameter is [N, ...] in model order; the stages hold [L, ...] for each chunk. In
+one process chunks are joined on the host. Several processes run programs on all devices, which
+every process starts in the same order. Letters: N layers, L layers of a chunk, K layers of the
+largest stage, S stages.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ HostArray = np.ndarray | jax.Array
 
 
 class StageExchange(ABC):
-    """Convert one array at a time between the stages' layouts and that on disk."""
+    """Convert one array at a time between the stages' layouts and the layout on disk."""
 
     @abstractmethod
     def join_layers(self, chunks: Sequence[jax.Array], on_disk: jax.ShapeDtypeStruct) -> HostArray:
@@ -50,7 +50,7 @@ class HostExchange(StageExchange):
     """Exchange within one process, on the host.
 
     Args:
-      engine: knows which layers a chunk has.
+      engine: the engine, which knows the layers of each chunk.
     """
 
     def __init__(self, engine: MpmdEngine):
@@ -77,13 +77,13 @@ class HostExchange(StageExchange):
 class DeviceExchange(StageExchange):
     """Exchange between processes, by programs on all devices.
 
-    What the stages hold is, as it lies, an array [S, K, ...] over `stage`. A program moves `stage`
-    to the dimension that it splits on disk, and only then puts the layers in order: a device never
-    holds more of an array than it will write, or has read.
+    What the stages hold is, without a copy, an array [S, K, ...] sharded over `stage`. A program
+    moves `stage` to the dimension that it splits on disk, and only then orders the layers, so that
+    a device never holds more of an array than it will write or has read.
 
     Args:
-      engine: knows stages and layers.
-      mesh: of all devices.
+      engine: the engine, which knows stages and layers.
+      mesh: the mesh of all devices.
     """
 
     def __init__(self, engine: MpmdEngine, mesh: Mesh):
@@ -148,7 +148,7 @@ class DeviceExchange(StageExchange):
             if is_here(mesh) and stage == owner:
                 parts.append(self._program(_stack_one, target)(x))
             elif is_here(mesh):
-                # Nothing of these reaches the result.
+                # These zeros do not reach the result.
                 parts.append(self._program(jnp.zeros, target, (1, *x.shape), x.dtype)())
         spread = NamedSharding(self._mesh, PartitionSpec(None, *_spec(on_disk)))
         pick = self._program(_pick, on_disk.sharding, spread, owner)
@@ -231,7 +231,7 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _spec(x: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-    """Return an array's layout over the axes of a stage, or on disk over those of all devices."""
+    """Return an array's layout: over a stage's axes, or on disk over the axes of all devices."""
     assert isinstance(x.sharding, NamedSharding)
     on_stage = x.sharding.mesh.shape["stage"] == 1
     return without(x.sharding.spec, ("stage",)) if on_stage else x.sharding.spec

@@ -28,10 +28,10 @@ CHOICE = re.compile(r"[\w.]+=\S+: ")  # a decision that is a value with its reas
 
 
 class Decisions:
-    """Automatic decisions with their reasons: collected for the report, logged once it was shown.
+    """Automatic decisions with their reasons: collected for the report, and logged after it.
 
     Args:
-      log: prints a line.
+      log: function that prints a line.
     """
 
     def __init__(self, log: Callable[[str], None]):
@@ -39,7 +39,7 @@ class Decisions:
         self._pending: list[str] | None = []
 
     def add(self, decision: str) -> None:
-        """Note `key=value: reason`, for the report or, once it was shown, as a line of its own."""
+        """Note `key=value: reason`, for the report or, if it was shown, as a line of its own."""
         if self._pending is None:
             self._log(decision)
         else:
@@ -59,11 +59,11 @@ class RunSummary:
 
     Attributes:
       run_dir: the run's directory.
-      device_kind: its usual name.
-      num_devices, num_processes: of the whole run.
-      is_simulated: True if the devices are shares of a CPU.
+      device_kind: usual name of the devices' chip.
+      num_devices, num_processes: devices and processes of the whole run.
+      is_simulated: whether the devices are simulated on a CPU.
       mesh: size of each axis, in the order of the mesh.
-      num_parameters, parameter_bytes: of the whole model, without optimizer state.
+      num_parameters, parameter_bytes: size of the whole model, without optimizer state.
       num_active: parameters that a token uses, fewer with experts.
       num_trained: parameters that are not frozen, fewer with adapters.
       stage_layers: for each pipeline stage the indices of its layers, ascending; empty without a
@@ -100,7 +100,7 @@ class RunSummary:
 def start_summary(run: RunSummary) -> list[str]:
     """Return the report, one string per line, at most `MAX_LINES` of them.
 
-    What the user should know comes right after the run; values that follow from others come last.
+    Notes for the user come right after the run; values that follow from others come last.
     """
     simulated = " simulated on one machine" if run.is_simulated else ""
     processes = _count(run.num_processes, "process")
@@ -188,7 +188,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
     """Return lines about devices, model, stages, data and every automatic decision; at most 25.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       mesh: the device mesh.
       root: the run's directory.
       step: finished steps.

@@ -147,9 +147,9 @@ def like_parameter(
     """Return the sharding of a state's leaf: its parameter's, as far as the leading sizes agree.
 
     Args:
-      replicated: for leaves that belong to no parameter.
-      leaf: of the state.
-      param: its parameter with a sharding, or None.
+      replicated: sharding of leaves that belong to no parameter.
+      leaf: the leaf of the state.
+      param: the leaf's parameter, with its sharding, or None.
     """
     if param is None:
         return replicated
@@ -165,14 +165,14 @@ def canonical_sharding(
 ) -> NamedSharding:
     """Return the sharding of a layer leaf whose layers are in model order.
 
-    The mesh axis `stage` moves from the layers to the first other dimension that it divides. Laid
-    over the layers instead, every device would have to hold all of them for a moment, since the
-    layers of a stage are not neighbours in model order.
+    The mesh axis `stage` moves from the layers to the first other dimension that it divides. If it
+    split the layers, every device would have to hold all of them for a moment, since the layers of
+    a stage are not neighbours in model order.
 
     Args:
-      live: of the live leaf.
+      live: sharding of the live leaf.
       num_layer_axes: number of its layer dimensions.
-      shape: in model order, one layer dimension.
+      shape: shape of the leaf in model order, with one layer dimension.
     """
     entries = [
         entry if isinstance(entry, tuple) else (entry,) if entry else ()

@@ -24,29 +24,29 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Compute loss and gradients and apply the update.
 
-    A step that is not finite, or a spike, changes nothing but counters and history.
+    A non-finite step or a spike changes only counters and history.
 
     Args:
-      loss_and_gradients: of an `Engine`.
-      place_load: puts the load of experts [N, E] in the places of gradients of selection biases.
+      loss_and_gradients: the method of an `Engine`.
+      place_load: function that puts expert load [N, E] in place of selection-bias gradients.
       optimizer: the update rule.
-      state: before the step.
+      state: the state before the step.
       batch: the global batch.
 
     Returns:
-      (state after the step, the engine's metrics and those of `judge_step`; figures of each layer's
-      load take the place of the load).
+      (state after the step, metrics of the engine and of `judge_step`, with figures of each layer's
+      load in place of the load itself).
     """
-    # 1. Loss and gradients of the global batch, by whichever engine.
+    # 1. Loss and gradients of the global batch, from the engine in use.
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     # 2. Judge the step on the devices, so that the host need not wait for the loss.
     verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
-    # 3. Selection biases are moved by load. It is no gradient, so it comes after the norm.
+    # 3. Selection biases follow the load. It is not a gradient, so it comes after the norm.
     if (load := metrics.pop(EXPERT_LOAD, None)) is not None:
         gradients = place_load(gradients, load)
         metrics |= load_figures(load, metrics.pop(EXPERT_DROPS, None))
-    # 4. Update, or with a step that is refused keep parameters and moments as they are.
+    # 4. Update; a refused step leaves parameters and moments unchanged.
     with jax.named_scope("optimizer"):
         params, opt_state = optimizer.update(
             state.params, gradients, state.opt_state, state.step, norm, verdict.accept
@@ -83,11 +83,11 @@ def judge_step(
     """Decide whether a step's update is applied.
 
     Args:
-      optimizer: has the spike filter.
-      loss, norm: float32 scalars of the step; the norm is that of all gradients.
-      step, skips, history: of the state before the step.
+      optimizer: the update rule, which has the spike filter.
+      loss, norm: loss and global gradient norm of the step, float32 scalars.
+      step, skips, history: fields of the `TrainState` before the step.
     """
-    # One NaN in any gradient makes the norm of all NaN.
+    # One NaN in any gradient makes the global norm NaN.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     accept, history = optimizer.spike_filter(history, loss, norm, finite)
     skips = jnp.where(finite, 0, skips + 1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Begin an attempt with fewer hosts with a step that was compiled while there were more.
+"""Start an attempt on fewer hosts with a step that was compiled while there were more.
 
 `maxpipe.training.compile_ahead` leaves it in the run's directory, next to the checkpoints. It is
 machine code, run only if it agrees with the configuration as `maxpipe.training.stored_step` says;
@@ -22,11 +22,11 @@ from maxpipe.training.trainer import Trainer
 
 BuildTrainer = Callable[..., Trainer]  # (config, mesh, note=...), `maxpipe.builder.build_trainer`
 
-_TRIED = ".tried"  # ends the name of a file from which a process runs that has done no step yet
+_TRIED = ".tried"  # suffix of a file in use by an attempt that has not finished a step yet
 
 
 def step_file(config: Config, count: int) -> Path:
-    """Return where the step for so many processes lies."""
+    """Return the path of the step for `count` processes."""
     return RunDirectory(config).root / "compiled_ahead" / f"step-{count}"
 
 
@@ -35,17 +35,17 @@ def build_with_step_ahead(
 ) -> Trainer | None:
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 
-    All processes call this. The file loses its name until `confirm` is called, so that an attempt
-    that fails with it is followed by one that compiles.
+    All processes call this. The file has another name until `confirm` is called, so that the next
+    attempt compiles its own step if this one fails.
 
     Args:
-      config: resolved.
-      mesh: all devices.
-      build_trainer: builds it.
+      config: the resolved configuration.
+      mesh: the mesh of all devices.
+      build_trainer: function that builds the trainer.
       note: called with each automatic decision.
 
     Returns:
-      The trainer; None where there is no such step, or it cannot be loaded.
+      The trainer; None if there is no such step, or it cannot be loaded.
     """
     if whole_of_process() is None:
         return None
@@ -56,7 +56,7 @@ def build_with_step_ahead(
     if not processes.agree(file.is_file()):
         return None
     if processes.index() == 0:
-        file.rename(tried)  # also loading it may end the process
+        file.rename(tried)  # loading it may already end the process
     processes.agree(True)
     decisions: list[str] = []
     trainer, reason = None, "another process cannot load it"
@@ -74,7 +74,7 @@ def build_with_step_ahead(
 
 
 def confirm(config: Config, count: int) -> None:
-    """Give the step that these processes have begun with its name back: they have done one.
+    """Give the file of the step in use its name back, once these processes have finished a step.
 
     Raises:
       OSError: the run's directory cannot be written.

@@ -28,7 +28,7 @@ from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
 MAGIC = b"maxpipe train step 1\n"
-# Sections and keys that end up in the program.
+# Sections and keys that the program depends on.
 PROGRAM = (
     "model",
     "mesh.ici",
@@ -63,7 +63,7 @@ class Stored:
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
-    """Store a compiled step, all of it or nothing; return the number of bytes written.
+    """Store a compiled step atomically; return the number of bytes written.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -88,7 +88,7 @@ def read(file: str) -> Stored:
     """Read what `write` wrote.
 
     Raises:
-      ConfigError: there is no such file, or it is something else or damaged.
+      ConfigError: there is no such file, it is not a stored step, or it is damaged.
     """
     try:
         content = Path(file).read_bytes()
@@ -118,10 +118,10 @@ def holds(file: str, config: Config, mesh: Mesh) -> bool:
 
 
 def origin(config: Config, mesh: Mesh) -> Origin:
-    """Return all that decides what a step compiles to, JSON values by name.
+    """Return everything that determines what a step compiles to, JSON values by name.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       mesh: the devices and their order.
     """
     devices = mesh.devices.reshape(-1).tolist()
@@ -141,10 +141,10 @@ class StoredStep:
     """A training step that runs a stored executable; see `SpmdTrainer`'s `load_step`.
 
     Args:
-      config: resolved; `compile.load` names the file.
-      mesh: all devices.
+      config: the resolved configuration; `compile.load` names the file.
+      mesh: the mesh of all devices.
       state: the abstract live state.
-      batch_sharding: of the arrays of a batch.
+      batch_sharding: sharding of the arrays of a batch.
 
     Raises:
       ConfigError: the file cannot be read, or was compiled from something else (a problem for each
@@ -171,7 +171,7 @@ class StoredStep:
         self._results, self._tree = jax.tree.flatten((state, metrics))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        # The runtime takes arguments as they lie; these are the checks that JAX would make.
+        # The runtime takes arguments unchecked; these are the checks that JAX would make.
         state_leaves = jax.tree.leaves(state)
         assert [leaf.sharding for leaf in state_leaves] == self._state_shardings
         assert all(x.sharding == self._batch_sharding for x in batch.values())
@@ -198,7 +198,7 @@ def _load(file: str, executable: bytes, devices: Sequence[jax.Device]) -> Loaded
 
 
 def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
-    """Return a problem for each name with another value; those that are no keys go to LOAD."""
+    """Return a problem for each name whose value differs, under LOAD if the name is not a key."""
     problems = []
     for name in sorted(theirs.keys() | ours.keys()):
         then, now = theirs.get(name, "missing"), ours.get(name, "missing")

@@ -1,7 +1,7 @@
 """Define trainers, which own the live state, and train with SPMD engines.
 
-What the training loop sees: a state that `step` replaces, and its form on disk, which is the same
-for all engines.
+The training loop sees a state that `step` replaces, and its form on disk, which is the same for all
+engines.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ from maxpipe.training.state import (
 from maxpipe.training.step import train_step
 
 StateT = TypeVar("StateT")
-# Returns the parameter of a path in the layout on disk, given its shape, dtype and sharding there.
+# Returns the parameter at a path in its layout on disk, given its shape, dtype and sharding there.
 ReadParameter = Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.Array]
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -50,8 +50,8 @@ class Trainer(ABC, Generic[StateT]):
     Attributes:
       batch_spec: layout of batches over the mesh of all devices.
       adds_batch_digest: whether steps have the further metric "batch_digest", uint32: proof that no
-        batch is repeated or left out over restarts. It depends on the global batch only, neither on
-        mesh nor on processes.
+        batch is repeated or left out across restarts. It depends only on the global batch, not on
+        mesh or processes.
     """
 
     batch_spec: PartitionSpec
@@ -72,7 +72,7 @@ class Trainer(ABC, Generic[StateT]):
         return state, metrics | digest
 
     def stage_seconds(self) -> list[float]:
-        """Return a finished step's seconds of each stage; nothing if one program runs on all.
+        """Return each stage's seconds for a finished step; empty if one program runs on all.
 
         To be called once for each step, in order.
         """
@@ -83,14 +83,14 @@ class Trainer(ABC, Generic[StateT]):
 
     @abstractmethod
     def replace_parameters(self, state: StateT, read: ReadParameter) -> StateT:
-        """Return a new state with parameters that `read` gives in the layout on disk.
+        """Return a new state with the parameters that `read` returns in the layout on disk.
 
         The parameters of `state` are deleted first, leaf by leaf where there is one program.
         """
 
     @abstractmethod
     def restart_optimizer(self, state: StateT) -> StateT:
-        """Return `state` with the optimizer's state as it is before the first step."""
+        """Return `state` with the optimizer's state from before the first step."""
 
     @abstractmethod
     def forward(self, state: StateT, batch: Batch) -> Metrics:
@@ -114,11 +114,11 @@ class SpmdTrainer(Trainer[TrainState]):
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      engine: computes losses and gradients.
+      engine: the engine, which computes losses and gradients.
       rules: logical axis rules.
       optimizer: the update rule.
-      load_step: returns a step to run instead of the one compiled here, such as
-        `stored_step.StoredStep`, given the abstract live state and the sharding of batches.
+      load_step: function of the abstract live state and the sharding of batches that returns a
+        step to run instead of the one compiled here, such as `stored_step.StoredStep`.
       adds_batch_digest: see `Trainer`.
 
     Attributes:
@@ -155,7 +155,7 @@ class SpmdTrainer(Trainer[TrainState]):
             in_shardings=(self._shardings, batch),
             out_shardings=(self._shardings, self._replicated),
             donate_argnums=0,
-            keep_unused=True,  # the arguments of a stored executable are all leaves
+            keep_unused=True,  # a stored executable takes all leaves
         )
         self._step: StepFunction = (
             load_step(self.abstract_state(), batch_sharding) if load_step else self.jitted_step
@@ -242,12 +242,12 @@ class SpmdTrainer(Trainer[TrainState]):
         return jax.tree.map(convert, self._abstract, self._shardings, is_layer)
 
     def _place_load(self, gradients: Params, load: jax.Array) -> Params:
-        """Return live gradients with the load of experts [N, E] for those of selection biases."""
+        """Return live gradients with expert load [N, E] in place of those of selection biases."""
         rows = self._engine.from_canonical(load)
         return gradients | {"layers": with_excess(self._specs["layers"], gradients["layers"], rows)}
 
-    # XLA replicates an array that it must reshape and spread over `stage` at once. Both functions
-    # reshape while `stage` splits the dimension that it splits on disk.
+    # XLA replicates an array that it must reshape and spread over `stage` at once, so both
+    # functions reshape while `stage` splits the dimension that it splits on disk.
 
     def _join(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
         """Return the layers of a live leaf in model order."""
@@ -255,7 +255,7 @@ class SpmdTrainer(Trainer[TrainState]):
         return self._engine.to_canonical(leaf)
 
     def _split(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
-        """Return layers in model order as the live leaf has them; inverts `_join`."""
+        """Return a live leaf, given layers in model order; inverts `_join`."""
         leaf = self._engine.from_canonical(leaf)
         return jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
 
