@@ -26,8 +26,8 @@ class LayerFacts(NamedTuple):
 
     Attributes:
       window: tokens that a query sees, int32 scalar; None if all layers see all.
-      frequencies: of the rotation, float32 [R / 2]; zeros in a layer without one.
-      factor: of rotated queries and keys, float32 scalar.
+      frequencies: frequencies of the rotation, float32 [R / 2]; zeros in a layer without one.
+      factor: factor of rotated queries and keys, float32 scalar.
     """
 
     window: int | jax.Array | None
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
         """Apply the sublayer.
 
         Args:
-          x_BTD: [B,T,D].
+          x_BTD: activations [B,T,D].
           positions, segment_ids: int32 [B,T].
           layer_index: as in `SideInputs`; needed where layers differ.
           drop: dropout on the inputs of adapters; None without.
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
 
 
 def query_factor(config: ModelConfig) -> float:
-    """Return the factor of queries with which kernels, that divide by a root, scale scores."""
+    """Return the factor of queries that gives scores their scale; kernels divide by sqrt(C)."""
     scale = config.query_scale * math.sqrt(config.head_dim) if config.query_scale else 1.0
     return scale * score_factor(config.rope_scaling)
 
@@ -173,12 +173,12 @@ def rotate(
     """Rotate pairs of the first R channels of every head by positions * freq (Su et al. 2021).
 
     Args:
-      x_BTHC: [B, T, H, C] of any float dtype, which the result has too.
+      x_BTHC: queries or keys [B, T, H, C] of any float dtype, which the result has too.
       positions_BT: int32 [B, T].
-      freq: float32 [R / 2], R <= C; the channels from R on stay.
+      freq: float32 [R / 2], R <= C; channels from R on stay unchanged.
       factor: multiplies the rotated channels.
       interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
-      by_product: find the other channel of each pair by a product, not by slices; the result has
+      by_product: find the other channel of each pair with a product, not slices; the result has
         the same bits.
     """
     if by_product:
@@ -240,8 +240,8 @@ def _turn(
 ) -> jax.Array:
     """Return x * cos + partner(x) * sin in the dtype of x; sin and cos are float32 [B, T, 1, C].
 
-    The derivative is this function with the opposite angle, so that both products have operands of
-    the dtype of x, which they do not round.
+    The derivative is this function with the opposite angle, so both products have operands in the
+    dtype of x and do not round them.
     """
     first, second = _pairs(rotated_dim, interleaved)
     partner = np.zeros((x_BTHC.shape[-1],) * 2)
@@ -276,7 +276,7 @@ _turn.defvjp(_turn_forward, _turn_backward)
 
 
 def _head_norm(config: ModelConfig, prefix: str) -> RMSNorm:
-    """Return the norm of queries (prefix "") or of keys ("kv_"): of each head, or of all."""
+    """Return the norm of queries (prefix "") or of keys ("kv_"): over each head, or over all."""
     shape: tuple[int, ...] = (config.head_dim,)
     axes: tuple[str, ...] = ("norm",)
     if config.qk_norm_scope == "full":

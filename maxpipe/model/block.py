@@ -22,15 +22,15 @@ from maxpipe.model.layers import (
 # Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
 ATTENTION = 0
 MLP = 1
-ADAPTERS = 2  # of the first of `PROJECTIONS`
+ADAPTERS = 2  # number of the first of `PROJECTIONS`
 
 
 class LlamaBlock(nnx.Module):
-    """One decoder layer (Touvron et al. 2023); options of `model.*` make it that of other families.
+    """One decoder layer (Touvron et al. 2023); options of `model.*` turn it into other families'.
 
     With `norm_placement` pre the norms lie before attention and MLP, with post after them, inside
     the residual branch, with sandwich in both places. With `model.moe.experts` there is a mixture
-    of experts in the place of the MLP.
+    of experts in place of the MLP.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LlamaBlock(nnx.Module):
         Args:
           x_BTD: activations [B, T, D].
           side: positions, segment ids, sequence indices and the layer's index.
-          key: the layer's key of this step, or None without dropout.
+          key: the layer's key for this step, or None without dropout.
 
         Returns:
           (activations [B, T, D], auxiliary losses by name, float32 scalars summed over sequences).

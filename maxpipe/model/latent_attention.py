@@ -1,7 +1,7 @@
-"""Define multi-head latent attention (DeepSeek-V2, 2024): keys and values of a narrow latent.
+"""Define multi-head latent attention (DeepSeek-V2, 2024): keys and values from a narrow latent.
 
-Shapes: B batch, T sequence, D embed, H heads, L kv_lora_rank, N channels of a query and key without
-rotation, R rotated ones, C = N + R, V channels of a value.
+Shapes: B batch, T sequence, D embed, H heads, L kv_lora_rank, N unrotated channels of a query and
+key, R rotated ones, C = N + R, V channels of a value.
 """
 
 import math
@@ -18,15 +18,15 @@ from maxpipe.model.layers import DropFn, RMSNorm, projection
 from maxpipe.model.parameters import declare
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions, OverLatents
 
-NORM_EPS = 1e-6  # of latents' norms in DeepSeek's models, whatever that of others is
+NORM_EPS = 1e-6  # of the latents' norms in DeepSeek's models, whatever other norms have
 
 
 class LatentAttention(nnx.Module):
-    """Compress activations to latents, make queries, keys and values of them, and attend.
+    """Compress activations to latents, expand them to queries, keys and values, and attend.
 
-    All heads share the rotated channels of the key, which the latent has none of. Around
-    `OverLatents` queries are brought to the latents instead of latents to all heads; the result is
-    the same.
+    All heads share the rotated channels of the key, which do not come from the latent. With
+    `OverLatents` queries are projected to the latents instead of latents to all heads; the result
+    is the same.
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionFn):
@@ -72,7 +72,7 @@ class LatentAttention(nnx.Module):
         layer_index: jax.Array | None = None,
         drop: DropFn | None = None,
     ) -> jax.Array:
-        """Apply the sublayer; arguments as of `Attention`, without adapters."""
+        """Apply the sublayer; arguments as for `Attention`, without adapters."""
         facts = look_up(self.table, layer_index)
         options = AttentionOptions(facts.window, None, self.soft_cap)
         q_nope, q_rope = self._queries(x_BTD, positions, facts)
@@ -84,7 +84,7 @@ class LatentAttention(nnx.Module):
     def _queries(
         self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the parts of queries that are not rotated [B,T,H,N] and that are [B,T,H,R]."""
+        """Return the unrotated part of queries [B,T,H,N] and the rotated part [B,T,H,R]."""
         if self.has_query_latent:
             down = checkpoint_name(self.multiply(x_BTD, self.query_down[...], 1), "query_proj")
             q = self.multiply(self.query_latent_norm(down), self.query_up[...], 1)
@@ -98,7 +98,7 @@ class LatentAttention(nnx.Module):
     def _latents(
         self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
     ) -> tuple[jax.Array, jax.Array]:
-        """Return normalised latents [B,T,L] and the rotated key of all heads [B,T,1,R]."""
+        """Return normalised latents [B,T,L] and the rotated key that all heads share [B,T,1,R]."""
         down = checkpoint_name(self.multiply(x_BTD, self.key_value_down[...], 1), "key_proj")
         latent, rope = jnp.split(down, [self.widths.kv_lora_rank], axis=-1)
         return self.key_value_latent_norm(latent), self._rotate(rope[:, :, None], positions, facts)
@@ -143,7 +143,7 @@ class LatentAttention(nnx.Module):
         segment_ids: jax.Array,
         options: AttentionOptions,
     ) -> jax.Array:
-        """Attend with a key [B,T,1,L+R] of all heads, whose latent is the value: [B,T,H,V]."""
+        """Attend with one key [B,T,1,L+R] for all heads, whose latent is the value: [B,T,H,V]."""
         up_key, up_value = jnp.split(
             self.key_value_up[...], [self.widths.qk_nope_head_dim], axis=-1
         )  # [L, H, N], [L, H, V]

@@ -19,10 +19,10 @@ class LayerTable:
     """The facts of all layers, by kind of layer.
 
     Attributes:
-      kinds: the kind of each layer in model order, a row of the other tables.
-      windows: of each kind.
+      kinds: the kind of each layer in model order, an index into the other tables.
+      windows: window of each kind, in tokens.
       rotations: frequencies of each kind, R / 2 numbers.
-      factors: of each kind.
+      factors: factor of rotated queries and keys of each kind.
       is_rotated: whether any layer has a rotary embedding.
     """
 
@@ -49,14 +49,14 @@ def layer_table(config: ModelConfig) -> LayerTable:
 
 
 def is_local(kind: str) -> bool:
-    """Return whether layers of this kind see a window only."""
+    """Return whether layers of this kind see only a window."""
     return kind.startswith("local")
 
 
 def visible_share(config: ModelConfig, length: int) -> float:
     """Return the share of a sequence's [T, T] scores that are not masked, averaged over layers.
 
-    Half of them in a global layer, in which the diagonal is not counted apart.
+    In a global layer this is half; the diagonal is not counted separately.
     """
     window = min(config.attention_window or length, length)
     # The first W queries see a triangle, the others W keys each.

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from maxpipe.config.sections import LoRAConfig, ModelConfig
 from maxpipe.model.parameters import ParamSpec, declare
 
-# Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
-# function of one sequence, with its weight in the total loss. Next to them lie `COUNTS`.
+# Losses of a layer besides the tokens' loss, by name: float32 scalars, each a sum over sequences of
+# a function of one sequence, times its weight in the total loss. `COUNTS` are kept with them.
 AuxiliaryLosses: TypeAlias = dict[str, jax.Array]
-# No losses, but numbers of assignments of tokens, float32: to each expert, [E] of a layer, and
-# those that are dropped, []. Of several layers they have a row for each layer of the model, [N, E]
-# and [N]. They are added up like losses; no gradient.
+# Not losses, but numbers of assignments of tokens, float32: to each expert, [E] for a layer, and
+# those that are dropped, []. For several layers there is a row for each layer of the model, [N, E]
+# and [N]. They are added up like losses, but have no gradient.
 EXPERT_LOAD, EXPERT_DROPS = "expert_load", "expert_drops"
 COUNTS = (EXPERT_LOAD, EXPERT_DROPS)
 
@@ -36,7 +36,7 @@ class SideInputs(NamedTuple):
       sequence_index: int32 [B], index of each row in the global batch, from which dropout masks are
         drawn.
       layer_index: int32 scalar, the layer's index in model order, from which it knows how it
-        differs from others. Whoever applies a layer sets it; it is None on the way there.
+        differs from others. The caller that applies a layer sets it; until then it is None.
     """
 
     positions: jax.Array
@@ -60,16 +60,16 @@ def project(
     """Multiply activations with a weight, summing over the last dimensions of `x`.
 
     The gradient of the weight is the product of `x` with the cotangent, in that order. JAX's own
-    rule takes the cotangent first and transposes the product. For that XLA's CPU backend copies the
-    cotangent transposed; after an activation function it computes the derivative again for the
-    copy, across the order of memory. There are no forward-mode derivatives.
+    rule takes the cotangent first and transposes the product. For that XLA's CPU backend makes a
+    transposed copy of the cotangent; after an activation function it computes the derivative again
+    for the copy, against the order of memory. There are no forward-mode derivatives.
 
     Args:
       x: [..., *C], where C are the `contracted` dimensions.
       weight: [*C, *K], in the dtype of `x`.
       contracted: number of dimensions that are summed over.
-      dtype: of the result, and of gradients until they are summed; that of `x` if None. Cotangents
-        are first rounded to the dtype of `x`.
+      dtype: dtype of the result, and of gradients until they are summed; None takes that of `x`.
+        Cotangents are first rounded to the dtype of `x`.
 
     Returns:
       [..., *K].
@@ -104,7 +104,7 @@ def input_gradient(
 ) -> jax.Array:
     """Return the gradient [..., *C] of the activations, in the dtype of the cotangent [..., *K].
 
-    `weight`, `contracted` and `dtype` are those of `project`.
+    `weight`, `contracted` and `dtype` are as for `project`.
     """
     outputs = range(cotangent.ndim - (weight.ndim - contracted), cotangent.ndim)
     dx = dot(cotangent, weight, outputs, range(contracted, weight.ndim), dtype)
@@ -114,7 +114,7 @@ def input_gradient(
 def weight_gradient(
     x: jax.Array, cotangent: jax.Array, contracted: int, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Return the gradient [*C, *K] of the weight, in the dtype of `x`; the rest as of `project`."""
+    """Return the gradient [*C, *K] of the weight, in the dtype of `x`; see `input_gradient`."""
     batch = range(x.ndim - contracted)
     return dot(x, cotangent, batch, batch, dtype).astype(x.dtype)
 
@@ -122,13 +122,13 @@ def weight_gradient(
 def dot(
     a: jax.Array, b: jax.Array, dims_a: range, dims_b: range, dtype: DTypeLike | None
 ) -> jax.Array:
-    """Return the product of `a` and `b`, summed over these dimensions of each, in `dtype`."""
+    """Return the product of `a` and `b` in `dtype`, summed over `dims_a` and `dims_b`."""
     contracted = (tuple(dims_a), tuple(dims_b))
     return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=dtype)
 
 
 def projection(config: ModelConfig) -> ProjectFn:
-    """Return the function with which projections of a model multiply with their weights."""
+    """Return the function by which a model's projections multiply with their weights."""
     if config.quantisation == "none":
         return project
     from maxpipe.model.quantisation import FORMATS, project_quantised
@@ -141,20 +141,20 @@ def projection(config: ModelConfig) -> ProjectFn:
 # Low-rank adapters of projections (LoRA, Hu et al. 2021)
 # ------------------------------------------------------------------------------------------------
 
-RANK_AXIS = "adapter_rank"  # logical axis by which an adapter is known
+RANK_AXIS = "adapter_rank"  # logical axis that marks an adapter
 # (input of an adapter [B, T, ...], name of its projection) -> the input after dropout
 DropFn: TypeAlias = Callable[[jax.Array, str], jax.Array]
 
 
 class Adapter(nnx.Module):
-    """What is added to a projection of x: alpha / rank * x A B, where A leads to R = rank numbers.
+    """A term added to a projection of x: alpha / rank * x A B, where A maps x to R = rank numbers.
 
-    B starts at 0, so that the first step's losses are those of the base.
+    B starts at 0, so that the first step has the losses of the base.
 
     Args:
       config: `model.lora`.
-      spec: of the projection's weight, whose logical axes A and B have.
-      contracted: dimensions of the weight that are summed over.
+      spec: spec of the projection's weight, whose logical axes A and B have.
+      contracted: number of dimensions of the weight that are summed over.
     """
 
     def __init__(self, config: LoRAConfig, spec: ParamSpec, contracted: int):
@@ -171,18 +171,18 @@ class Adapter(nnx.Module):
         self.b = declare((config.rank, *outs), (RANK_AXIS, *spec.axes[contracted:]), spec.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return what is added, [B, T, *K], for x [B, T, *C]."""
+        """Return the added term [B, T, *K] for x [B, T, *C]."""
         low = project(x, self.a[...], self.contracted) * self.scale  # [B, T, R]
         return project(low, self.b[...])
 
 
 def add_adapters(module: nnx.Module, config: ModelConfig, contracted: Mapping[str, int]) -> None:
-    """Give a module the adapters of those of its projections that `model.lora` names.
+    """Give a module adapters for those of its projections that `model.lora` names.
 
     Args:
-      module: has the projections' weights under their names, and gets `<name>_adapter`.
-      config: of the model.
-      contracted: of each projection, by name: dimensions of its weight that are summed over.
+      module: module with the projections' weights under their names; gets `<name>_adapter`.
+      config: the model's section of the configuration.
+      contracted: number of dimensions summed over in each projection's weight, by name.
     """
     for name in config.adapted:
         if name in contracted:
@@ -199,15 +199,15 @@ def adapted(
     *,
     multiply: ProjectFn,
 ) -> jax.Array:
-    """Project with the module's weight of that name, and add what its adapter adds, if it has one.
+    """Project with the module's weight `name`, and add the term of its adapter, if it has one.
 
     Args:
-      module: that `add_adapters` was called with.
-      name: of the projection.
-      x: [B, T, *C].
-      contracted: as of `project`.
+      module: a module that `add_adapters` was called with.
+      name: name of the projection.
+      x: input of the projection, [B, T, *C].
+      contracted: as for `project`.
       drop: dropout on the adapter's input; None without.
-      multiply: multiplies with the weight; adapters compute in the dtype of `x`.
+      multiply: function that multiplies with the weight; adapters compute in the dtype of `x`.
 
     Returns:
       [B, T, *K].
@@ -230,9 +230,9 @@ class RMSNorm(nnx.Module):
     Args:
       shape: sizes of the dimensions that are normalised together, usually one.
       eps: added to the mean square.
-      dtype: of the scale.
+      dtype: dtype of the scale.
       axes: logical axes of the scale.
-      offset: multiply by 1 + scale, where the scale starts at 0.
+      offset: whether to multiply by 1 + scale, where the scale starts at 0.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ GatingFn: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def gating(config: ModelConfig) -> GatingFn:
-    """Return the function of gate and up, [..., F] each, that is projected down."""
+    """Return the function of gate and up, [..., F] each, whose result is projected down."""
     activation, limit = ACTIVATIONS[config.mlp_activation], config.mlp_limit
     offset = config.mlp_up_offset
 
@@ -283,10 +283,10 @@ def gating(config: ModelConfig) -> GatingFn:
 
 
 def computed_once(apply: GatingFn) -> GatingFn:
-    """Return an elementwise function whose result and gradients are arrays of their own.
+    """Return an elementwise function whose result and gradients are stored as arrays.
 
-    TPUs would compute them within every product that reads them, forward and backward, which makes
-    those products slower than the memory traffic that is spared.
+    TPUs would compute them within every product that reads them, forward and backward, which costs
+    those products more time than the memory traffic that it saves.
     """
 
     def array_of_its_own(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -294,7 +294,7 @@ def computed_once(apply: GatingFn) -> GatingFn:
 
     once = jax.custom_vjp(array_of_its_own)
 
-    # Not `once`: policies of rematerialisation see single operations here, and a call there.
+    # Not `once`: policies of rematerialisation see single operations here, but would see a call.
     def forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return array_of_its_own(gate, up), (gate, up)
 
@@ -345,12 +345,12 @@ class GatedMLP(nnx.Module):
 def dropout(x_BTD: jax.Array, rate: float, key: jax.Array, side: SideInputs) -> jax.Array:
     """Zero entries with probability `rate` and scale the others by 1 / (1 - rate).
 
-    The mask depends on (key, sequence, segment, position) only, so that no layout of devices and no
+    The mask depends only on (key, sequence, segment, position), so that no layout of devices and no
     order of tokens changes it.
 
     Args:
-      x_BTD: [B, T, D], or with more dimensions than one after T.
-      rate: in [0, 1).
+      x_BTD: activations [B, T, D], or with several dimensions after T.
+      rate: probability in [0, 1).
       key: key of the step, layer and sublayer.
       side: identifies sequences and tokens.
     """

@@ -42,7 +42,7 @@ class OutputLoss:
       z_loss: weight of the squared log-partition.
       tiles: number of tiles that the tokens are cut into.
       scale: factor of products of activations and kernel, before the cap.
-      num_token_ids: logits beyond so many are of padding, and -inf; 0 = there is no padding.
+      num_token_ids: number of ids that are not padding; logits beyond are -inf; 0 = no padding.
     """
 
     soft_cap: float
@@ -53,7 +53,7 @@ class OutputLoss:
 
     @classmethod
     def of(cls, m: ModelConfig) -> "OutputLoss":
-        """Return those of a model."""
+        """Return the output loss of a model."""
         num_token_ids = m.num_token_ids if m.num_token_ids < m.vocab_size else 0
         return cls(m.logit_soft_cap, m.z_loss, m.logit_tiles, m.logit_scale, num_token_ids)
 
@@ -127,7 +127,7 @@ def _forward(
 ) -> tuple[Losses, Gradients]:
     """Compute the losses, and in the same pass their gradients.
 
-    The loss is a scalar, so the backward only has to scale them, and no tile's logits are computed
+    The loss is a scalar, so the backward pass only scales them, and no tile's logits are computed
     a second time.
     """
     gradient_fn = jax.value_and_grad(output.of_products, has_aux=True)

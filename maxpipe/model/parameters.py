@@ -22,7 +22,7 @@ Leaf = TypeVar("Leaf")
 TreeT = TypeVar("TreeT")
 # Nested dicts by name, {"attention": {"query": leaf, ...}, ...}, with leaves of one type.
 Tree: TypeAlias = dict[str, Union[Leaf, "Tree[Leaf]"]]
-# A tree of arrays, or of what stands for them (specs, shapes). Leaves are not typed: every access
+# A tree of arrays, or of specs or shapes in their place. Leaves are not typed: every access
 # of a known path, params["embed"]["embedding"], would need a cast.
 Params: TypeAlias = dict[str, Any]
 
@@ -32,12 +32,12 @@ class ParamSpec:
     """One parameter.
 
     Attributes:
-      shape, dtype: of the parameter of one layer.
+      shape, dtype: shape and dtype of the parameter in one layer.
       axes: logical axis of each dimension.
       stddev: standard deviation of the initial normal values; 0 with `fill` gives a constant.
       fill: constant added to the initial values.
-      keeps_dtype: whether computations take it in `dtype`, not in that of activations.
-      frozen: whether training leaves it as it is: it has no gradient and no optimizer state.
+      keeps_dtype: whether computations use it in `dtype`, not in the dtype of activations.
+      frozen: whether training leaves it unchanged: it has no gradient and no optimizer state.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class ParamSpec:
     frozen: bool = False
 
     def compute_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Return the dtype in which it is used where activations have `dtype`."""
+        """Return the dtype in which the parameter is used if activations have `dtype`."""
         return self.dtype if self.keeps_dtype else dtype
 
     def init(self, key: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ def split_module(make: Callable[[], nnx.Module]) -> tuple[Callable[..., Any], Pa
     """Turn an NNX module into a pure function.
 
     Args:
-      make: builds the module; called under `nnx.eval_shape`, so nothing is allocated.
+      make: function that builds the module; called under `nnx.eval_shape`, so nothing is allocated.
 
     Returns:
       (apply, specs): `apply(params, *args, method=None, **kwargs)` calls the module (or a method of
@@ -104,7 +104,7 @@ def map_specs(f: Callable[..., Leaf], specs: Params, *trees: Params) -> Tree[Lea
 
 
 def trainable(specs: Params, tree: Params) -> Params:
-    """Return a tree like the specs with None, no leaf at all, in the places of frozen parameters.
+    """Return a tree like the specs with None, no leaf at all, in place of frozen parameters.
 
     Without frozen parameters this is the tree itself.
     """
@@ -158,7 +158,7 @@ _OUTER_AXES = dict.fromkeys(("embed", "expert_embed", "latent"), "outer_embed")
 
 
 def outer_axes(spec: ParamSpec) -> tuple[str, ...]:
-    """Return the logical axes of a layer's parameter that is split as embedding and head are."""
+    """Return the logical axes of a layer's parameter that is split like embedding and head."""
     return tuple(_OUTER_AXES.get(axis, axis) for axis in spec.axes)
 
 

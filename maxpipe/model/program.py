@@ -33,7 +33,7 @@ from maxpipe.model.parameters import (
 )
 from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
-UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
+UNNAMED = "auxiliary_loss"  # name for a block that returns a number, not losses by name
 
 
 class Embedding(nnx.Module):
@@ -80,7 +80,7 @@ def _shape_of_sums(
 
 
 def _with_frozen_base(specs: Params, block: str) -> Params:
-    """Return the specs of a model of which adapters alone are trained."""
+    """Return the specs of a model of which only the adapters are trained."""
 
     def freeze(spec: ParamSpec) -> ParamSpec:
         return spec if RANK_AXIS in spec.axes else replace(spec, frozen=True)
@@ -99,7 +99,7 @@ class ModelProgram:
 
     Raises:
       ValueError: `model.block` is not in the catalogue.
-      ConfigError: it declares none of the adapters that `model.lora` asks for.
+      ConfigError: the block declares none of the adapters that `model.lora` asks for.
 
     Attributes:
       config: the model's section of the configuration.
@@ -149,7 +149,7 @@ class ModelProgram:
 
     @cached_property
     def _auxiliary_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each sum over layers of what `block` returns, which is traced."""
+        """Return the shape of each auxiliary loss, summed over layers; `block` is traced for it."""
         apply, _ = split_module(lambda: self._make_block(_shape_of_context, _shape_of_sums))
 
         def side_inputs() -> SideInputs:
@@ -192,7 +192,7 @@ class ModelProgram:
         return map_specs(cast, specs, params)
 
     def no_auxiliary(self) -> AuxiliaryLosses:
-        """Return auxiliary losses of 0, to which those of layers are added."""
+        """Return auxiliary losses of 0, to which the layers' losses are added."""
         return {name: jnp.zeros(s, jnp.float32) for name, s in self._auxiliary_shapes.items()}
 
     @jax.named_scope("embedding")
@@ -213,7 +213,7 @@ class ModelProgram:
         if not isinstance(auxiliary, dict):
             return y, {UNNAMED: auxiliary}
         if counts := {name: auxiliary[name] for name in COUNTS if name in auxiliary}:
-            # [...] -> [N, ...]; a layer of padding, whose index is N, has no row.
+            # [...] -> [N, ...]; a padding layer, whose index is N, has no row.
             index = jnp.asarray(side.layer_index) - self.config.first_dense_layers
             row = jax.nn.one_hot(index, self.config.stacked_layers, dtype=jnp.float32)
             by_layer = {name: jnp.multiply.outer(row, count) for name, count in counts.items()}

@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from maxpipe.model.layers import dot, input_gradient, weight_gradient
 
-# Of the largest value of a row or channel, so that no scale is subnormal. Where all are smaller,
-# those that come to half a step of the format are kept, and the others become 0.
+# Lower bound of the largest value of a row or channel, so that no scale is subnormal. If all are
+# smaller, values of at least half a step of the format are kept, and the others become 0.
 _LEAST = 1e-30
 
 
@@ -28,9 +28,9 @@ class Format(NamedTuple):
     """An 8-bit format.
 
     Attributes:
-      dtype: of operands.
-      largest: value that the largest operand of a row or channel becomes.
-      sum_dtype: in which products are summed.
+      dtype: dtype of operands.
+      largest: value to which the largest operand of a row or channel is scaled.
+      sum_dtype: dtype in which products are summed.
     """
 
     dtype: DTypeLike
@@ -39,7 +39,7 @@ class Format(NamedTuple):
 
 
 # Sums of int8 are exact up to 2^31 / 127^2 = 133,000 terms. With a scale for each row e4m3 has
-# range enough for gradients, and half the rounding error of e5m2.
+# enough range for gradients, and half the rounding error of e5m2.
 FORMATS = {
     "int8": Format(jnp.int8, 127, jnp.int32),
     "fp8": Format(jnp.float8_e4m3fn, 448, jnp.float32),
@@ -50,14 +50,14 @@ def quantise(x: jax.Array, dims: range, form: Format) -> tuple[jax.Array, jax.Ar
     """Return (x / scale in 8 bits, scale).
 
     Args:
-      x: of any float dtype.
+      x: array of any float dtype.
       dims: dimensions that share a scale.
       form: the format.
 
     Returns:
-      The second is float32, with size 1 in `dims`; not finite where x is not.
+      The scale is float32, with size 1 in `dims`; not finite where x is not.
     """
-    # The largest is exact in any dtype; a product per value is cheaper than a quotient.
+    # The maximum is exact in any dtype; a product per value is cheaper than a quotient.
     largest = jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True).astype(jnp.float32)
     largest = jnp.maximum(largest, _LEAST)
     scaled = x.astype(jnp.float32) * (form.largest / largest)
@@ -74,9 +74,9 @@ def project_quantised(
 
     Args:
       form: the format.
-      is_full: whether the gradient of `x` is such a product, too; else both gradients are those of
-        `project`, as if nothing had been rounded.
-      x, weight, contracted: as of `project`.
+      is_full: whether the gradient of `x` is such a product, too; otherwise both gradients are the
+        same as with `project`, as if nothing had been rounded.
+      x, weight, contracted: as for `project`.
 
     Returns:
       [..., *K] in the dtype of `x`.
@@ -113,7 +113,7 @@ project_quantised.defvjp(_forward, _backward)
 def _quantised_dot(
     a: jax.Array, b: jax.Array, dims_a: range, dims_b: range, form: Format
 ) -> jax.Array:
-    """Return the product summed over the last dimensions of `a`, `dims_a`, in its dtype."""
+    """Return the product, summed over `dims_a`, the last dimensions of `a`, in the dtype of `a`."""
     rows, scale_a = quantise(a, dims_a, form)
     columns, scale_b = quantise(b, dims_b, form)
     sums = dot(rows, columns, dims_a, dims_b, form.sum_dtype).astype(jnp.float32)

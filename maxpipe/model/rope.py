@@ -13,7 +13,7 @@ def frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarra
     Args:
       dim: rotated channels of a head.
       theta: base of the frequencies.
-      scaling: its `length` is not auto with longrope.
+      scaling: scaling of the frequencies; with longrope its `length` is not auto.
     """
     freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if scaling.type == "longrope":
@@ -28,7 +28,7 @@ def frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarra
 
 
 def rotary_factor(scaling: RopeScalingConfig) -> float:
-    """Return the factor of rotated queries and keys; 1 but for yarn and longrope."""
+    """Return the factor of rotated queries and keys; 1 except for yarn and longrope."""
     if scaling.type not in ("yarn", "longrope") or scaling.factor == 1:
         return 1.0
     if scaling.attention_factor:
@@ -39,9 +39,9 @@ def rotary_factor(scaling: RopeScalingConfig) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig) -> float:
-    """Return the factor of scores of attention, which DeepSeek's yarn has besides that of rotation.
+    """Return the factor of attention scores, which DeepSeek's yarn has besides the rotary factor.
 
-    It stands in for a factor of all channels, those that are not rotated included.
+    It stands in for a factor of all channels, including those that are not rotated.
     """
     if scaling.type != "yarn" or scaling.factor == 1:
         return 1.0
@@ -70,7 +70,7 @@ def _yarn(freq: np.ndarray, dim: int, theta: float, scaling: RopeScalingConfig) 
     """
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency that turns so often in the original context."""
+        """Return the index of the frequency that makes `turns` turns in the original context."""
         wavelength = scaling.original_max_position / turns
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 

@@ -1,6 +1,6 @@
-"""Compute a mixture of experts (Shazeer et al. 2017), dropless, with the FLOPs of chosen experts.
+"""Compute a mixture of experts (Shazeer et al. 2017), dropless, with FLOPs for chosen experts only.
 
-The way of a token, from `mixture`, which is the layer:
+The path of a token from `mixture`, the layer:
 
     router     float32 logits, choice of k experts and their weights; losses that spread the load
     dispatch   rows of tokens in the order of their experts, and back
@@ -12,8 +12,8 @@ The way of a token, from `mixture`, which is the layer:
 functions:
 
     unfit(config)                                 why it cannot serve, or an empty string
-    layout(num_assignments, num_experts, most)    `Layout`, how rows lie; so many assignments are
-                                                  expected, and there may be `most`
+    layout(num_assignments, num_experts, most)    `Layout` of the rows, for so many expected
+                                                  assignments and no more than `most`
     multiply(rows, weights, places, layout)       rows [P, D] times weights [E, D, F] -> [P, F]
 
 Letters: N tokens, k experts of a token, A = N k assignments of a token to an expert, P rows, E

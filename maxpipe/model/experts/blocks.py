@@ -1,7 +1,7 @@
 """Multiply blocks of rows, each of one expert, in a loop: the kernel for every backend.
 
-The rows of an expert fill whole blocks, the last with zeros. What is multiplied beyond the rows of
-tokens is at most `_WASTE` of them, where a block has more than `_LEAST` rows. XLA's own
+The rows of an expert fill whole blocks, the last with zeros. Rows multiplied beyond those of tokens
+are at most `_WASTE` of the latter, if a block has more than `_LEAST` rows. XLA's own
 `lax.ragged_dot` multiplies every row with the weights of all experts on CPUs and GPUs.
 
 Letters: A assignments, b rows of a block, P rows of all blocks, E experts, D and F widths.
@@ -29,12 +29,12 @@ class Blocks:
 
     @staticmethod
     def unfit(config: ModelConfig) -> str:
-        """Return an empty string: there is no size that it cannot serve."""
+        """Return an empty string: the kernel serves every size."""
         return ""
 
     @staticmethod
     def layout(num_assignments: int, num_experts: int, most: int | None = None) -> Layout:
-        """Return blocks as large as the waste allows; every expert may have a block partly full."""
+        """Return blocks as large as the waste allows; an expert may have one partly full block."""
         most = num_assignments if most is None else most
         groups = min(most, num_experts)
         size = _LEAST
@@ -47,8 +47,8 @@ class Blocks:
         """Return rows [P, D] times the weights [E, D, F] of their experts, [P, F]."""
         first = first_rows(places.sizes, layout.alignment)
         blocks = jnp.arange(layout.num_rows // layout.alignment, dtype=jnp.int32)
-        # The last expert that begins at or before the block's first row; empty ones begin there
-        # too, but before it. Blocks after all rows belong to the last expert, and are zero.
+        # A block's expert is the last that begins at or before its first row; empty experts begin
+        # there too, but precede it. Blocks after all rows are zero, and the last expert's.
         starts = blocks * layout.alignment
         ends = first + -(-places.sizes // layout.alignment) * layout.alignment
         experts = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
@@ -65,7 +65,7 @@ def _multiply(
 
     Args:
       rows, weights: the operands.
-      experts: int32 [P / b], of each block; E for blocks of zeros if `is_sparse`.
+      experts: int32 [P / b], expert of each block; E for blocks of zeros if `is_sparse`.
       is_sparse: whether such blocks are skipped.
     """
     return _over_blocks(rows, weights, experts, is_sparse, contracted=0)
@@ -95,7 +95,7 @@ def _over_blocks(
 
 
 def _if_sparse(f: Callable[..., jax.Array], is_sparse: bool) -> Callable[..., jax.Array]:
-    """Return `f`, which is mapped over stages in a loop: conditionals of a map would not skip."""
+    """Return `f`, if sparse mapped over stages in a loop: vectorised conditionals skip nothing."""
     return sequential_vmap(f) if is_sparse else f
 
 
@@ -119,7 +119,7 @@ def _backward(
 def _weight_gradients(
     is_sparse: bool, rows: jax.Array, gradient: jax.Array, experts: jax.Array, zeros: jax.Array
 ) -> jax.Array:
-    """Return gradients [E, D, F] for weights, float32; `zeros` are shaped like them."""
+    """Return gradients [E, D, F] of the weights, float32; `zeros` has their shape."""
 
     def add(
         total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]

@@ -1,10 +1,10 @@
 """Bound the tokens that an expert takes, and with them the rows that devices have places for.
 
 Without a capacity there are rows for every choice: on one of n devices that share experts, up to n
-times those of an even one. With `model.moe.capacity_factor` an expert takes a bounded number of the
-tokens of each sequence, the earlier ones first; the others go without it. That depends on nothing
-but the sequence, so neither microbatches nor devices change what is dropped, and no token depends
-on later ones.
+times as many as with an even one. With `model.moe.capacity_factor` an expert takes a bounded number
+of each sequence's tokens, the earlier ones first; the others go without it. That depends only on
+the sequence, so neither microbatches nor devices change what is dropped, and no token depends on
+later ones.
 
 Letters: B sequences, T tokens of each, k experts of a token, E experts.
 """
@@ -20,12 +20,12 @@ from maxpipe.model.experts.dispatch import Layout
 
 # (shape (B, T, k) of the choice of all devices' sequences, experts of this device) -> layout
 LayoutFn = Callable[[tuple[int, ...], int], Layout]
-# (assignments that are expected, experts, assignments that there may be) -> layout
+# (expected assignments, experts, largest possible number of assignments) -> layout
 KernelLayout = Callable[[int, int, int], Layout]
 
 
 def capacity(moe: MoEConfig, length: int) -> int:
-    """Return the tokens of a sequence of `length` that one expert takes at most."""
+    """Return how many tokens of a sequence of `length` one expert takes at most."""
     if not moe.capacity_factor:
         return length
     even = length * moe.per_token / moe.experts
@@ -33,9 +33,9 @@ def capacity(moe: MoEConfig, length: int) -> int:
 
 
 def within_capacity(experts: jax.Array, moe: MoEConfig) -> jax.Array:
-    """Return a choice int32 [B, T, k] with E, the expert that no device has, for what is dropped.
+    """Return a choice int32 [B, T, k], dropped assignments set to E, an expert that no device has.
 
-    The earlier tokens of a sequence come first, and among those of one token the better choice.
+    The earlier tokens of a sequence come first, and within one token the better choice.
     """
     if not moe.capacity_factor:
         return experts
@@ -50,7 +50,7 @@ def within_capacity(experts: jax.Array, moe: MoEConfig) -> jax.Array:
 def layout_for(kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1) -> LayoutFn:
     """Return the layout of rows on one of several devices that share experts.
 
-    Rows suffice for tokens of all devices that choose as many of its experts as they can, within
+    Rows suffice even if the tokens of all devices choose as many of its experts as they can, within
     the capacity of each.
     """
 
@@ -59,7 +59,7 @@ def layout_for(kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1) ->
         most = sequences * length * min(per_token, num_experts)
         most = min(most, sequences * num_experts * capacity(moe, length))
         has_missing = devices > 1 or moe.capacity_factor > 0
-        most += has_missing  # a free row for those without one
+        most += has_missing  # a free row for assignments without one
         # On average a device computes its part of the assignments of all devices.
         rows = kernel_layout(min(math.prod(choice) // devices, most), num_experts, most)
         return rows._replace(missing="last" if has_missing else "none")

@@ -1,9 +1,9 @@
-"""Arrange tokens as rows in the order of their experts, and add rows up to tokens again.
+"""Arrange tokens as rows in the order of their experts, and sum rows into tokens again.
 
 Each assignment of a token to an expert is a row, so nothing is dropped, however uneven the choice;
 assignments to experts of other devices have no row here, and add nothing to their tokens.
-Rows of an expert are neighbours; where a kernel asks for it, they begin at a multiple of a number,
-and the rows in between are zero. Both directions are gathers, and so are their gradients.
+Rows of an expert are neighbours; if a kernel needs it, each expert's rows begin at a multiple of a
+number, and the rows in between are zero. Both directions are gathers, and so are their gradients.
 
 Letters: N tokens, k experts of a token, A = N k assignments, P rows, E experts, D embed.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
-# Which assignments have no row: "none" of them; some, while the "last" row has no assignment; or
-# some, while "any" row may have one.
+# Which assignments have no row: "none"; or some, and then either the "last" row is known to have no
+# assignment, or "any" row may have one.
 Missing: TypeAlias = Literal["none", "last", "any"]
 
 
@@ -27,8 +27,8 @@ class Layout(NamedTuple):
 
     Attributes:
       num_rows: P, enough for every choice.
-      alignment: the first row of each expert is a multiple of it.
-      is_sparse: whether most rows may be without an assignment, as other devices have experts too.
+      alignment: number of which the first row of each expert is a multiple.
+      is_sparse: whether most rows may lack an assignment, because other devices have experts too.
       missing: which assignments may be without a row.
     """
 
@@ -58,13 +58,13 @@ def arrange(experts: jax.Array, num_experts: int, layout: Layout) -> Places:
     Args:
       experts: int32 [N, k], experts of each token; E for those of other devices.
       num_experts: E.
-      layout: of a kernel, for this number of assignments.
+      layout: a kernel's layout, for this number of assignments.
     """
     flat = experts.reshape(-1)  # [A]
     count = flat.shape[0]
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # [A], assignments by expert
     sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
-    before = jnp.cumsum(sizes) - sizes  # [E], assignments of the experts before
+    before = jnp.cumsum(sizes) - sizes  # [E], assignments of earlier experts
     sorted_experts = flat[order]
     rank = jnp.arange(count, dtype=jnp.int32) - before[sorted_experts]  # within the expert
     row = first_rows(sizes, layout.alignment)[sorted_experts] + rank  # [A]
@@ -75,7 +75,7 @@ def arrange(experts: jax.Array, num_experts: int, layout: Layout) -> Places:
 
 
 def first_rows(sizes: jax.Array, alignment: int) -> jax.Array:
-    """Return the first row of each expert, int32 [E], of their numbers of rows [E]."""
+    """Return the first row of each expert, int32 [E], given the numbers of their rows [E]."""
     aligned = -(-sizes // alignment) * alignment
     return jnp.cumsum(aligned) - aligned
 
@@ -85,9 +85,9 @@ def spread(x: jax.Array, places: Places, missing: Missing = "any") -> jax.Array:
     """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero.
 
     Args:
-      x: of the tokens.
-      places: of the rows.
-      missing: as of `Layout`.
+      x: activations of the tokens.
+      places: places of the rows.
+      missing: as in `Layout`.
     """
     tokens = places.assignments // places.rows.shape[1]  # [P], N for rows without one
     is_full = missing == "none" and tokens.size == places.rows.size
@@ -99,7 +99,7 @@ def _spread_backward(
 ) -> tuple[jax.Array, Places]:
     if missing == "last":
         # XLA fuses a mask with the sum that makes the gradient. It would not fuse an update of one
-        # row, and then the sum takes twice as long.
+        # row, and then the sum would take twice as long.
         row = lax.broadcasted_iota(jnp.int32, gradient.shape, 0)
         gradient = jnp.where(row < gradient.shape[0] - 1, gradient, 0)
         missing = "none"
@@ -114,9 +114,9 @@ def add_up(rows: jax.Array, places: Places, missing: Missing = "any") -> jax.Arr
     """Return the sum of each token's rows, [P, D] -> [N, D], computed in float32.
 
     Args:
-      rows: of assignments; those without one may be undefined.
-      places: of the rows.
-      missing: as of `Layout`.
+      rows: rows of assignments; those without one may be undefined.
+      places: places of the rows.
+      missing: as in `Layout`.
     """
     # XLA adds arrays on TPUs five times as fast as it sums over a dimension of one.
     first, *others = _taken(rows, places.rows.T, missing)  # k of [N, D]
@@ -138,9 +138,9 @@ add_up.defvjp(
 
 
 def _taken(rows: jax.Array, indices: jax.Array, missing: Missing) -> jax.Array:
-    """Return rows [P, D] in the order of `indices`; zeros for P and more.
+    """Return rows [P, D] in the order of `indices`; zeros for indices from P on.
 
-    A row of zeros stands for those, since TPUs spread a mask of rows over columns slowly.
+    They take a row of zeros, since TPUs are slow to spread a mask of rows over columns.
     """
     if missing == "last":
         rows = rows.at[-1].set(0)
@@ -173,7 +173,7 @@ def add_bias(rows: jax.Array, bias: jax.Array, experts: jax.Array) -> jax.Array:
     Args:
       rows: [P, F].
       bias: [E, F], in the dtype of the rows.
-      experts: int32 [P], of each row; E where there is none.
+      experts: int32 [P], expert of each row; E where there is none.
     """
     return rows + jnp.take(bias, experts, axis=0, mode="fill", fill_value=0)
 

@@ -1,11 +1,11 @@
-"""Compute experts that devices along mesh axis `expert` share: take tokens there, and results back.
+"""Compute experts that devices along mesh axis `expert` share: send tokens there, and results back.
 
 Each device has tokens of its own and E / n of the experts. All ways are exact, and drop nothing by
 themselves:
 
     ring          every device gets the tokens of all, computes what its experts add to each, and
                   the sums over devices go back
-    all_to_all    a token goes to each device that has an expert of its own, in a buffer that has a
+    all_to_all    a token goes to each device that has one of its experts, in a buffer that has a
                   place for every token
     ragged        the same without empty places on the way, by a collective that CPUs lack
 
@@ -36,17 +36,17 @@ from maxpipe.sharding.collectives import (
 )
 
 KEY = "model.moe.dispatch"
-SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
+SPARSE_CALL = "sparse_rows_"  # begins the name of a call, before "a_of_b": it uses a of b rows
 
 
 def choose_dispatch(moe: MoEConfig, devices: int, platform: str, note: Note) -> str:
-    """Return the name of a way; an automatic choice is printed with its reason.
+    """Return the name of one of these ways; an automatic choice is printed with its reason.
 
     Args:
       moe: options of the model's experts.
       devices: n, more than one.
-      platform: of the devices, as JAX names it.
-      note: prints a line.
+      platform: platform of the devices, as JAX names it.
+      note: function that prints a line.
 
     Raises:
       ConfigError: the configured way needs a collective that the platform lacks.
@@ -95,12 +95,12 @@ def ragged(experts: ExpertsFn) -> ExpertsFn:
 
 
 class Transport(NamedTuple):
-    """How a device's tokens travel to the devices that they go to.
+    """How a device's tokens travel to the devices of their experts.
 
     Attributes:
-      places: of each token's rows, one for each device [N, n], among R.
-      there: sends rows [R, ...]; returns those of all devices, [n N, ...], zeros where none is.
-      back: sends rows [n N, ...] where they came from, [R, ...].
+      places: places of each token's rows, one for each device [N, n], among R.
+      there: function that sends rows [R, ...] and returns those received, [n N, ...], else zeros.
+      back: function that sends rows [n N, ...] back where they came from, [R, ...].
     """
 
     places: Places
@@ -109,7 +109,7 @@ class Transport(NamedTuple):
 
 
 def _sent(experts: ExpertsFn, transport_for: Callable[[jax.Array, int], Transport]) -> ExpertsFn:
-    """Return `experts` for tokens that are sent to each device that has an expert of their own."""
+    """Return `experts` for tokens that are sent to each device that has one of their experts."""
 
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
@@ -119,9 +119,9 @@ def _sent(experts: ExpertsFn, transport_for: Callable[[jax.Array, int], Transpor
         tokens, flat = x.reshape(-1, width), choice.reshape(-1, per_token)
         # 1. A row for each token and device that it goes to: [R].
         places, there, back = transport_for(flat // num_own, devices)
-        # 2. There, with all its experts, of which a device computes its own.
+        # 2. Send it there with the numbers of all its experts; a device computes its own.
         tokens_of = places.assignments // devices
-        # Rows without a token have expert -1, which no device has: as zeros come from nowhere, too.
+        # Rows without a token get expert -1, which no device has; so do the zeros of empty places.
         sent_choice = 1 + jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=-1)
         choice_there = _own(there(sent_choice) - 1, weights)
         combine_there = there(spread(combine.reshape(-1, per_token), places))
@@ -163,7 +163,7 @@ def _packed_rows(devices_of: jax.Array, devices: int) -> Transport:
 def sparse(multiply: MultiplyFn, devices: int) -> MultiplyFn:
     """Return a kernel's product in a call whose name says how many of its rows it uses on average.
 
-    What counts FLOPs reads the name, since skipped rows cannot be seen in shapes.
+    The count of FLOPs reads the name, since shapes do not show skipped rows.
     """
 
     def run(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
@@ -180,7 +180,7 @@ def sparse(multiply: MultiplyFn, devices: int) -> MultiplyFn:
 
 
 def _own(choice: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """Return a choice [..., k] as indices of this device's experts; others get their number."""
+    """Return a choice [..., k] as indices of this device's experts, with E / n for others."""
     count = weights.gate.shape[0]
     own = choice - lax.axis_index(EXPERT_AXIS) * count
     return jnp.where((own >= 0) & (own < count), own, count)
@@ -190,7 +190,7 @@ def _places(devices_of: jax.Array, devices: int, *, is_packed: bool = False) -> 
     """Give each token a row in the buffer of each device that it goes to.
 
     Args:
-      devices_of: device of each of its experts, int32 [N, k].
+      devices_of: device of each of a token's experts, int32 [N, k].
       devices: n.
       is_packed: whether rows have no gaps, R = N min(k, n) of them; otherwise each device has N.
     """

@@ -1,4 +1,4 @@
-"""Multiply groups of rows by JAX's TPU kernel (megablox, Gale et al. 2022, arXiv:2211.15841).
+"""Multiply groups of rows with JAX's TPU kernel (megablox, Gale et al. 2022, arXiv:2211.15841).
 
 Letters: A assignments, P rows, E experts, D and F widths.
 """
@@ -9,8 +9,8 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
 
 _LANES = 128
-_SUBLANES = 8  # widths that the kernel is tried with are multiples of it
-# The largest tile. The last one of a width may be partly full: gpt-oss's 2880 columns have three.
+_SUBLANES = 8  # the kernel has been tried only with widths that are multiples of it
+# The largest tile. The last one of a width may be partly full: gpt-oss's 2880 columns take three.
 _ROWS, _WIDTH = 512, 1024
 
 

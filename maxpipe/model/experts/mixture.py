@@ -1,4 +1,4 @@
-"""Define the layer's mixture of experts: router, routed experts, and those that all tokens use.
+"""Define the layer's mixture of experts: router, routed experts, and shared experts.
 
 Letters: B sequences, T tokens, N = B T, k experts of a token, P rows, E experts, D embed, F hidden
 width of an expert.
@@ -53,17 +53,17 @@ class ExpertsFn(Protocol):
           x: tokens [B, T, D].
           choice: int32 [B, T, k], the experts of each token; E for none.
           combine: float32 [B, T, k], their weights.
-          weights: of all experts, in the dtype of `x`.
+          weights: weights of all experts, in the dtype of `x`.
         """
         ...
 
 
 def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -> ExpertsFn:
-    """Return the experts around a kernel's two functions, see `maxpipe.model.experts`.
+    """Return the experts built on a kernel's two functions, see `maxpipe.model.experts`.
 
     Args:
-      layout_of, multiply: the kernel's.
-      gate_up: from `maxpipe.model.layers.gating`.
+      layout_of, multiply: the kernel's functions.
+      gate_up: function from `maxpipe.model.layers.gating`.
     """
 
     def run(
@@ -87,7 +87,7 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         # 2. Each expert's MLP.
         gate = checkpoint_name(project(rows, weights.gate, weights.gate_bias), "mlp_gate")  # [P, F]
         up = checkpoint_name(project(rows, weights.up, weights.up_bias), "mlp_up")
-        # Rows are weighted where they are narrow, unless a bias comes after that.
+        # Rows are weighted where they are narrow, unless a bias is added later.
         hidden = gate_up(gate, up)
         if weights.down_bias is None:
             hidden = weighted(hidden)
@@ -101,11 +101,11 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
 
 
 class MixtureOfExperts(nnx.Module):
-    """Routed experts, and shared ones next to them, in the place of an MLP.
+    """Routed experts, and shared ones if configured, in place of an MLP.
 
     Args:
       config: the model's section of the configuration, with experts.
-      experts: how routed experts are computed; on one device if None.
+      experts: function that computes routed experts; None computes them on one device.
     """
 
     def __init__(self, config: ModelConfig, experts: ExpertsFn | None = None):
@@ -151,7 +151,7 @@ class MixtureOfExperts(nnx.Module):
           x_BTD: tokens.
           is_token: bool [B, T], False for padding.
         """
-        # 1. Choose, in float32. A product of so few columns costs little in full precision.
+        # 1. Choose, in float32. A product with so few columns costs little in full precision.
         logits = jnp.matmul(
             x_BTD.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
         )

@@ -25,8 +25,8 @@ class Choice(NamedTuple):
 
     Attributes:
       experts: int32 [..., k], the chosen experts, the best first.
-      weights: float32 [..., k], of their outputs in the sum.
-      probabilities: float32 [..., E], scores of all experts that add up to 1.
+      weights: float32 [..., k], weights of their outputs in the sum.
+      probabilities: float32 [..., E], scores of all experts, which add up to 1.
     """
 
     experts: jax.Array
@@ -34,8 +34,8 @@ class Choice(NamedTuple):
     probabilities: jax.Array
 
 
-# (logits float32 [..., E], options) -> choice, before normalisation and scale. Routers of which
-# the catalogue says that they take a selection bias are called with that too, float32 [E] or None.
+# (logits float32 [..., E], options) -> choice, before normalisation and scale. Routers that take a
+# selection bias, as the catalogue says, are called with it too, float32 [E] or None.
 RouterFn = Callable[..., Choice]
 
 
@@ -58,7 +58,7 @@ def route(logits: jax.Array, moe: MoEConfig, bias: jax.Array | None = None) -> C
 def softmax(logits: jax.Array, config: MoEConfig, bias: jax.Array | None = None) -> Choice:
     """Choose by the softmax over all experts, as Mixtral, Qwen3 and OLMoE do.
 
-    The score of a group is that of its best expert, as in DeepSeek-V2 (arXiv:2405.04434).
+    The score of a group is its best expert's score, as in DeepSeek-V2 (arXiv:2405.04434).
     """
     scores = jax.nn.softmax(logits, axis=-1)
     return _chosen(scores, config.per_token, _selection(scores, config, bias, best=1))
@@ -73,7 +73,7 @@ def topk_softmax(logits: jax.Array, config: MoEConfig) -> Choice:
 def sigmoid(logits: jax.Array, config: MoEConfig, bias: jax.Array | None = None) -> Choice:
     """Choose by the sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437).
 
-    The score of a group is the sum of those of its two best experts.
+    The score of a group is the sum of its two best experts' scores.
     """
     scores = jax.nn.sigmoid(logits)
     selection = _selection(scores, config, bias, best=2)
@@ -89,9 +89,9 @@ def losses(
     Both are functions of one sequence, a row of the batch with all its tokens but padding, so they
     do not depend on how a batch is cut:
 
-    balance_loss: with f_e the share of the sequence's assignments that expert e has, times E, and
-    P_e the mean of its probability, the sum of f_e P_e; 1 where both are even. The gradient is that
-    of P_e.
+    balance_loss: the sum of f_e P_e, where f_e is the share of the sequence's assignments that
+    expert e has, times E, and P_e the mean of its probability; 1 where both are even. Only P_e has
+    a gradient.
     z_loss: the mean over tokens of the squared logarithm of the softmax's denominator (Zoph et al.
     2022, arXiv:2202.08906).
 
@@ -100,7 +100,7 @@ def losses(
 
     Args:
       logits: float32 [B, T, E].
-      choice: of `route`.
+      choice: the choice from `route`.
       is_token: bool [B, T], False for padding.
       config: `model.moe.*`.
     """
@@ -139,9 +139,9 @@ def assignments(experts: jax.Array, is_token: jax.Array, num_experts: int) -> ja
 def _selection(
     scores: jax.Array, config: MoEConfig, bias: jax.Array | None, *, best: int
 ) -> jax.Array:
-    """Return what a choice goes by: scores [..., E] plus bias, -inf outside of the best groups.
+    """Return the values to choose by: scores [..., E] plus bias, -inf outside the best groups.
 
-    The score of a group is the sum over its `best` experts.
+    The score of a group is the sum over as many of its best experts as `best` says.
     """
     if bias is not None:
         scores = scores + bias
@@ -155,6 +155,6 @@ def _selection(
 
 
 def _chosen(scores: jax.Array, count: int, selection: jax.Array) -> Choice:
-    """Choose experts with the highest `selection`; weights are their scores, both [..., E]."""
+    """Choose the experts of highest `selection` [..., E]; their weights are `scores` [..., E]."""
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(selection), count)
     return Choice(experts, jnp.take_along_axis(scores, experts, axis=-1), scores)

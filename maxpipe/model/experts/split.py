@@ -58,13 +58,13 @@ def build_experts(
     """Build the function of a model's experts; None if the model has none.
 
     Args:
-      config: resolved.
+      config: the resolved model configuration.
       rules: logical axis rules, bound to the mesh.
-      platform: of the mesh's devices, as JAX names it.
-      note: prints a line.
+      platform: platform of the mesh's devices, as JAX names it.
+      note: function that prints a line.
 
     Raises:
-      ConfigError: as `choose_kernel`.
+      ConfigError: see `choose_kernel`.
     """
     if not config.moe.experts:
         return None
@@ -87,10 +87,10 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
     over some axes only the other axes are left to split.
 
     Args:
-      experts: of one device.
+      experts: function that computes the experts of one device.
       rules: logical axis rules, bound to the mesh.
-      always: whether no axis may be left to the partitioner, even if it has one device: it refuses
-        kernels of Pallas.
+      always: whether no axis may be left to the partitioner, even if it has one device, because
+        the partitioner refuses Pallas kernels.
     """
 
     def run(
@@ -107,14 +107,14 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
         experts_of, _, width = rules.automatic_spec(axes, weights.gate.shape)
         (width,) = without(PartitionSpec(width), axes_of(tokens))  # devices of other tokens
         # Devices that share a width have operands and results of their own, in a new first
-        # dimension: their sums are left to the partitioner, as those of any product.
+        # dimension: their sums are left to the partitioner, as with any product.
         copies = jax.tree.map(
             lambda a: jnp.broadcast_to(a, (_count(rules, width), *a.shape)), (x, choice, combine)
         )
         copied = PartitionSpec(width, *tokens)
         down_bias = weights.down_bias
         if down_bias is not None:
-            # The sum has it once: of those who share a width, all but the first have zeros.
+            # The sum has it once: of the devices that share a width, all but the first have zeros.
             zeros = ((0, _count(rules, width) - 1), (0, 0), (0, 0))
             down_bias = jnp.pad(down_bias[None], zeros)
 

@@ -1,4 +1,4 @@
-"""Choose the attention kernel, and how it rotates, and run it on arrays that devices share."""
+"""Choose the attention kernel and the form of rotation, and run it on arrays that devices share."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -36,9 +36,9 @@ def choose_kernel(config: Config, platform: str, note: Note) -> str:
     """Return the name of the attention kernel; an automatic choice is printed with its reason.
 
     Args:
-      config: resolved.
-      platform: of the devices, as JAX names it.
-      note: prints a line.
+      config: the resolved configuration.
+      platform: platform of the devices, as JAX names it.
+      note: function that prints a line.
 
     Raises:
       ConfigError: the configured kernel does not run on this platform or with these sizes.
@@ -76,13 +76,13 @@ def choose(
     """Return the name of a kernel; an automatic choice is printed with its reason.
 
     Args:
-      key: that names the kernel.
+      key: configuration key that names the kernel.
       configured: its value, a name or auto.
-      kernels: of the catalogue.
-      everywhere: the one that runs on every backend, with every size.
-      unfit: returns why a kernel cannot serve, or an empty string.
-      platform: of the devices, as JAX names it.
-      note: prints a line.
+      kernels: facts of the catalogue's kernels, by name.
+      everywhere: name of the kernel that runs on every backend, with every size.
+      unfit: function that returns why a kernel cannot serve, or an empty string.
+      platform: platform of the devices, as JAX names it.
+      note: function that prints a line.
 
     Raises:
       ConfigError: the configured kernel does not run on this platform or with these sizes.
@@ -105,13 +105,13 @@ def choose(
 
 
 def choose_rotation(config: Config, platform: str, note: Note) -> str:
-    """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
+    """Return how queries and keys are rotated, "slices" or "product"; see `choose_kernel`."""
     why = "spares the TPU transposes of queries and keys"
     return _choose_for_tpus(config, platform, note, "rotation", ("product", why), "slices")
 
 
 def choose_gating(config: Config, platform: str, note: Note) -> str:
-    """Return how a gated MLP is computed, "fused" or "separate"; arguments as above."""
+    """Return how a gated MLP is computed, "fused" or "separate"; see `choose_kernel`."""
     why = "gate times up is computed once, not in each product that reads it"
     return _choose_for_tpus(config, platform, note, "gating", ("separate", why), "fused")
 
@@ -124,7 +124,7 @@ def _choose_for_tpus(
     on_tpus: tuple[str, str],
     elsewhere: str,
 ) -> str:
-    """Return the value of `model.<name>`; for auto on TPUs in bfloat16 that of (value, reason)."""
+    """Return the value of `model.<name>`; auto takes the one of `on_tpus` on TPUs in bfloat16."""
     configured: str = getattr(config.model, name)
     if configured != "auto":
         return configured
@@ -139,13 +139,13 @@ def build_attention(config: Config, rules: AxisRules, platform: str, note: Note)
     """Build the attention function of a resolved configuration.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       rules: logical axis rules, bound to the mesh.
-      platform: of the mesh's devices, as JAX names it.
-      note: prints a line.
+      platform: platform of the mesh's devices, as JAX names it.
+      note: function that prints a line.
 
     Raises:
-      ConfigError: as `choose_kernel`.
+      ConfigError: see `choose_kernel`.
     """
     name = choose_kernel(config, platform, note)
     kernel, length = _kernel(name), config.data.sequence_length
@@ -161,8 +161,8 @@ def build_attention(config: Config, rules: AxisRules, platform: str, note: Note)
 def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
     """Run `attention` on each device's own part.
 
-    XLA's partitioner can split neither a kernel nor a collective that is written out. Inside a
-    program that is already manual over some axes only the other axes are left to split.
+    XLA's partitioner can split neither a kernel nor an explicit collective. Inside a program that
+    is already manual over some axes only the other axes are left to split.
     """
     length = "activation_length" if rules.mesh.shape[CONTEXT_AXIS] > 1 else None
 

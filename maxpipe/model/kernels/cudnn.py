@@ -1,4 +1,4 @@
-"""Attend by cuDNN's flash attention, on NVIDIA GPUs; JAX calls the library.
+"""Attend with cuDNN's flash attention, on NVIDIA GPUs; JAX calls the library.
 
 No [T, T] matrix exists, and with a window the tokens before it are skipped.
 """
@@ -12,8 +12,8 @@ from jax.extend import backend
 from maxpipe.config.sections import ModelConfig
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 
-LARGEST_HEAD = 128  # that GPUs of every generation take; from Hopper on cuDNN takes 256
-UNIT = 8  # which divides a head's size
+LARGEST_HEAD = 128  # size that every generation of GPUs takes; from Hopper on cuDNN takes 256
+UNIT = 8  # a head's size must be a multiple of it
 
 
 class Cudnn:
@@ -56,7 +56,7 @@ class Cudnn:
             assert not soft_cap, "see `Cudnn.unfit`"
             if not isinstance(window, jax.Array):
                 return _attend(q, k, v, window=window or 0)
-            # The window is a constant of the call: one that differs by layer chooses between two.
+            # The window is a constant of the call: if it differs by layer, there are two calls.
             local, of_all = (partial(_attend, window=w) for w in (config.attention_window, 0))
             return jax.lax.cond(window <= config.attention_window, local, of_all, q, k, v)
 

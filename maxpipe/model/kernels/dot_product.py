@@ -1,4 +1,4 @@
-"""Attend by two matrix products with the full [T, T] matrix between them; runs everywhere.
+"""Attend with two matrix products with the full [T, T] matrix between them; runs everywhere.
 
 Shapes: B batch, T sequence, P queries of a part, H query heads, K key/value heads, G = H / K,
 C channels of a query and key, V of a value.
@@ -39,7 +39,7 @@ def attention_of_queries(
     tokens: jax.Array,
     options: AttentionOptions = PLAIN,
 ) -> jax.Array:
-    """Compute `dot_product_attention` of the queries of `tokens`, int32 [P]; q is [B,P,H,C]."""
+    """Compute `dot_product_attention` for the queries of `tokens`, int32 [P]; q is [B,P,H,C]."""
     # [B, 1, P, T]
     same_segment = segment_ids[:, tokens][:, None, :, None] == segment_ids[:, None, None, :]
     mask = same_segment & visible(tokens, jnp.arange(k.shape[1]), options.window)
@@ -61,7 +61,7 @@ def attend(
     sinks: jax.Array | None = None,
     soft_cap: float = 0.0,
 ) -> jax.Array:
-    """Attend to the keys that a mask names; every query has one at least: [B,P,H,V].
+    """Attend to the keys that a mask admits, at least one for every query: [B,P,H,V].
 
     Args:
       q, k, v: query [B,P,H,C], key [B,T,K,C], value [B,T,K,V].

@@ -1,4 +1,4 @@
-"""Attend by splash attention, JAX's block-sparse flash attention for TPUs.
+"""Attend with splash attention, JAX's block-sparse flash attention for TPUs.
 
 No [T, T] matrix exists, and blocks that are masked entirely are skipped.
 
@@ -33,7 +33,7 @@ class _AnyQueries(PartAttention, Protocol):
     ) -> jax.Array: ...
 
 
-LANES = 128  # of a TPU vector register; blocks are multiples of it
+LANES = 128  # lanes of a TPU vector register; blocks are multiples of it
 
 
 class Splash:
@@ -45,7 +45,7 @@ class Splash:
         if sequence_length % unit:
             why = f" = {LANES} x 2 x {num_parts} (mesh.*.context)" if num_parts > 1 else ""
             return f"data.sequence_length={sequence_length} is not a multiple of {unit}{why}"
-        # Channels of latent attention, which has 192 and 128 in DeepSeek's models, are filled up.
+        # Channels of latent attention, 192 and 128 in DeepSeek's models, are filled up.
         if config.head_dim % LANES and not config.is_latent:
             return f"model.head_dim={config.head_dim} is not a multiple of {LANES}"
         if config.attention_sinks:
@@ -80,13 +80,13 @@ class Splash:
 
 
 def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) -> _AnyQueries:
-    """Build a `PartAttention` that with None as its part takes all queries.
+    """Build a `PartAttention` that takes all queries if its part is None.
 
     Args:
-      config: the model.
+      config: the model's section of the configuration.
       parts: int32 [C, P], the tokens of each part.
-      chunk: blocks of queries divide it.
-      interpret: run the kernel on any backend.
+      chunk: number of tokens that blocks of queries have to divide.
+      interpret: whether to run the kernel on any backend, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -178,13 +178,13 @@ def _attend_rows(
 
 
 def _filled_up(x: jax.Array) -> jax.Array:
-    """Return [..., C] with zeros up to `filled(C)` channels, which change no product."""
+    """Pad [..., C] with zeros to `filled(C)` channels, which changes no product."""
     missing = filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def filled(channels: int) -> int:
-    """Return the channels that the kernel computes with: a multiple of `LANES`."""
+    """Return how many channels the kernel computes with: the next multiple of `LANES`."""
     return -(-channels // LANES) * LANES
 
 
