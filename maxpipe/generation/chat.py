@@ -24,7 +24,7 @@ _KEY = "--chat"
 
 
 class TooLong(ConfigError):
-    """A conversation that has more tokens than the model has learned positions."""
+    """A conversation with more tokens than the model has learned positions."""
 
 
 class EndOfTurn(NamedTuple):
@@ -32,7 +32,7 @@ class EndOfTurn(NamedTuple):
 
     Attributes:
       tokens: ids of special tokens, any of which ends it.
-      text: if there are none, the text that ends it; may be empty.
+      text: the text that ends it if there are no such tokens; may be empty.
     """
 
     tokens: set[int]
@@ -40,7 +40,7 @@ class EndOfTurn(NamedTuple):
 
 
 def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
-    """Return the chat template that a run was trained with, or that its tokenizer has.
+    """Return the chat template that a run was trained with, or its tokenizer's own.
 
     Raises:
       ConfigError: there is none.
@@ -71,10 +71,10 @@ def read_conversation(
     tokenizer: Tokenizer,
     limit: int,
 ) -> list[int]:
-    """Return the token ids after which the assistant's answer begins, as training had them.
+    """Return the token ids after which the assistant's answer begins, the same as in training.
 
     Raises:
-      TooLong: it has more than `limit` tokens.
+      TooLong: the conversation has more than `limit` tokens.
       ConfigError: the template refuses the conversation.
     """
     try:
@@ -109,20 +109,20 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
 
 
 def before(end: str, pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the text before `end` as soon as it is sure that it does not belong to `end`.
+    """Yield the text before `end`, each part as soon as it is sure not to belong to `end`.
 
-    Whitespace that it begins with is left out.
+    Leading whitespace is left out.
 
     Args:
-      end: the text that ends it; "" if nothing does.
-      pieces: what the model writes.
+      end: the text that ends the answer; "" if nothing does.
+      pieces: the text that the model writes, piece by piece.
     """
     waiting = ""
     has_begun = False
     for piece in pieces:
         waiting += piece
         if not has_begun:
-            # A template may end turns by a newline; then it is no whitespace before the answer.
+            # A template may end turns with a newline; then it is not whitespace before the answer.
             waiting = waiting if end.isspace() else waiting.lstrip()
             has_begun = bool(waiting)
         if end and end in waiting:

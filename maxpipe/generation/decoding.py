@@ -32,8 +32,8 @@ from maxpipe.sharding.rules import AxisRules
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
-# Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of N; with latent attention only keys, whose
-# first channels are the values.
+# Keys and values [B,W,K,C] of one layer, or [N,B,W,K,C] of N layers; with latent attention only
+# keys, whose first channels are the values.
 KeysValues = tuple[jax.Array, ...]
 
 
@@ -45,7 +45,7 @@ class Cache(NamedTuple):
 
 
 class CachedAttention(Protocol):
-    """Attention that also reads and writes the cache of a layer; options as of `AttentionFn`."""
+    """Attention that also reads and writes the cache of a layer; options as for `AttentionFn`."""
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ class CachedAttention(Protocol):
         cache: KeysValues | None,
         options: AttentionOptions,
     ) -> tuple[jax.Array, KeysValues]:
-        """Return (context, cache after these tokens); `cache` is that before them."""
+        """Return (context, cache after these tokens), given the `cache` before them."""
         ...
 
 
@@ -83,7 +83,7 @@ class Sampling:
         """Draw token ids, int32 [B], from logits, float32 [B,V]."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # The best is 0 at any temperature, and float32 has none below its smallest number.
+        # The best logit is 0 at any temperature; the bound keeps the divisor above 0 in float32.
         best = jnp.max(logits, axis=-1, keepdims=True)
         logits = (logits - best) / max(self.temperature, _LEAST_TEMPERATURE)
         if 0 < self.top_k < logits.shape[-1]:
@@ -113,7 +113,7 @@ class Decoder:
 
     Args:
       config: the model's section of the configuration.
-      window: W, the sequence length of the training; the model knows no longer distances.
+      window: W, the sequence length in training; the model has learned no longer distances.
     """
 
     def __init__(self, config: ModelConfig, window: int):
@@ -128,9 +128,9 @@ class Decoder:
         """Read a prompt.
 
         Args:
-          params: of all layers.
+          params: parameters of the whole model.
           tokens: int32 [B,P], P at most W.
-          length: int32 scalar from 1 to P, how many of them are the prompt; what follows changes
+          length: int32 scalar from 1 to P, length of the prompt; what follows it changes
             nothing, so that one program reads prompts of several lengths.
 
         Returns:
@@ -161,7 +161,7 @@ class Decoder:
         """Read whole sequences.
 
         Args:
-          params: of all layers.
+          params: parameters of the whole model.
           tokens: int32 [B,T], T at most W; each row begins a text.
 
         Returns:
@@ -187,17 +187,17 @@ class Decoder:
         """Read one more token.
 
         Args:
-          params: of all layers.
+          params: parameters of the whole model.
           token: int32 [B].
-          position: int32 scalar, its number in the sequence.
-          cache: of the tokens before it.
+          position: int32 scalar, its position in the sequence.
+          cache: cache of the tokens before it.
 
         Returns:
           (logits of the token after it, float32 [B,V]; cache).
         """
         slot = position % self._window
         slots = jnp.arange(self._window)
-        # Slots fill in order; once position reaches W - 1 all are in use.
+        # Slots fill in order; from position W - 1 on all are in use.
         in_use = (slots <= position)[None, None, None]  # [1,1,1,W]
 
         def attend_to_cache(
@@ -223,7 +223,7 @@ class Decoder:
         return self._program.logits(params, x[:, -1]), cache
 
     def _cached(self, k: jax.Array, v: jax.Array) -> KeysValues:
-        """Return what the cache holds of keys and values."""
+        """Return the part of keys and values that the cache holds."""
         return (k,) if self._config.is_latent else (k, v)
 
     def _run(
@@ -286,7 +286,7 @@ class Decoder:
 
 
 def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
-    """Return the parameters of a checkpoint, of several the mean, in the compute dtype.
+    """Return a checkpoint's parameters, or the mean of several, in the compute dtype.
 
     They are sharded over the tensor axis of all devices of this process.
 
@@ -319,11 +319,11 @@ def generate(
     """Yield tokens after `prompt`, each as soon as it is drawn; the caller decides when to stop.
 
     Args:
-      config: of the run; a token sees `data.sequence_length` tokens.
-      params: from `load_parameters`.
+      config: the run's configuration; a token sees `data.sequence_length` tokens.
+      params: parameters from `load_parameters`.
       prompt: token ids, at most `data.sequence_length`.
       sampling: how to draw.
-      seed: of the draws; token n depends on it, on n and on the text so far.
+      seed: seed of the draws; token n depends on it, on n and on the text so far.
       max_tokens: the largest number of tokens.
     """
     programs = _programs(config.model, config.data.sequence_length, sampling)
@@ -338,13 +338,13 @@ def generate(
 
 
 def _padded(prompt: Sequence[int], window: int) -> jax.Array:
-    """Return a prompt, int32 [1,P], padded to one of few lengths, each of which is compiled."""
+    """Return a prompt, int32 [1,P], padded to one of few lengths to limit compilations."""
     length = min(1 << (len(prompt) - 1).bit_length(), window)
     return jnp.asarray([[*prompt, *[0] * (length - len(prompt))]], jnp.int32)
 
 
 class _Programs(NamedTuple):
-    """What is compiled to generate.
+    """The compiled programs that generate text.
 
     Attributes:
       first: (params, padded tokens of a prompt, its length, key) -> the token after it, cache.
@@ -357,7 +357,7 @@ class _Programs(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs:
-    """Return the programs of a model, the same ones for the next prompt; arguments of `Decoder`."""
+    """Return the programs of a model, cached for later prompts; arguments as for `Decoder`."""
     decoder = Decoder(config, window)
 
     def first(

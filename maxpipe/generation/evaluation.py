@@ -26,11 +26,11 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     """Print lm-eval's table of a run, and return the exit code.
 
     Args:
-      flags: of `maxpipe.evaluate`.
-      store, steps: from `find_checkpoint`.
+      flags: command-line flags of `maxpipe.evaluate`.
+      store, steps: the checkpoints to read, from `find_checkpoint`.
 
     Raises:
-      ConfigError: tokenizer or a task are not usable.
+      ConfigError: the tokenizer or a task is not usable.
     """
     manager = TaskManager(include_path=flags.include)
     tasks = matching_tasks(flags.tasks, manager.all_tasks)
@@ -73,7 +73,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 
 
 def matching_tasks(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the tasks that are named, perhaps by patterns; raise ConfigError if one has none."""
+    """Return the tasks that match names or patterns; raise ConfigError if one matches none."""
     problems, tasks = [], dict[str, None]()
     for name in names:
         matches = fnmatch.filter(known, name)

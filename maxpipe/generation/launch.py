@@ -25,8 +25,8 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     """Print the prompt and what the model writes after it, or its answers; return the exit code.
 
     Args:
-      flags: of `maxpipe.generate`.
-      store, steps: from `find_checkpoint`.
+      flags: command-line flags of `maxpipe.generate`.
+      store, steps: the checkpoints to read, from `find_checkpoint`.
 
     Raises:
       ConfigError: tokenizer, prompt or stop tokens are not usable, or there is no chat
@@ -35,7 +35,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
     system = [_said("system", flags.system)] if flags.system else []
     try:
         model = Model(store, steps, flags.tokenizer)
-        # What the command line names is looked at before the parameters are read.
+        # Check the command line's values before reading the parameters.
         tokenizer = model.find_tokenizer()
         check_tokens(flags.stop_token, model.config.model.num_token_ids)
         if flags.chat:
@@ -66,10 +66,10 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
     """Answer the lines of standard input until it ends, each as a turn of one conversation.
 
-    At a terminal a line that cannot be answered is named and left out.
+    At a terminal, a line that cannot be answered is reported and skipped.
 
     Raises:
-      ConfigError: such a line comes from elsewhere.
+      ConfigError: such a line does not come from a terminal.
     """
     is_terminal = sys.stdin.isatty()
     turns: list[Message] = []
@@ -94,7 +94,7 @@ def _read_line(sign: str) -> str:
     """Return the next line of standard input, without whitespace around it.
 
     Raises:
-      EOFError: there is none.
+      EOFError: there is no further line.
       ConfigError: it is not text.
     """
     try:
@@ -105,7 +105,7 @@ def _read_line(sign: str) -> str:
 
 
 def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) -> list[int]:
-    """Return the prompt of a conversation, without its oldest turns if it has become too long.
+    """Return the prompt of a conversation, without its oldest turns if it is too long.
 
     Raises:
       ConfigError: the newest turn alone is too long, or the chat template refuses the conversation.

@@ -1,6 +1,6 @@
 """Let lm-eval score and generate texts with a run: the model `maxpipe` of its registry.
 
-Imports lm-eval, an extra. In a script of its own: `import maxpipe.generation.lm_eval_model`, then
+Imports lm-eval, an extra. In your own script: `import maxpipe.generation.lm_eval_model`, then
 `lm_eval.simple_evaluate("maxpipe", "run_dir=runs/base", tasks=[...])`.
 
 Shapes: B texts, T tokens.
@@ -25,9 +25,9 @@ from maxpipe.generation.model import Model, load_model
 from maxpipe.generation.text import check_known
 from maxpipe.model.parameters import Params
 
-_DEFAULT_TOKENS = 256  # of an answer, as lm-eval's own models have it
+_DEFAULT_TOKENS = 256  # length of an answer, as in lm-eval's own models
 _KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks"}
-_NEUTRAL = {"num_beams": 1}  # what tasks set without asking for anything
+_NEUTRAL = {"num_beams": 1}  # options of tasks that change nothing
 
 # What lm-eval asks for: the texts, tokens of the context, and tokens that are scored.
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
@@ -36,13 +36,13 @@ TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 class ModelOfRun(TemplateLM):
     """A loaded model as lm-eval takes it.
 
-    Texts begin as documents do in training, with the begin of document if the tokenizer has one. A
-    context that is too long for `data.sequence_length` loses its beginning, and one of more than
+    Texts begin like documents in training, with the begin-of-document token if the tokenizer has
+    one. A context too long for `data.sequence_length` loses its beginning, and one of more than
     half of that leaves room for the answer. Samples of a text differ from each other.
 
     Args:
-      model: from `maxpipe.load_model`.
-      batch_size: texts that are scored at once.
+      model: the model, from `maxpipe.load_model`.
+      batch_size: number of texts scored at once.
     """
 
     def __init__(self, model: Model, batch_size: int = 8):
@@ -50,7 +50,7 @@ class ModelOfRun(TemplateLM):
         self.model = model
         self.batch_size = max(1, int(batch_size))
         self.max_length = model.config.data.sequence_length
-        self._num_written = 0  # texts, of which each is drawn with a seed of its own
+        self._num_written = 0  # number of texts; each is drawn with a seed of its own
 
     @property
     def eot_token_id(self) -> int:
@@ -64,13 +64,13 @@ class ModelOfRun(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return what lm-eval's cache of requests tells tokenizers apart by."""
+        """Return the name by which lm-eval's request cache tells tokenizers apart."""
         return self.model.config.data.tokenizer.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the tokens of a text, after the begin of document unless that is not wanted."""
+        """Return the tokens of a text, after the begin of document unless the flag is False."""
         tokenizer = self.model.tokenizer
         ids: list[int] = tokenizer.encode(string).tolist()
         check_known(ids, tokenizer, self.model.config.model.num_token_ids, "text")
@@ -102,9 +102,9 @@ class ModelOfRun(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
-        """Return for each the log-likelihood, and whether the most likely tokens are these."""
+        """Return each log-likelihood, and whether the scored tokens are the most likely ones."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # Long texts first, so that too large a batch fails at once; alike lengths share a shape.
+        # Long texts first, so that too large a batch fails at once; similar lengths share a shape.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i][1:])))
         starts = range(0, len(order), self.batch_size)
         for start in tqdm(starts, "texts scored, in batches", disable=disable_tqdm):
@@ -124,7 +124,7 @@ class ModelOfRun(TemplateLM):
             texts.append([*context, *scored][-self.max_length - 1 :])
         longest = max(max(len(text) for text in texts) - 1, 1)
         length = min(1 << (longest - 1).bit_length(), self.max_length)
-        # Tokens see none after them, so that padding changes nothing.
+        # No token sees later ones, so padding changes nothing.
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, text in enumerate(texts):
             ids[row, : len(text)] = text
@@ -145,7 +145,7 @@ class ModelOfRun(TemplateLM):
         return answers
 
     def _generate(self, context: str, options: Mapping[str, object]) -> str:
-        # Other names of max_gen_toks are taken, and a temperature alone asks for samples.
+        # This takes other names of max_gen_toks, and samples if only a temperature is given.
         wishes: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
         wishes = {name: value for name, value in wishes.items() if _NEUTRAL.get(name) != value}
         if unknown := wishes.keys() - _KNOWN:
@@ -158,7 +158,7 @@ class ModelOfRun(TemplateLM):
             top_k=int(wishes.get("top_k", 0)) if is_drawn else 0,
             top_p=float(wishes.get("top_p", 1.0)) if is_drawn else 1.0,
         )
-        # An answer may go on for longer than the model sees; half of that is the context's.
+        # An answer may be longer than the model's window; half of that is kept for the context.
         room = max(self.max_length - max_tokens, self.max_length // 2, 1)
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         seed = self._num_written
@@ -190,7 +190,7 @@ class ModelOfRun(TemplateLM):
 
 @register_model("maxpipe")
 class NamedRun(ModelOfRun):
-    """The same by the arguments of `maxpipe.load_model`, as lm-eval's registry builds it."""
+    """The same, built from arguments of `maxpipe.load_model`, as lm-eval's registry does."""
 
     def __init__(
         self,

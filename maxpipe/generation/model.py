@@ -40,17 +40,17 @@ class Model:
     token, whatever `model.moe.capacity_factor` was in training.
 
     Args:
-      store: checkpoints of the run.
-      steps: committed ones; the parameters are the mean over them.
-      tokenizer: as `data.tokenizer`; None for the run's own.
+      store: store of the run's checkpoints.
+      steps: committed steps, ascending; the parameters are the mean over them.
+      tokenizer: a value of `data.tokenizer`; None for the run's own.
 
     Raises:
-      ConfigError: the run's model is not known here.
+      ConfigError: this installation does not know the run's model.
       CheckpointDamaged, CheckpointUnreadable: the record of the step cannot be read.
 
     Attributes:
-      config: resolved configuration of the run.
-      step: finished steps of the training, at the last one.
+      config: the resolved configuration of the run.
+      step: number of finished training steps, at the last of `steps`.
     """
 
     def __init__(self, store: StepStore, steps: Sequence[int], tokenizer: str | None = None):
@@ -68,7 +68,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run, or the one that was named.
+        """Return the tokenizer of the run, or the one given.
 
         Raises:
           ConfigError: it is gone, or has ids that the model does not know.
@@ -98,7 +98,7 @@ class Model:
             return load_parameters(directories, self.config)
 
     def load(self) -> None:
-        """Read what `stream` needs now, rather than at its first use; raises as they do."""
+        """Read what `stream` needs now, rather than at its first use; errors are the same."""
         _ = (self.tokenizer, self._ends, self.params)
 
     def logits(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
@@ -111,7 +111,7 @@ class Model:
             `data.sequence_length`.
 
         Raises:
-          ValueError: they have another shape or dtype, or are no ids of the model.
+          ValueError: they have another shape or dtype, or are not ids of the model.
         """
         try:
             ids = np.asarray(tokens)
@@ -150,7 +150,7 @@ class Model:
           temperature: below 1 favours likely tokens, 0 takes the most likely one.
           top_k: draw from this many most likely tokens; 0 = all.
           top_p: draw from the most likely tokens that together have this probability; 1 = all.
-          seed: of the draws.
+          seed: seed of the draws.
           stop: end after one of these texts.
           stop_tokens: end before one of these ids, as before the end of a document.
 
@@ -184,9 +184,9 @@ class Model:
         """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
 
         Args:
-          messages: {"role": ..., "content": ...} each, and what else the chat template knows.
-          tools: descriptions of those that may be called.
-          max_tokens, temperature, top_k, top_p, seed: as of `generate`.
+          messages: dicts {"role": ..., "content": ...}, with further keys of the chat template.
+          tools: descriptions of the tools that may be called.
+          max_tokens, temperature, top_k, top_p, seed: as for `generate`.
 
         Raises:
           ValueError: an argument is out of range, the run has no chat template, or the template
@@ -210,8 +210,8 @@ class Model:
         """Return the token ids after which the answer to a conversation begins.
 
         Raises:
-          ConfigError: the run has no chat template, or it refuses them, or they are too long, or
-            have tokens that the model does not have.
+          ConfigError: the run has no chat template, the template refuses the messages, or they
+            are too long or have tokens that the model does not have.
         """
         limit = self.config.data.sequence_length
         ids = read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
@@ -228,7 +228,7 @@ class Model:
         stop: Sequence[str],
         stop_tokens: Sequence[int],
     ) -> Iterator[str]:
-        """Yield the answer up to the end of the assistant's turn; arguments as of `stream`."""
+        """Yield the answer up to the end of the assistant's turn; arguments as for `stream`."""
         end = end_of_turn(self._chat_template, self.tokenizer)
         texts = self.stream(
             prompt,
@@ -250,12 +250,12 @@ class Model:
         stop: Sequence[str],
         stop_tokens: Sequence[int],
     ) -> Iterator[str]:
-        """Yield the text of each token as soon as it is complete; arguments as of `generate`.
+        """Yield the text of each token as soon as it is complete.
 
         Args:
           prompt: token ids, from `read_prompt`.
           sampling: how to draw.
-          seed, max_tokens, stop, stop_tokens: as of `generate`.
+          seed, max_tokens, stop, stop_tokens: as for `generate`.
         """
         text_stream = TextStream(self.tokenizer, prompt)
         ends = {self.tokenizer.eos_id, *stop_tokens, *self._ends}
@@ -267,7 +267,7 @@ class Model:
                 break
             text = text_stream.add(token)
             earlier, written = len(written), written + text
-            # A token may hold more than the end of what ends the text.
+            # A token may continue after the stop text that ends in it.
             if reached := [written.index(end) + len(end) for end in stop if end in written]:
                 yield text[: min(reached) - earlier]
                 return
@@ -298,25 +298,25 @@ def load_model(
     """Load the model of a run, whatever its stages and devices were.
 
     Args:
-      run_dir: the run's directory, also s3:// and gs://.
+      run_dir: the run's directory, or an s3:// or gs:// URL.
       step: the checkpoint to read; None = the newest.
-      average: read the mean of this many checkpoints, the last ones up to `step`.
-      tokenizer: as `data.tokenizer`; None for the run's own.
+      average: number of checkpoints to read the mean of, the last ones up to `step`.
+      tokenizer: a value of `data.tokenizer`; None for the run's own.
 
     Raises:
-      ConfigError: a ValueError: there is no such run or step, or its model is not known here.
+      ConfigError: a ValueError: there is no such run or step, or its model is unknown here.
       CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: the checkpoint cannot be read.
     """
     with _naming_arguments():
         store = open_steps(fspath(run_dir), "RUN_DIR")
         model = Model(store, find_steps(store, step, average), tokenizer)
-    _ = model.params  # what is wrong with them should not come up later
+    _ = model.params  # errors in them should not come up later
     return model
 
 
 @contextmanager
 def _naming_arguments() -> Iterator[None]:
-    """Call what a ConfigError names as on a command line, --step, by its name in Python."""
+    """Rename command-line flags that a ConfigError names, --step, to arguments in Python."""
     try:
         yield
     except ConfigError as error:

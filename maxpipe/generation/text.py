@@ -24,16 +24,16 @@ from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
 def find_tokenizer(
     flag: str | None, config: Config, meta: Mapping[str, Any], store: StepStore
 ) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names, or that of the run if the flag is None.
+    """Return the tokenizer that --tokenizer names, or the run's own if the flag is None.
 
     Args:
       flag: value of --tokenizer.
-      config: of the checkpoint.
-      meta: of the checkpoint.
-      store: of the run, which has a copy of its tokenizer.
+      config: configuration of the checkpoint.
+      meta: metadata of the checkpoint.
+      store: store of the run, which has a copy of its tokenizer.
 
     Raises:
-      ConfigError: it does not exist, or no longer, or has ids that the model does not know.
+      ConfigError: it does not exist (any more), or has ids that the model does not know.
     """
     name_or_path = flag
     try:
@@ -60,7 +60,7 @@ def find_tokenizer(
 def _tokenizer_of_run(
     config: Config, meta: Mapping[str, Any], store: StepStore
 ) -> tuple[str, Tokenizer]:
-    """Return path and tokenizer: the run's copy, or the original if that alone fits the step."""
+    """Return path and tokenizer: the run's copy, or the original if only that fits the step."""
     original = config.data.tokenizer
     fingerprint = meta.get("fingerprint")
     expected = fingerprint.get("tokenizer") if isinstance(fingerprint, Mapping) else None
@@ -80,8 +80,8 @@ def _tokenizer_of_run(
 def imported_ends(config: Config, store: StepStore) -> set[int]:
     """Return the ids that end a text in the model that a run was imported from.
 
-    There are none if the run was trained with another tokenizer, and none in a run that was not
-    imported. Models for chats end a text with several tokens.
+    There are none if the run was trained with another tokenizer or was not imported. Chat models
+    have several tokens that end a text.
     """
     with store.local_files(ORIGIN) as kept, store.local_files(TOKENIZER) as companions:
         return end_ids(origin_of(config, kept), companions)
@@ -95,13 +95,13 @@ def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str) -> None:
-    """Raise ConfigError where a text holds tokens that a model of `num_ids` ids does not have.
+    """Raise ConfigError if a text has tokens that a model of `num_ids` ids does not have.
 
     Args:
-      ids: of the text.
-      tokenizer: that made them.
-      num_ids: of the model.
-      key: what the error names.
+      ids: token ids of the text.
+      tokenizer: the tokenizer that made them.
+      num_ids: number of ids of the model.
+      key: flag or argument that the error names.
     """
     if unknown := [token for token in ids if token >= num_ids]:
         message = f"the model has no token {decode_all(tokenizer, unknown[:1])}; leave it out"
@@ -109,7 +109,7 @@ def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str
 
 
 def read_prompt(prompt: str, tokenizer: Tokenizer, config: Config) -> list[int]:
-    """Return the token ids of a prompt, as the tokenizer itself frames it.
+    """Return the token ids of a prompt, framed as the tokenizer does.
 
     Raises:
       ConfigError: it is empty, too long, or has tokens that the model does not have.
@@ -132,7 +132,7 @@ class TextStream:
     """Decodes a growing sequence of tokens; a character may take several of them.
 
     Args:
-      tokenizer: decodes.
+      tokenizer: the tokenizer that decodes them.
       ids: tokens before the first new one, such as a prompt; their text is not returned.
     """
 
@@ -151,7 +151,7 @@ class TextStream:
         if text.endswith("\ufffd"):
             return ""
         completed = text[len(self._shown) :]
-        # The newest token is context enough for the next ones.
+        # The newest token is enough context for the next ones.
         self._ids = self._ids[num_earlier:]
         self._shown = self._tokenizer.decode(self._ids)
         return completed
