@@ -75,8 +75,8 @@ def all_rows(state: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarra
 def batch_digest(batch: Batch) -> jax.Array:
     """Return a fingerprint of a global batch, uint32 scalar.
 
-    The digests of the arrays are weighted by odd factors in the order of their names, so that
-    two arrays that trade places change it.
+    The digests of the arrays are weighted by odd factors in the order of their names, so that the
+    fingerprint changes if two arrays trade places.
     """
     digests = [
         device_digest(batch[name]) * np.uint32(2 * i + 1) for i, name in enumerate(sorted(batch))

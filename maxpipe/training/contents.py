@@ -24,7 +24,7 @@ _RUNTIMES = ("libtpu",)  # installed where they are needed
 def run_contents(config: Config) -> dict[str, str]:
     """Return digests and versions of what the result of a run depends on, by name.
 
-    The contents of a key's path have the name of the key. What cannot be read has its error in
+    The content at a key's path is named by the key. What cannot be read has its error in
     place of a digest: if no process can read it, opening it reports that later.
     """
     contents = _data_digests(config)

@@ -68,13 +68,13 @@ def optional_parts(changed: Sequence[Change]) -> list[str]:
 
 
 def has_other_optimizer(changed: Sequence[Change]) -> bool:
-    """Return whether a checkpoint is of another optimizer, whose state is of no use."""
+    """Return whether a checkpoint has the state of another optimizer, which is of no use."""
     return any(change.key == OPTIMIZER for change in changed)
 
 
 @contextmanager
 def naming_shapes(changed: Sequence[Change], directory: RunDirectory) -> Iterator[None]:
-    """Name the changed keys if they are why a checkpoint of a run has other arrays."""
+    """Name the changed keys if they are the reason why a checkpoint has other arrays."""
     try:
         yield
     except CheckpointMismatch as error:

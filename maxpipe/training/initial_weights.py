@@ -1,4 +1,4 @@
-"""Open the weights that a new run starts from, `init_from`, and report progress of reading."""
+"""Open the weights that a new run starts from, `init_from`, and show the progress of reading."""
 
 import math
 from collections.abc import Callable

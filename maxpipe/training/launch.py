@@ -273,7 +273,7 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
 def _describe_finished(
     config: Config, directory: RunDirectory, checkpointer: Checkpointer, step: int
 ) -> list[str]:
-    """Return lines that say that the run ended with `step`, and which changes have no effect."""
+    """Return lines saying that the run ended with `step`, and which changes have no effect."""
     meta = checkpointer.record(step).meta
     is_known = isinstance(meta.get("config"), Mapping)  # otherwise handmade: no run saved it
     changed = directory.check(config, meta, checkpointer.place) if is_known else []

@@ -2,7 +2,7 @@
 
 On disk the state is the same as with other trainers. Its subtrees that mirror the parameters
 (the parameters themselves, an optimizer's moments) are joined from and split into the stages'
-parts; see `_join` and `_split`. Every process has all of the tree, in which arrays of other
+parts; see `_join` and `_split`. Every process has the whole tree, in which arrays of other
 processes are absent (`devices.transfers`), and calls the same functions in the same order.
 """
 

@@ -64,7 +64,7 @@ class RunDirectory:
 
         A directory or mirror belongs to the configuration of its committed checkpoints, and to none
         while it has none. Either may lack checkpoints that the other has, but neither may hold
-        those of another configuration. With several processes all call this, and write the same.
+        those of another configuration. All processes call this, and write the same.
 
         Args:
           config: the resolved configuration.

@@ -39,7 +39,7 @@ class Decisions:
         self._pending: list[str] | None = []
 
     def add(self, decision: str) -> None:
-        """Note `key=value: reason`, for the report or, if it was shown, as a line of its own."""
+        """Note `key=value: reason`, for the report or, after it, as a line of its own."""
         if self._pending is None:
             self._log(decision)
         else:
