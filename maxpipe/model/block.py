@@ -28,7 +28,7 @@ ADAPTERS = 2  # number of the first of `PROJECTIONS`
 class LlamaBlock(nnx.Module):
     """One decoder layer (Touvron et al. 2023); options of `model.*` turn it into other families'.
 
-    With `norm_placement` pre the norms lie before attention and MLP, with post after them, inside
+    With `norm_placement` pre the norms come before attention and MLP, with post after them, inside
     the residual branch, with sandwich in both places. With `model.moe.experts` there is a mixture
     of experts in place of the MLP.
     """

@@ -68,7 +68,7 @@ def project(
       x: [..., *C], where C are the `contracted` dimensions.
       weight: [*C, *K], in the dtype of `x`.
       contracted: number of dimensions that are summed over.
-      dtype: dtype of the result, and of gradients until they are summed; None takes that of `x`.
+      dtype: dtype of the result, and of gradients until they are summed; None = as `x`.
         Cotangents are first rounded to the dtype of `x`.
 
     Returns:
@@ -161,7 +161,7 @@ class Adapter(nnx.Module):
         ins, outs = spec.shape[:contracted], spec.shape[contracted:]
         self.contracted = contracted
         self.scale = config.alpha / config.rank
-        # The deviation is that of PEFT's initial values.
+        # The same deviation as PEFT's initial values.
         self.a = declare(
             (*ins, config.rank),
             (*spec.axes[:contracted], RANK_AXIS),

@@ -232,7 +232,7 @@ class ModelProgram:
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        """Compute logits [..., V] of activations [..., D], float32; those of padding are -inf."""
+        """Compute logits [..., V] of activations [..., D], float32; -inf for padding."""
         return self._output.logits(*self._projection(params, x_BTD))
 
     @jax.named_scope("head")

@@ -23,7 +23,7 @@ Missing: TypeAlias = Literal["none", "last", "any"]
 
 
 class Layout(NamedTuple):
-    """How rows lie.
+    """How rows are laid out.
 
     Attributes:
       num_rows: P, enough for every choice.

@@ -99,7 +99,7 @@ class Transport(NamedTuple):
 
     Attributes:
       places: places of each token's rows, one for each device [N, n], among R.
-      there: function that sends rows [R, ...] and returns those received, [n N, ...], else zeros.
+      there: function that sends rows [R, ...] and returns those received, [n N, ...], or zeros.
       back: function that sends rows [n N, ...] back where they came from, [R, ...].
     """
 

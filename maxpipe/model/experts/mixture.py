@@ -144,7 +144,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
 
-        The losses are those of `router.losses`; next to them are `EXPERT_LOAD`, float32 [E], and
+        The losses come from `router.losses`; added to them are `EXPERT_LOAD`, float32 [E], and
         with a capacity `EXPERT_DROPS`. None of them counts padding.
 
         Args:

@@ -141,7 +141,7 @@ def _selection(
 ) -> jax.Array:
     """Return the values to choose by: scores [..., E] plus bias, -inf outside the best groups.
 
-    The score of a group is the sum over as many of its best experts as `best` says.
+    The score of a group is the sum over its best experts, `best` in number.
     """
     if bias is not None:
         scores = scores + bias
