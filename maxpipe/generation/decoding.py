@@ -38,7 +38,7 @@ KeysValues = tuple[jax.Array, ...]
 
 
 class Cache(NamedTuple):
-    """What is kept of earlier tokens: for each first dense layer, and for all others stacked."""
+    """Keys and values of earlier tokens: of each first dense layer, and of all others stacked."""
 
     first: list[KeysValues]
     stacked: KeysValues
