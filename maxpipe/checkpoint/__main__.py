@@ -1,10 +1,10 @@
 """List, verify and show checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
-DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one
-below `checkpoint.mirror`. The command writes nothing, except that `verify` copies mirrored steps to
-the directory for temporary files, one at a time. It uses no accelerator. Exit codes: 0; 1 if
-`verify` or `show` found damage; 2 if there is nothing to show; 3 if there was no damage, but
-something cannot be read here, because a newer version wrote it or permission is missing.
+DIR is a run directory or its `checkpoints`; in an object store, the run's URL below
+`checkpoint.mirror`, such as `s3://bucket/runs/base`. The command writes nothing, except that
+`verify` copies mirrored steps to the temporary directory, one at a time. It uses no accelerator.
+Exit codes: 0; 1 if `verify` or `show` found damage; 2 if there is nothing to show; 3 if nothing is
+damaged, but something cannot be read here, because of a newer version or missing permission.
 """
 
 if __name__ == "__main__":
@@ -83,8 +83,8 @@ def verify(store: StepStore, steps_now: Callable[[], list[int]]) -> int:
     """Read every committed step, compare all digests, and print a verdict for each.
 
     Args:
-      store: the steps, as they were listed at the start.
-      steps_now: lists the committed steps again.
+      store: the steps as listed at the start.
+      steps_now: function that lists the committed steps again.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxpipe.checkpoint.reader import verify_step

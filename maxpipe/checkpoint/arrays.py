@@ -1,9 +1,9 @@
 """Treat a state as a flat table of named arrays: names, comparison, reading from disk.
 
 On disk a step's arrays are one OCDBT database that holds a zarr array per leaf. Orbax writes it.
-TensorStore reads it here without Orbax, which ignores unchecked side files, starts faster, bounds
-host memory, and reports damage as one exception. (Tasks that fail in Orbax's reader fill the
-terminal with tracebacks.)
+Here it is read by TensorStore alone: this ignores unchecked side files, starts faster, bounds host
+memory, and reports damage as one exception. (Tasks that fail in Orbax's reader fill the terminal
+with tracebacks.)
 """
 
 import math
@@ -21,7 +21,7 @@ from maxpipe.storage.local_files import files_in
 if TYPE_CHECKING:
     import tensorstore as ts
 
-ITEM = "arrays"  # directory of the database within that of a step
+ITEM = "arrays"  # name of the database's directory within a step's directory
 BYTES_IN_FLIGHT = 2 << 30
 _CACHE_BYTES = 100_000_000  # for the database's index, in which every array is looked up
 
@@ -91,7 +91,7 @@ def _are_floats(*leaves: Leaf) -> bool:
 
 
 def nbytes(leaf: Leaf) -> int:
-    """Return the bytes of the global array in memory."""
+    """Return the size of the global array in memory, in bytes."""
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
@@ -106,7 +106,7 @@ def load(
 
     Args:
       step_directory: a committed step.
-      leaves: the expected arrays; the caller compares them with the ones read.
+      leaves: the expected arrays; shapes and dtypes are checked here, digests by the caller.
       shardings: name -> layout of the `jax.Array` (only this process's shards are read), or None
         for NumPy.
 
@@ -149,7 +149,7 @@ def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
 
 
 def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
-    """Raise ValueError before memory is taken for an array that is not the one expected."""
+    """Raise ValueError if an array is not the expected one, before memory is allocated for it."""
     actual = Leaf(tuple(store.shape), store.dtype.name, leaf.digest)
     if actual != leaf:
         raise ValueError(f"{name} is {actual}, not {leaf}")
@@ -163,7 +163,7 @@ def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
 def _start(
     store: "ts.TensorStore", shape: Shape, sharding: jax.sharding.Sharding | None
 ) -> dict[Box, "ts.Future"]:
-    """Start reading every distinct piece that this process needs; if it needs all, in one piece."""
+    """Start reading each distinct piece that this process needs; in one piece if it needs all."""
     if sharding is None or sharding.is_fully_addressable:
         return {box_of((), shape): store.read()}
     pieces = {

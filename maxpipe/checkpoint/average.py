@@ -1,7 +1,7 @@
 """Read the parameters of a step, or their mean over several steps of a run, leaf by leaf.
 
-The mean of a training's last checkpoints often has a lower evaluation loss than any of them, above
-all before the learning rate has decayed (Izmailov et al. 2018, section 3).
+The mean of a run's last checkpoints often has a lower evaluation loss than any of them, above all
+before the learning rate has decayed (Izmailov et al. 2018, section 3).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,16 @@ State = TypeVar("State")
 
 
 class ParameterReader:
-    """The parameters of one or several steps of a run, of which the mean is read.
+    """Reads the parameters of one step of a run, or their mean over several steps.
 
-    A leaf is read from one step after another, so that memory does not grow with their number.
+    A leaf is read from one step at a time, so memory does not grow with the number of steps.
 
     Args:
-      directories: of committed steps, at least one.
+      directories: the directories of committed steps, at least one.
 
     Attributes:
-      leaves: name on disk, such as `params.embed.table`, and shape and dtype of each parameter.
-      steps: their numbers.
+      leaves: name on disk, such as `params.embed.table` -> shape and dtype of each parameter.
+      steps: the numbers of the steps, in the order of `directories`.
 
     Raises:
       CheckpointMismatch: the parameters of the steps differ in name, shape or dtype.
@@ -57,11 +57,11 @@ class ParameterReader:
                 raise CheckpointMismatch(directory, lines)
 
     def read(self, name: str, sharding: jax.sharding.Sharding | None = None) -> Array:
-        """Return a parameter as it was saved, of several steps the mean in float32.
+        """Return a parameter as it was saved, or its mean over several steps in float32.
 
         Args:
-          name: on disk.
-          sharding: of the result; None for an array of NumPy.
+          name: the parameter's name on disk.
+          sharding: the sharding of the result; None for a NumPy array.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
@@ -92,8 +92,8 @@ def read_mean_parameters(directories: Sequence[Path], abstract_params: State) ->
     """Read and verify the mean of the parameters of several steps, in float32.
 
     Args:
-      directories: of committed steps.
-      abstract_params: as of `maxpipe.checkpoint.reader.read_parameters`.
+      directories: the directories of committed steps.
+      abstract_params: see `maxpipe.checkpoint.reader.read_parameters`.
 
     Raises:
       CheckpointMismatch, CheckpointDamaged, CheckpointUnreadable: as `read_parameters`.
@@ -115,7 +115,7 @@ def not_read(store: StepStore, steps: Sequence[int], error: Exception) -> str:
 
 @contextmanager
 def naming_step(step: int | str, num_steps: int) -> Iterator[None]:
-    """Name a step in what is raised about it, if it is one of several."""
+    """Name the step in checkpoint errors raised inside, if it is one of several."""
     try:
         yield
     except (CheckpointDamaged, CheckpointUnreadable) as error:

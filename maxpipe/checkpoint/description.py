@@ -12,14 +12,14 @@ from maxpipe.checkpoint.record import Leaf
 
 
 def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
-    """Return the summaries of a state's arrays, which are all that a save needs to know of them.
+    """Return the summaries of a state's arrays; raise if the state is not finite.
 
     Args:
-      step: finished steps.
-      arrays: by dotted path.
+      step: number of finished training steps.
+      arrays: the state's arrays by dotted path.
 
     Raises:
-      StateNotFinite: a number is not finite, or so large a parameter that its norm is not.
+      StateNotFinite: a number is not finite, or a parameter is so large that its square is not.
     """
     summary_of = summaries(arrays)
     names = [

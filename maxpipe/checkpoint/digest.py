@@ -1,6 +1,6 @@
 """Compute a 32-bit digest of an array that does not depend on its layout over devices.
 
-The same pass over the array tells whether all of its numbers are finite.
+The same pass over the array finds out whether all of its numbers are finite.
 
 Every element's bit pattern is read as 32-bit words, word i becomes mix(word + i * GOLDEN), and the
 results are summed, all modulo 2^32. `mix` is the finalizer of MurmurHash3 (Austin Appleby, public
@@ -28,12 +28,12 @@ Words = TypeVar("Words", jax.Array, np.ndarray)
 
 
 class Summary(NamedTuple):
-    """What one pass over an array tells.
+    """The results of one pass over an array.
 
     Attributes:
-      digest: in [0, 2^32).
+      digest: integer in [0, 2^32).
       is_finite: whether the array has neither NaN nor infinity; true for integers.
-      has_finite_squares: whether the square of each number is finite in the array's dtype, too.
+      has_finite_squares: whether the square of each number is also finite in the array's dtype.
     """
 
     digest: int
@@ -82,8 +82,8 @@ def _start(array: jax.Array | np.ndarray) -> _Pending:
     device_memory = device.default_memory().kind
     if array.sharding.memory_kind in (None, device_memory):
         pending = _device_summary(array)
-        # One at a time on CPUs: programs that run at once take each other's threads, so that some
-        # devices never join a sum that the others wait in, and XLA ends the process.
+        # One at a time on CPUs: concurrent programs take each other's threads, so that some devices
+        # never join a sum that the others wait for, and XLA aborts the process.
         return jax.block_until_ready(pending) if device.platform == "cpu" else pending
     # One at a time: the devices may not have room for everything that was moved to the host.
     return jax.block_until_ready(_device_summary(move(array, device_memory)))
@@ -155,7 +155,7 @@ def _device_words(array: jax.Array) -> jax.Array:
 
 
 def _host_summary(array: np.ndarray) -> _Pending:
-    """Return the same for an array in host memory, computed a cache-sized piece at a time."""
+    """Return the summary of an array in host memory, computed one cache-sized piece at a time."""
     flat = np.ascontiguousarray(array).reshape(-1)
     words = flat.view(np.uint32 if flat.itemsize >= 4 else f"u{flat.itemsize}")
     is_floating = jnp.issubdtype(array.dtype, jnp.floating)

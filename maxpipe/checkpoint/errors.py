@@ -1,4 +1,4 @@
-"""Define what can go wrong with a checkpoint, one class for each thing the user has to do."""
+"""Define the errors of checkpoints, one class for each thing that the user has to do."""
 
 import errno
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ LINES_SHOWN = 20
 NAMES_SHOWN = 3
 
 
-# Errors of a file system that may pass, or that are about this process, not about the file.
+# File system errors that may be transient, or are about this process rather than the file.
 _PASSING = (
     "EACCES",
     "EAGAIN",
@@ -29,7 +29,7 @@ class CheckpointDamaged(RuntimeError):
 
 
 class ReplicasDamaged(RuntimeError):
-    """A replica in memory is not sound; it has been dropped, so that the next try does without."""
+    """A replica in memory is damaged; it was dropped, so that the next attempt does without it."""
 
 
 class CheckpointUnreadable(RuntimeError):
@@ -41,11 +41,11 @@ class CheckpointSaveError(RuntimeError):
 
 
 class StateNotFinite(RuntimeError):
-    """A state with numbers that are not finite, or nearly so, was to be saved; nothing is written.
+    """The state to be saved has numbers that are NaN, infinite or close to it; nothing is written.
 
     Args:
-      step: after which the state was taken.
-      names: of the arrays that are not finite.
+      step: the step after which the state was taken.
+      names: the names of the arrays that are not finite.
     """
 
     def __init__(self, step: int, names: Sequence[str]):
@@ -56,7 +56,7 @@ class StateNotFinite(RuntimeError):
 
 
 class CheckpointMismatch(ValueError):
-    """A sound checkpoint holds other arrays than the run needs; none is cast or skipped unasked.
+    """A sound checkpoint holds other arrays than the run needs; none is silently cast or skipped.
 
     Args:
       directory: the checkpoint.

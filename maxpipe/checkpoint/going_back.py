@@ -1,10 +1,9 @@
-"""Follow `checkpoint.resume` = a step or `never` once in a job, not again in each of its attempts.
+"""Obey `checkpoint.resume` = a step or `never` once per job, not again in each of its attempts.
 
-A launcher starts a job again with the same command, after a process was lost. If every such start
-went back, a run that loses processes more often than it needs to pass its newest step would never
-end. So each checkpoint, and each replica, of a start with such a value says which attempt of which
-job has written it, and what the job was asked for. An attempt that finds this in the newest step
-continues from there. Imports no JAX.
+A launcher restarts a job with the same command after a process was lost. If every restart went
+back, a run that loses processes faster than it can get past its newest step would never end. So
+with such a value each checkpoint and each replica records which attempt of which job wrote it, and
+the value. A later attempt that finds this in the newest step continues from there. Imports no JAX.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,15 +15,15 @@ from maxpipe.checkpoint.record import Record
 FOLLOWED = "followed"  # in a checkpoint's meta
 _RESUME, _JOB, _ATTEMPT = "resume", "job", "attempt"
 
-Job = tuple[str, int]  # name, "" without a job, and number of the attempt
+Job = tuple[str, int]  # name ("" without a job) and number of the attempt
 
 
 def followed(resume: str, job: Job) -> dict[str, dict[str, str | int]]:
-    """Return what the meta of a start's checkpoints says of the value that it follows.
+    """Return what a start that follows `resume` adds to the meta of its checkpoints.
 
     Args:
-      resume: `checkpoint.resume`, as the job was asked for.
-      job: of this process.
+      resume: `checkpoint.resume` as given to the job.
+      job: this process's job and attempt.
     """
     name, attempt = job
     if not name or resume in NEWEST:
@@ -37,14 +36,14 @@ def step_since(
 ) -> int | None:
     """Return the newest step if an earlier attempt of this job has written it, otherwise None.
 
-    Damaged records are passed over, because a restore would do so as well. Without a job, and with
-    values that take the newest step anyway, the answer is None.
+    Damaged records are skipped, as a restore would skip them. The result is None without a job,
+    and for values that take the newest step anyway.
 
     Args:
-      resume: `checkpoint.resume`, as the job was asked for.
-      job: of this process.
-      steps: that the run could continue from, in any order.
-      record_of: returns the record of one of them.
+      resume: `checkpoint.resume` as given to the job.
+      job: this process's job and attempt.
+      steps: the steps that the run could continue from, in any order.
+      record_of: function that returns the record of one of them.
 
     Raises:
       CheckpointUnreadable: a record cannot be read here.
@@ -61,7 +60,7 @@ def step_since(
 
 
 def _is_earlier(mark: object, resume: str, job: Job) -> bool:
-    """Return whether an earlier attempt of a job has left this mark, asked for the same."""
+    """Return whether an earlier attempt of the job, with the same `resume`, left this mark."""
     if not isinstance(mark, dict) or (mark.get(_RESUME), mark.get(_JOB)) != (resume, job[0]):
         return False
     attempt = mark.get(_ATTEMPT)

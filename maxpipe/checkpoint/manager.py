@@ -53,19 +53,19 @@ class Checkpointer:
     newer steps to `<step>.abandoned`. An error of a background save is raised once, by the next
     call.
 
-    With replicas, `replicate` puts a step into the memory of the host. It is restored like a step
-    in the directory, if it is newer or as new; a damaged one is dropped.
+    With replicas, `replicate` puts a step into host memory. It is restored like a step in the
+    directory if it is at least as new as those; a damaged replica is dropped.
 
     With several processes all of them make the same calls.
 
     Args:
-      directory: holds one directory per step; made by the first save. It must be in a local or
-        shared file system with atomic renames.
-      settings: `checkpoint.*`.
-      mirror: of the directory.
-      replicas: in memory.
-      log: takes warnings; called in process 0 only.
-      clock: seconds, monotonic.
+      directory: the directory of the steps, one subdirectory each; made by the first save. It must
+        be in a local or shared file system with atomic renames.
+      settings: the `checkpoint` section of the configuration.
+      mirror: the directory's mirror, if it has one.
+      replicas: the run's replicas in host memory, if it keeps any.
+      log: function that receives warnings; called in process 0 only.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class Checkpointer:
         return sorted({step for store in self._stores for step in store.steps()})
 
     def resumable(self) -> list[int]:
-        """Return `steps`, and those of which every process has a replica, in ascending order."""
+        """Return `steps` and the steps that every process has a replica of, in ascending order."""
         return sorted({*self.steps(), *(self._replicas.steps if self._replicas else ())})
 
     @property
     def saved_step(self) -> int:
-        """Return the step last saved, or restored from where it is saved; 0 if there is none."""
+        """Return the step last saved, or last restored if it is also saved; 0 if there is none."""
         return self._latest or 0
 
     def record(self, step: int, *, is_saved: bool = False) -> Record:
         """Return the record of a step from memory, the directory or the mirror, in this order.
 
-        With `is_saved` a replica of it does not count.
+        With `is_saved`, replicas do not count.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
@@ -133,12 +133,12 @@ class Checkpointer:
         Raises:
           CheckpointSaveError: the last save, or its copy to the mirror, has failed.
         """
-        # What has ended in the background is looked at now, not only by the next save.
+        # Check now what has finished in the background, not only in the next save.
         if self._writer.is_pending and not self._writer.is_running:
             self._wait_for_commit()
         if self._sync is None or not self._sync.is_running:
             self._wait_for_mirror()
-        # Asked in every step, whatever else holds: processes have to agree on the time.
+        # Ask in every step, whatever else holds: the processes have to agree on the time.
         is_due = self._timer.is_due(step)
         return step > 0 and step != self._latest and is_due
 
@@ -147,7 +147,7 @@ class Checkpointer:
         return self._replicas is not None and self._replicas.due(step)
 
     def replicate(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> None:
-        """Start writing a replica in the background, after the one before.
+        """Wait for the previous replica, then start writing a new one in the background.
 
         Arguments and errors are those of `save`, except that a replica that cannot be written is
         only reported.
@@ -158,7 +158,7 @@ class Checkpointer:
         with jax.transfer_guard("allow"):
             if warning := self._replicas.finish():
                 self._log(warning)
-            # All of them skip it, or none: the digests below need every process.
+            # Either all processes skip it or none does: the digests below need every process.
             if self._replicas.is_behind:
                 return
             record = Record(step, meta, describe(step, arrays)).to_json()
@@ -179,15 +179,15 @@ class Checkpointer:
         memory.
 
         Args:
-          step: training steps done.
+          step: number of training steps done.
           state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes:
             global ones) or NumPy arrays (with several processes: equal in all of them). PRNG keys
             as key data.
-          iterator: int64 [rows, columns] of all rows, as NumPy or as a global `jax.Array`.
+          iterator: data position, int64 [rows, columns] of all rows; NumPy or global `jax.Array`.
           meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the
             evaluation loss of this state if it is known.
-          on_set_aside: called by the first save after a start or a restore when the steps ahead of
-            it are set aside and it can no longer be refused; this step is written after that.
+          on_set_aside: called by the first save after a start or a restore, once the steps ahead of
+            it are set aside and it can no longer be refused, and before this step is written.
 
         Returns:
           Whether a save was started.
@@ -200,20 +200,20 @@ class Checkpointer:
         """
         if step == self._latest:
             return False
-        # 1. Names and dtypes, before any wait: mistakes of the caller come first.
+        # 1. Names and dtypes, before any wait: the caller's mistakes come first.
         leaves = {**named_leaves(state), ITERATOR: iterator}
         arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
         # 2. One save at a time, so that the host holds one copy of the state.
         self.wait()
         self._timer.began()
-        # A save has to copy the state to the host, also in a loop that forbids transfers.
+        # A save has to copy the state to the host, even in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
-            # 3. Digests. A state that is not finite ends here, with nothing written.
+            # 3. Digests. A state that is not finite is refused here, before anything is written.
             record = Record(step, meta, describe(step, arrays)).to_json()
             self._latest = step
             # Policies need the loss of this step before its record is on disk.
             self._retention.note(step, meta)
-            # Before the save has begun, a committed step of this number is one that it replaces.
+            # Until the save begins, a committed step of this number is an old one to replace.
             # Only the first save after a start or a restore can have steps ahead of it.
             if not self._writer.is_open:
                 with self._failures(may_be_committed=False):
@@ -225,9 +225,9 @@ class Checkpointer:
         return True
 
     def check(self, step: int, state: object) -> None:
-        """Check a state that is not to be saved; of any layout, with any leaves.
+        """Check that a state which will not be saved is finite; any layout, any leaves.
 
-        Each process looks at the leaves of which it has a part.
+        Each process checks the leaves of which it holds a part.
 
         Raises:
           StateNotFinite: as `save`.
@@ -238,7 +238,7 @@ class Checkpointer:
             if jnp.issubdtype(leaf.dtype, jnp.floating) and _is_here(leaf)
         }
         failure: StateNotFinite | None = None
-        # If one process has found something, all have to end alike.
+        # If one process has found something, all have to raise.
         try:
             check_finite(step, leaves)
         except StateNotFinite as error:
@@ -284,12 +284,12 @@ class Checkpointer:
             except CheckpointDamaged as error:
                 directory = self._directory.of(step)
                 raise CheckpointDamaged(f"checkpoint {directory}: {error}") from error
-        # A step that is only in memory, or is damaged elsewhere, is still to be saved.
+        # A step that is only in memory, or damaged where it was saved, still has to be saved.
         is_saved = processes.of_first_process(int(self._is_saved(restored.step)))
         self._latest = restored.step if is_saved else None
         self._base = restored.step
         if self._replicas is not None:
-            # They are of steps that the run is about to repeat.
+            # The run is about to repeat these steps.
             self._replicas.drop(*(s for s in self._replicas.steps if s > restored.step))
         return restored
 
@@ -312,7 +312,7 @@ class Checkpointer:
             self._replicas.wait()
         self._finish_saves()
         if self._sync is not None:
-            # The last step, and what an earlier copy could not bring to the mirror.
+            # Copy the last step, and whatever an earlier copy failed to bring to the mirror.
             self._sync.start(self._timer.finished)
             self._wait_for_mirror()
 
@@ -337,16 +337,16 @@ class Checkpointer:
         self._wait_for_mirror()
 
     def _abandon_newer(self, step: int) -> None:
-        """Set aside steps after the restored one, which a run that went back makes again.
+        """Set aside the steps after the restored one: a run that went back repeats them.
 
-        In ascending order: after a crash in between, the run continues from the newest one, to
-        which the rows of metrics still belong.
+        In ascending order: after a crash midway, the run continues from the newest one, to which
+        the rows of metrics still belong.
 
         Args:
-          step: about to be written.
+          step: the step about to be written.
         """
         if jax.process_index() == 0:
-            # A step that was restored from memory may be saved as well, but damaged.
+            # A step restored from memory may have a saved copy as well, a damaged one.
             first = step if self._base is None else min(step, self._base + 1)
             for newer in [s for s in self.steps() if s >= first]:
                 target = self._set_aside(newer, ABANDONED)
@@ -373,7 +373,7 @@ class Checkpointer:
             try:
                 restored = read(step, abstract_state, optional)
             except ReplicasDamaged:
-                continue  # dropped; the step may be saved as well
+                continue  # dropped; the step may have a saved copy as well
             except CheckpointDamaged as error:
                 damage[step] = str(error)
                 self._log(f"checkpoint {step} in {self._directory} is damaged: {error}")
@@ -398,7 +398,7 @@ class Checkpointer:
             read_step, directory, abstract_state, optional, convert_dtype=self._convert_dtype
         )
         try:
-            # With a mirror a damaged or a lost step is fetched from there.
+            # With a mirror, a damaged or lost step is fetched from it.
             restored = self._sync.read(step, read, self._log) if self._sync else read()
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
@@ -412,7 +412,7 @@ class Checkpointer:
     def _read_replica(
         self, step: int, abstract_state: State, optional: Collection[str]
     ) -> Restored[State]:
-        """Read a replica; if a part of it is not sound, drop it and raise `ReplicasDamaged`."""
+        """Read a replica; if any part of it is damaged, drop it and raise `ReplicasDamaged`."""
         assert self._replicas is not None
         directory = self._replicas.of(step)
         try:
@@ -432,7 +432,7 @@ class Checkpointer:
         return step if step >= 0 else None
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved, with a record that is sound."""
+        """Return whether a step is saved with a sound record."""
         with contextlib.suppress(CheckpointDamaged, CheckpointUnreadable):
             return step in self.steps() and self.record(step, is_saved=True).step == step
         return False

@@ -3,9 +3,9 @@
 The objects of a step are below `<step>/`, named like its files on disk. An object store cannot
 rename, so the commit is one small object next to them, `<step>.json`, with their names and sizes.
 It is written after all of them and deleted before them. Setting a step aside renames the commit to
-`<step>.damaged.json` or `<step>.abandoned.json`. While objects are being written or deleted there
-is a `<step>.unfinished.json`; it distinguishes the remains of a killed process from objects of
-another program. Imports no JAX.
+`<step>.damaged.json` or `<step>.abandoned.json`. While objects are being written or deleted, there
+is a `<step>.unfinished.json`; it distinguishes the remains of a killed process from another
+program's objects. Imports no JAX.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 KEY = "checkpoint.mirror"
-CHECKPOINTS = "checkpoints"  # directory of the steps within that of a run
+CHECKPOINTS = "checkpoints"  # name of the steps' directory within a run's directory
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
 _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
@@ -48,11 +48,11 @@ _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.
 class Mirror:
     """The `StepStore` of one run in an object store; one process at a time may write to it.
 
-    The store is listed once, when the object is made. Later changes of other programs stay unknown
-    to it. Every method may raise the store's own errors.
+    The store is listed once, when the object is made; later changes by other programs go
+    unnoticed. Every method may raise the store's own errors.
 
     Args:
-      url: such as `s3://bucket/runs/base/checkpoints`.
+      url: URL of the steps, such as `s3://bucket/runs/base/checkpoints`.
       store: the fsspec file system that the URL belongs to.
       deadline_seconds: how long the store may be silent before `StoreSilent` is raised; 0 = for
         ever.
@@ -102,7 +102,7 @@ class Mirror:
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
-        """Yield every entry with its bytes and the time at which it got into its state."""
+        """Yield every entry with its size in bytes and the time at which it got its state."""
         for entry in self.entries():
             try:
                 objects = self._find(self._path(str(entry.step)))
@@ -137,7 +137,7 @@ class Mirror:
             for entry in self.entries()
             if entry.step == step and entry.state != UNFINISHED
         ]
-        # 1. Mark the step as unfinished, and only then withdraw what an earlier copy says of it.
+        # 1. Mark the step as unfinished, and only then remove the state of an earlier copy.
         self._write(f"{step}.{UNFINISHED}.json", {})
         for name in earlier:
             self._remove(name)
@@ -154,11 +154,11 @@ class Mirror:
         self._remove(f"{step}.{UNFINISHED}.json")
 
     def download(self, step: int, directory: Path) -> None:
-        """Copy a committed step to a new `directory`; of its contents only the sizes are verified.
+        """Copy a committed step to a new `directory`; only the sizes of its files are verified.
 
         Raises:
           CheckpointDamaged: objects are missing, or of another size.
-          OSError: among other errors, there is no room for it.
+          OSError: there is no room for it, among other reasons.
         """
         sizes = self._committed_files(f"{step}.json")
         root = self._path(str(step))
@@ -220,7 +220,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def local_files(self, name: str) -> Iterator[list[Path]]:
-        """Yield temporary copies of the files of a directory of the run; none if there is none."""
+        """Yield temporary copies of the files in a directory of the run; [] if it is missing."""
         with TemporaryDirectory(prefix="maxpipe-") as scratch:
             try:
                 names = self._deadline.wait(
@@ -283,7 +283,7 @@ class Mirror:
         return cast(bytes, self._deadline.wait(lambda: self._store.cat_file(path)))
 
     def _find(self, root: str) -> dict[str, dict[str, int]]:
-        """Return facts about the objects below a path, by name without protocol."""
+        """Return path without protocol -> size and other facts of each object below a path."""
         objects = self._deadline.wait(lambda: self._store.find(root, detail=True))
         return cast(dict[str, dict[str, int]], objects)
 
@@ -296,7 +296,7 @@ class Mirror:
 
 
 def open_mirror(config: Config) -> Mirror | None:
-    """Return the mirror that `checkpoint.mirror` asks for, None if it asks for none.
+    """Return the mirror at the URL in `checkpoint.mirror`, or None if it is empty.
 
     Raises:
       ConfigError: the store cannot be read; names the key and where credentials come from.
@@ -310,7 +310,7 @@ def open_mirror(config: Config) -> Mirror | None:
 def open_url(
     url: str, key: str, deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds
 ) -> Mirror:
-    """Return the mirror at a URL that `key` gave; raises as `open_mirror`."""
+    """Return the mirror at a URL that was given as `key`; raises as `open_mirror`."""
     with explained(url, key):
         return Mirror(url, open_store(url, key), deadline_seconds)
 
@@ -337,7 +337,7 @@ def open_steps(run: str, key: str) -> StepStore:
 
 
 def _misnamed(path: Path) -> str:
-    """Return what to name in place of a path that is no run; "" if it may hold checkpoints."""
+    """Return a message for a path that is not a run; "" if it may hold checkpoints."""
     if not path.is_dir():
         guess = closest(path.name, _runs_in(path.parent))
         remedy = (

@@ -25,9 +25,9 @@ class MirrorSync:
     No committed step may be deleted from the directory while an update runs.
 
     Args:
-      directory: of the committed steps; all processes see the same one.
-      mirror: of the directory.
-      retention: decides which steps are kept, in either place.
+      directory: the directory of the committed steps; all processes see the same one.
+      mirror: the directory's mirror.
+      retention: policy that decides which steps are kept, in either place.
     """
 
     def __init__(self, directory: StepsDirectory, mirror: Mirror, retention: Retention):
@@ -43,7 +43,7 @@ class MirrorSync:
         return self._update is not None and not self._update.done()
 
     def start(self, on_success: Callable[[], None]) -> None:
-        """Start an update if the newest step is not in the mirror and has not just failed.
+        """Start an update unless the newest step is in the mirror or its update has just failed.
 
         `wait` must have been called after the previous update.
 
@@ -63,7 +63,7 @@ class MirrorSync:
         """Wait for an update if one was started; return a warning or "".
 
         Raises:
-          CheckpointSaveError: it has failed; raised once.
+          CheckpointSaveError: the update has failed; raised once.
         """
         update, self._update = self._update, None
         if update is None:
@@ -128,7 +128,7 @@ class MirrorSync:
             )
 
     def _fetch(self, step: int) -> None:
-        # Orbax deletes directories of this name, so the remains of a killed process do not stay.
+        # Orbax deletes directories with such names, and so the remains of a killed process.
         scratch = self._directory.path / f"{step}.orbax-checkpoint-tmp-fetched"
         shutil.rmtree(scratch, ignore_errors=True)
         try:

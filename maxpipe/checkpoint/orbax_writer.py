@@ -17,7 +17,7 @@ from maxpipe.checkpoint.record import ITEM as RECORD
 from maxpipe.devices import processes
 
 _POLL_SECONDS = 0.02
-_FROM_A_THREAD = "call_soon_threadsafe"  # of asyncio, which C++ calls with every result
+_FROM_A_THREAD = "call_soon_threadsafe"  # asyncio's method, which C++ calls with every result
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 class OrbaxWriter:
     """Saves one step at a time; Orbax deletes steps that need not be kept after each commit.
 
-    The first `start`, also after `close`, makes Orbax's manager, which looks at the directory.
+    The first `start`, also after `close`, makes Orbax's manager, which lists the directory.
 
-    With several processes Orbax would report an error of this one only after all others have
+    With several processes, Orbax would report an error of this process only after all others have
     finished the save, which they cannot do without it. Here `wait` raises the error at once, and
-    nothing of Orbax is waited for afterwards: the process has to tell the others and to end.
+    does not wait for Orbax any more: the process has to tell the others and exit.
 
     Args:
-      directory: holds the steps; made by the first save.
-      retention: decides which steps are kept.
-      on_written: called by the background thread just before it commits.
+      directory: the directory of the steps; made by the first save.
+      retention: policy that decides which steps are kept.
+      on_written: function that the background thread calls just before it commits.
 
     Attributes:
       is_pending: whether a save was started whose outcome `wait` has not reported.
@@ -46,7 +46,7 @@ class OrbaxWriter:
         self._retention = retention
         self._on_written = on_written
         self._manager: ocp.CheckpointManager | None = None
-        self._error: Exception | None = None  # of this process, found with several processes
+        self._error: Exception | None = None  # this process's; set only with several processes
         self.is_pending = False
 
     @property
@@ -61,7 +61,7 @@ class OrbaxWriter:
         return is_saving and self._error is None
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
-        """Copy the arrays to host memory and start saving; may raise any error of Orbax.
+        """Copy the arrays to host memory and start saving; may raise any Orbax error.
 
         Args:
           step: number of the step.
@@ -131,10 +131,10 @@ class OrbaxWriter:
 
 @functools.cache
 def leave_errors_to_the_caller() -> None:
-    """Keep hundreds of lines of tracebacks of one failed save off the console, once a process.
+    """Keep hundreds of lines of tracebacks of one failed save off the console, once per process.
 
-    Orbax logs the error of every thread that a full disk has failed, and TensorStore prints one for
-    each array whose result comes after the event loop. `wait` raises the error all the same.
+    Orbax logs an error for every thread that fails on a full disk, and TensorStore prints one for
+    each array whose result arrives after the event loop was closed. `wait` still raises the error.
     """
     logging.getLogger("absl").addFilter(
         lambda record: not (record.levelno == logging.ERROR and "orbax" in record.pathname)
@@ -143,7 +143,7 @@ def leave_errors_to_the_caller() -> None:
     print_unraisable = sys.unraisablehook
 
     def is_late(error: BaseException | None, trace: TracebackType | None) -> bool:
-        # What C++ prints has no frame of the program, only that of asyncio.
+        # Errors that C++ prints have no frame of this program, only one of asyncio.
         is_of_asyncio = trace is not None and trace.tb_frame.f_code.co_name == _FROM_A_THREAD
         return is_of_asyncio and str(error) == "Event loop is closed"
 
@@ -166,15 +166,15 @@ def _manager_class() -> type["ocp.CheckpointManager"]:
     import orbax.checkpoint as ocp
 
     class Manager(ocp.CheckpointManager):
-        """Orbax's manager that tells of errors at once and does not ask about preemption.
+        """Orbax's manager, but it reports errors at once and does not ask about preemption.
 
         Orbax asks JAX's preemption service about the step being saved, also from the thread that
-        commits it, while the training loop asks about later steps. The service takes the latest
-        question for the current step of the process, so the processes would agree on a step that
-        has passed.
+        commits it, while the training loop asks about later steps. The service takes the step of
+        the latest question as the process's current one, so the processes would agree on a step
+        that has passed.
 
         Args:
-          on_error: called by a background thread with an error of this process.
+          on_error: function that a background thread calls with an error of this process.
         """
 
         def __init__(

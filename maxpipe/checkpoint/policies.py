@@ -13,10 +13,10 @@ from maxpipe.config.sections import CheckpointConfig
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
-EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the state that it holds, or null
+EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or null
 RESUME = "checkpoint.resume"
 AUTO = "auto"
-NEWEST = (AUTO, "must")  # values of it that take the newest step
+NEWEST = (AUTO, "must")  # its values that take the newest step
 
 
 class SaveTimer:
@@ -27,8 +27,8 @@ class SaveTimer:
     preempted run has for its last one.
 
     Args:
-      settings: `checkpoint.*`.
-      clock: seconds, monotonic.
+      settings: the `checkpoint` section of the configuration.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(self, settings: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
@@ -38,7 +38,7 @@ class SaveTimer:
         self._clock = clock
         self._last_save = clock()  # or the start of this process
         self._began: float | None = None  # start of the last save of this process
-        self._duration: float | None = None  # of the last finished save; None once compared
+        self._duration: float | None = None  # that of the last finished save; None once compared
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step; every process calls this after every step."""
@@ -55,7 +55,7 @@ class SaveTimer:
             self._duration = self._clock() - self._began
 
     def warning(self) -> str:
-        """Return a warning if the last save took longer than the grace period; later calls: ""."""
+        """Return a warning if the last save took longer than the grace period; else ""."""
         seconds, self._duration = self._duration, None
         if seconds is None or not 0 < self._grace < seconds:
             return ""
@@ -69,7 +69,7 @@ class SaveTimer:
     def _is_interval_over(self) -> bool:
         if not self._interval:
             return False
-        # Imports JAX, for which the choice of the step to resume should not wait.
+        # It imports JAX, and the choice of the step to resume should not wait for that.
         from maxpipe.devices.processes import of_first_process
 
         # Processes have different clocks and ask at different times, so process 0 decides.
@@ -85,8 +85,8 @@ class Retention:
     Steps set aside are not committed, so they neither count nor are deleted.
 
     Args:
-      settings: `checkpoint.*`.
-      record_of: returns the record of a committed step; raises as `read_record`.
+      settings: the `checkpoint` section of the configuration.
+      record_of: function that returns the record of a committed step; raises as `read_record`.
     """
 
     def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):
@@ -99,7 +99,7 @@ class Retention:
         self._losses[step] = _loss(meta)
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """Return the steps to keep of those in `steps`; the newest is always among them."""
+        """Return which of `steps` to keep; the newest is always among them."""
         settings = self._settings
         steps = sorted(steps)
         kept = set(steps[-settings.keep :])
@@ -144,7 +144,7 @@ def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | 
     Args:
       resume: value of `checkpoint.resume`.
       steps: committed steps in any order.
-      place: where they are, for messages.
+      place: where the steps are, for messages.
 
     Raises:
       ConfigError: the value is not one of these, or `steps` does not allow it; names

@@ -49,9 +49,9 @@ class Restored(Generic[State]):
 
     Attributes:
       step: training step after which it was saved.
-      state: pytree like the `abstract_state` asked for.
-      iterator: int64 [rows, columns], all rows in every process.
-      meta: as passed to `Checkpointer.save`.
+      state: pytree with the structure of `abstract_state`.
+      iterator: data position, int64 [rows, columns], all rows in every process.
+      meta: the `meta` passed to `Checkpointer.save`.
       converted: number of arrays of `state` that were saved with another dtype.
     """
 
@@ -118,7 +118,7 @@ def read_parameters(directory: Path, abstract_params: State) -> State:
 
     Args:
       directory: a committed step.
-      abstract_params: like `TrainState.params` in the layout on disk; leaves as for `read_step`.
+      abstract_params: `TrainState.params` in the layout on disk; leaves as for `read_step`.
 
     Raises:
       CheckpointMismatch, CheckpointDamaged, CheckpointUnreadable: as `read_step`.
@@ -149,7 +149,7 @@ def read_arrays(
     leaves: Mapping[str, Leaf],
     shardings: Mapping[str, jax.sharding.Sharding | None],
 ) -> dict[str, Array]:
-    """Read the arrays named in `shardings` (None = into host memory) and verify them by `leaves`.
+    """Read the arrays in `shardings` (None = into host memory) and verify them against `leaves`.
 
     Raises:
       CheckpointDamaged: as `read_step`.
@@ -165,9 +165,9 @@ def read_arrays(
             arrays[name] = array
     except READ_ERRORS as error:
         failure = error
-    # Digests of sharded arrays are collective: no process may start while another has no array.
+    # Digests of sharded arrays are collective: none may start while a process lacks an array.
     if not agree(failure is None):
-        # All processes have to raise the same, or only some would try an older step.
+        # All processes have to raise the same error, or only some would try an older step.
         is_local = not agree(failure is None or not _is_local(failure))
         kind = CheckpointUnreadable if is_local else CheckpointDamaged
         reason = "by another process" if failure is None else _brief(failure)
@@ -180,7 +180,7 @@ def read_arrays(
 
 
 def _read_record_everywhere(directory: Path) -> Record:
-    """Read the record in every process; raise the same in all if one cannot."""
+    """Read the record in every process; if one of them fails, raise the same error in all."""
     record = None
     failure: CheckpointDamaged | CheckpointUnreadable | None = None
     try:
@@ -192,7 +192,7 @@ def _read_record_everywhere(directory: Path) -> Record:
         kind = CheckpointUnreadable if is_unreadable else CheckpointDamaged
         raise kind(failure or "record cannot be read by another process") from failure
     assert record is not None
-    # Each process's own may be sound, and of another history: what is in memory is no shared file.
+    # Each record may be sound, but of another history: replicas in memory are not shared.
     own = _digest_of_all(record.leaves)
     if not agree(of_first_process(own) == own):
         raise CheckpointDamaged("the processes have records of different arrays")
@@ -228,7 +228,7 @@ def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:
 
 
 def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
-    """Yield names of consecutive leaves that have about `BATCH_BYTES` together."""
+    """Yield the names of consecutive leaves, each time of about `BATCH_BYTES` in total."""
     batch: list[str] = []
     size = 0
     for name, leaf in leaves.items():

@@ -13,7 +13,7 @@ from typing import Any
 from maxpipe.checkpoint.errors import PASSING_ERRNOS, CheckpointDamaged, CheckpointUnreadable
 
 FORMAT = 1
-ITEM = "meta"  # directory of the record within that of a step
+ITEM = "meta"  # name of the record's directory within a step's directory
 FILE = "metadata"
 # NumPy names of all dtypes that a state may have.
 DTYPES = frozenset(("bool", "bfloat16", "float16", "float32", "float64")) | frozenset(
@@ -29,7 +29,7 @@ class Leaf:
     Attributes:
       shape: global shape in the canonical layout.
       dtype: NumPy name of the dtype, `bfloat16` included.
-      digest: see `maxpipe.checkpoint.digest`.
+      digest: 32-bit digest, see `maxpipe.checkpoint.digest`.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Record:
         return record
 
     def _problem(self) -> str:
-        """Return what no save of this program would have written; empty if there is nothing."""
+        """Return what in the record no save would have written; "" if there is nothing."""
         if type(self.step) is not int:
             return "step is not a number"
         if not isinstance(self.meta, dict):

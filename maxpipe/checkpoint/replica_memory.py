@@ -26,8 +26,8 @@ NO_MEMORY = (
 )
 
 COPIES = 2  # the newest replicas, as files
-BUFFERS = 1  # in the process, from which a replica is being written
-PARTNER_COPIES = 2  # of the process before, if its replicas are copied to this one's supervisor
+BUFFERS = 1  # in the process: the copy from which a replica is being written
+PARTNER_COPIES = 2  # of the previous process's replicas, if this one's supervisor copies them
 
 NO_ROOM = (
     "enlarge /dev/shm (docker: --shm-size, Kubernetes: an emptyDir with medium: Memory), use more "
@@ -40,11 +40,11 @@ class Share:
     """What one process knows about the memory of its host.
 
     Attributes:
-      host: its name.
-      shm_free: bytes that are free for the directory of replicas.
-      memory_free: bytes of memory that are free, for that directory or anything else.
-      held: bytes of replicas that are there, from before this process began.
-      files: bytes of the replicas of this process, and of a partner's copies.
+      host: name of the host.
+      shm_free: free bytes in the file system of the replicas.
+      memory_free: free bytes of memory, for that file system or anything else.
+      held: bytes of replicas that were there before this process began.
+      files: bytes of this process's replicas and of the copies of its partner's.
       buffers: bytes of the copy from which a replica is being written.
     """
 
@@ -61,13 +61,13 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
 
     Args:
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, as on disk.
-      memory: `own` of the supervisor's directory.
+      memory: the directory `own` within the supervisor's directory.
       every: `checkpoint.replica_every`.
 
     Raises:
-      ConfigError: a host has too little; raised in all processes.
+      ConfigError: a host has too little memory; raised in all processes.
     """
-    memory.mkdir(parents=True, exist_ok=True)  # memory is lost more easily than a disk
+    memory.mkdir(parents=True, exist_ok=True)  # what is in memory is lost more easily than on disk
     index, count = processes.index(), processes.count()
     own = shard_bytes(abstract_state, index)
     parts, files = [memory], COPIES * own
@@ -81,7 +81,7 @@ def reserve(abstract_state: object, memory: Path, every: int) -> str:
 
 
 def describe(shares: Sequence[Share], every: int) -> str:
-    """Return a line on what the hosts need and have; raise ConfigError if that is too little."""
+    """Return a line on the memory that hosts need and have; raise ConfigError if one lacks it."""
     of_hosts: dict[str, Share] = {}
     for share in shares:
         others = of_hosts.get(share.host)
@@ -117,10 +117,10 @@ def _bytes_below(directory: Path) -> int:
 
 
 def _together(share: Share, other: Share) -> Share:
-    """Return what two processes on the same host need of it."""
+    """Return what two processes on the same host need together, and the memory that is free."""
     return Share(
         share.host,
-        min(share.shm_free, other.shm_free),  # they look at different times
+        min(share.shm_free, other.shm_free),  # measured at different times
         min(share.memory_free, other.memory_free),
         share.held + other.held,
         share.files + other.files,
@@ -129,7 +129,7 @@ def _together(share: Share, other: Share) -> Share:
 
 
 def shard_bytes(abstract_state: object, process: int) -> int:
-    """Return the bytes of a process's distinct shards of a state."""
+    """Return the size of a process's distinct shards of a state, in bytes."""
     return sum(_leaf_bytes(leaf, process) for leaf in jax.tree.leaves(abstract_state))
 
 

@@ -1,11 +1,11 @@
-"""Keep replicas of a run's newest steps in host memory, where the death of a trainer leaves them.
+"""Keep replicas of a run's newest steps in host memory, where they survive a trainer's death.
 
 A supervisor makes a directory in memory (below /dev/shm), passes it to its trainer, and removes it
 when the run ends: see `maxpipe.supervision.memory`. Every `checkpoint.replica_every` steps each
 process writes its own shards there, in the background, and no other process's:
 
     <memory>/own/<run>/<step>/  a step as on disk: its record, and one database of arrays
-    <memory>/partner/...        the supervisor's copy of what another host's memory has as `own`
+    <memory>/partner/...        the supervisor's copy of `own` in another host's memory
     <memory>/copied             names of the steps of `own` that the partner's host has copied
 
 A replica is committed by one rename, and read like any checkpoint, so that its record and the
@@ -14,11 +14,11 @@ change of the mesh the digests do not match, and the run continues from the disk
 is dropped; the run continues from the one before it, or from the disk.
 
 A step can be restored if every process has it. So the two newest replicas are kept: while some
-processes are still writing one, all of them have the one before. The older of two is removed only
-when all processes have said that they have the newer one, and so have their partners, which bring
-it back after the loss of a host (see `maxpipe.supervision.partner`). Until then no other one is
-begun. A replica that some process could not write is removed in all of them and costs a warning; it
-is the checkpoints on disk that a run depends on.
+processes are still writing one, all of them have the previous one. The older of the two is removed
+only when all processes have reported that they have the newer one, and so have their partners,
+which bring it back after the loss of a host (see `maxpipe.supervision.partner`). Until then no new
+replica is begun. A replica that some process could not write is removed in all of them, with a
+warning only: a run does not depend on replicas, but on its checkpoints on disk.
 """
 
 import hashlib
@@ -39,19 +39,19 @@ from maxpipe.devices import processes
 
 
 class Replicas:
-    """Write and find the replicas of one run in this process's memory.
+    """Writes and finds the replicas of one run in the memory of this process's host.
 
     All processes make the object and the same calls together.
 
     Args:
-      memory: `own` of the supervisor's directory; outlives this process.
+      memory: the directory `own` within the supervisor's directory; outlives this process.
       run: the directory of the run's checkpoints. Replicas of another run, which the same command
         may have started before, are removed.
       every: `checkpoint.replica_every`.
 
     Attributes:
-      steps: replicas that every process had at the start and that were not dropped since.
-      warning: that some processes had other replicas at the start, or "".
+      steps: steps whose replicas every process had at the start, without those dropped since.
+      warning: message that some processes had other replicas at the start, or "".
       is_behind: whether a partner of some process has not copied the newest replica yet.
     """
 
@@ -79,7 +79,7 @@ class Replicas:
         return self._directory.of(step)
 
     def drop(self, *steps: int) -> None:
-        """Remove steps, which are not restored any more."""
+        """Remove replicas of steps that will not be restored any more."""
         for step in steps:
             remove_step(self.of(step))
         self.steps = [step for step in self.steps if step not in steps]
@@ -90,11 +90,11 @@ class Replicas:
         failure, self._failure = self._failure, None
         if not processes.agree(failure is None):
             assert self._started is not None
-            remove_step(self.of(self._started))  # the others have it in vain
+            remove_step(self.of(self._started))  # useless where it was written
             return f"the last replica in memory could not be written: {_reason(failure)}"
         was_behind, self.is_behind = self.is_behind, not processes.agree(self._is_copied())
         if not self.is_behind:
-            # All have the newest one, and none will need the one before.
+            # All have the newest one, so none will need the previous one.
             self._discard_except(self._directory.steps()[-1:])
         elif not was_behind:
             return "the last replica in memory is still being copied to a partner; none is begun"
@@ -105,7 +105,7 @@ class Replicas:
 
         Args:
           step: number of the step.
-          arrays: name -> array that nothing overwrites.
+          arrays: name -> array, which must not be overwritten meanwhile.
           record: JSON, from `Record.to_json`.
         """
         assert self._writer is None
@@ -130,13 +130,13 @@ class Replicas:
             file.parent.mkdir(parents=True)
             file.write_text(json.dumps(record))
             scratch.rename(self.of(step))
-        # Whatever it is, training goes on without a replica.
+        # Whatever the error, training goes on without a replica.
         except Exception as error:
             shutil.rmtree(scratch, ignore_errors=True)
             self._failure = error
 
     def _is_copied(self) -> bool:
-        """Return whether the partner has the newest step; also if it has none, or there is none."""
+        """Return whether the partner, if there is one with any steps, has the newest step."""
         try:
             names = json.loads(self._copied.read_text())
         except (OSError, ValueError):  # there is no partner, or the memory was lost
@@ -207,9 +207,9 @@ def _lacking(steps: list[int]) -> str:
 
 
 def _reason(failure: Exception | None) -> str:
-    """Return what failed in the first process in which something did; all call this.
+    """Return the error of the first process that failed; all processes call this.
 
-    What it returns means nothing in other processes than process 0, which reports it.
+    The result is meaningful only in process 0, which reports it.
     """
     own = f"{type(failure).__name__}: {failure}" if failure else ""
     reasons = processes.of_all_on_first(own)
@@ -219,7 +219,7 @@ def _reason(failure: Exception | None) -> str:
 
 
 def _in_every_process(steps: list[int]) -> list[int]:
-    """Return the steps of process 0 that all processes have, ascending; all call this."""
+    """Return the steps of process 0 that all processes have, ascending; all processes call it."""
     count = processes.of_first_process(len(steps))
     # Another process may have fewer or others.
     padded = (*steps, *([-1] * count))[:count]

@@ -1,4 +1,4 @@
-"""Parse what commands that read a run take, RUN_DIR and --step, and find it. Imports no JAX."""
+"""Parse RUN_DIR and --step of commands that read a run, and find the run. Imports no JAX."""
 
 import argparse
 
@@ -12,7 +12,7 @@ RUN_DIR = "RUN_DIR"  # the argument, for messages
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN_DIR, --step and --import: `run_dir`, `step` and `imports` of the parsed flags."""
+    """Add RUN_DIR, --step and --import, parsed as `run_dir`, `step` and `imports`."""
     parser.add_argument(
         "run_dir",
         metavar=RUN_DIR,
@@ -25,7 +25,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_average_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --average: `average` of the parsed flags, for `find_steps`."""
+    """Add --average, parsed as `average`, for `find_steps`."""
     parser.add_argument(
         "--average",
         type=int,
@@ -37,10 +37,10 @@ def add_average_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:
-    """Return the run that a command line names and the steps to read of it, in ascending order.
+    """Return the store of the run on the command line and its steps to read, in ascending order.
 
     Args:
-      flags: parsed, with both kinds of arguments above.
+      flags: the parsed command line, with the arguments that both functions above add.
 
     Raises:
       ConfigError: there is no such run, or it has no such steps.
@@ -53,7 +53,7 @@ def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
     """Return the last `average` committed steps up to `step`, in ascending order.
 
     Raises:
-      ConfigError: there are not so many, or `step` is not one of them.
+      ConfigError: there are too few, or `step` is not committed.
     """
     last = find_step(store, step)
     steps = [saved for saved in store.steps() if saved <= last]
@@ -71,12 +71,12 @@ def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
 
     Args:
-      store: of the run.
-      step: the one to find.
+      store: the run's steps.
+      step: the step to find; None for the newest.
       key: the argument that names the run, for messages.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such step.
     """
     steps = store.steps()
     if not steps:
@@ -88,7 +88,7 @@ def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
 
 
 def check_block(config: Config) -> None:
-    """Raise ConfigError if the run's block is not known, since its module was not imported."""
+    """Raise ConfigError if the run's block is unknown because its module was not imported."""
     if config.model.block not in BLOCKS:
         message = f"the run has {config.model.block!r}, which is not known here; "
         remedy = "import the module that adds it, as training did: --import MODULE"

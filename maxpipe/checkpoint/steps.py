@@ -21,7 +21,7 @@ DAMAGED = "damaged"
 ABANDONED = "abandoned"
 UNFINISHED = "unfinished"
 
-# In the memory of a supervisor: see `maxpipe.checkpoint.replicas`.
+# Names in a supervisor's directory in memory: see `maxpipe.checkpoint.replicas`.
 OWN, PARTNER, COPIED = "own", "partner", "copied"
 
 _COMMITTED_NAME = re.compile(r"0|[1-9]\d*")
@@ -30,12 +30,12 @@ _UNFINISHED_NAME = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
 class StepEntry(NamedTuple):
-    """A step in some state.
+    """A step and its state.
 
     Attributes:
-      step: its number.
+      step: number of the step.
       state: `COMMITTED`, `DAMAGED`, `ABANDONED` or `UNFINISHED`.
-      name: of the directory, or of the object that gives it this state.
+      name: name of the directory, or of the object that gives the step this state.
     """
 
     step: int
@@ -46,7 +46,7 @@ class StepEntry(NamedTuple):
 class StepStore(Protocol):
     """A place that holds the steps of one run: a `StepsDirectory` or a `Mirror`.
 
-    `str()` of it is its path or URL.
+    `str(store)` is its path or URL.
     """
 
     def entries(self) -> list[StepEntry]:
@@ -58,7 +58,7 @@ class StepStore(Protocol):
         ...
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
-        """Yield every entry with its bytes and the time at which it got into its state."""
+        """Yield every entry with its size in bytes and the time at which it got its state."""
         ...
 
     def record(self, step: int) -> Record:
@@ -110,7 +110,7 @@ class StepsDirectory:
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
-        """Yield every entry with its bytes and the time of its last change."""
+        """Yield every entry with its size in bytes and the time of its last change."""
         for entry in self.entries():
             directory = self.path / entry.name
             try:
@@ -142,7 +142,7 @@ class StepsDirectory:
         return nullcontext(self.of(step))
 
     def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
-        """Return a context with the files of a directory of the run; empty if there is none."""
+        """Return a context with the files in a directory of the run; [] if it is missing."""
         directory = self.path.parent / name
         files = sorted(directory.iterdir()) if directory.is_dir() else []
         return nullcontext(files)
@@ -158,7 +158,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def remove_step(path: Path) -> None:
-    """Remove a step's directory, so that no reader sees a part of it as the whole."""
+    """Remove a step's directory in such a way that no reader takes a part of it for the whole."""
     removed = path.with_name(f"{path.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     with suppress(OSError):
