@@ -225,7 +225,7 @@ class Checkpointer:
         return True
 
     def check(self, step: int, state: object) -> None:
-        """Check that a state which will not be saved is finite; any layout, any leaves.
+        """Check that a state that will not be saved is finite; any layout, any leaves.
 
         Each process checks the leaves of which it holds a part.
 

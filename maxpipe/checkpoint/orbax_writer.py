@@ -46,7 +46,7 @@ class OrbaxWriter:
         self._retention = retention
         self._on_written = on_written
         self._manager: ocp.CheckpointManager | None = None
-        self._error: Exception | None = None  # this process's; set only with several processes
+        self._error: Exception | None = None  # this process's error, with several processes
         self.is_pending = False
 
     @property

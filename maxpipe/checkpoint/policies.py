@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or null
 RESUME = "checkpoint.resume"
 AUTO = "auto"
-NEWEST = (AUTO, "must")  # its values that take the newest step
+NEWEST = (AUTO, "must")  # values of checkpoint.resume that take the newest step
 
 
 class SaveTimer:
@@ -38,7 +38,7 @@ class SaveTimer:
         self._clock = clock
         self._last_save = clock()  # or the start of this process
         self._began: float | None = None  # start of the last save of this process
-        self._duration: float | None = None  # that of the last finished save; None once compared
+        self._duration: float | None = None  # seconds of the last finished save; None once compared
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step; every process calls this after every step."""

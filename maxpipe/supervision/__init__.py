@@ -25,9 +25,9 @@ class Supervision:
 
     Attributes:
       interruption, watchdog, time, lease: see their classes.
-      owns_process: whether the run may end the process; false in a program that calls it.
-      progress, downtime: what passes between it and a supervisor, if it has one.
-      memory: a directory in memory that outlives the process, from its supervisor; None without.
+      owns_process: whether the run may end the process; false in a program that calls the run.
+      progress, downtime: what the process reports to its supervisor and gets from it, if any.
+      memory: the supervisor's directory in memory, which outlives the process; None without one.
     """
 
     interruption: Interruption = field(default_factory=Interruption)
@@ -63,10 +63,10 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
 
 @contextmanager
 def supervise_in_program() -> Iterator[Supervision]:
-    """Supervise a run of a program, such as a notebook, whose process it must not end.
+    """Supervise a run within a program, such as a notebook, whose process it must not end.
 
     There are no deadlines: the program may keep a run waiting, and only the end of the process
-    would end what hangs. In a thread other than the main one signals are the program's own.
+    would end a hang. In a thread other than the main one, signals are left to the program.
     """
     with Interruption(ends_process=False) as interruption:
         yield Supervision(interruption, time=TimeAccount(), owns_process=False)

@@ -1,6 +1,6 @@
 """Decide for all supervisors of a run when their trainers start, end, and start again.
 
-The council sits with supervisor 0. The others report to it and follow its orders; `link` carries
+The council runs in supervisor 0. The others report to it and follow its orders; `link` carries
 reports and orders. Imports no JAX.
 """
 
@@ -32,31 +32,31 @@ from maxpipe.supervision.watchdog import HUNG
 
 RESTARTABLE = (PREEMPTED, HUNG, LOST)
 LONGEST_PAUSE = 600.0
-RESET_SECONDS = 1800.0  # of an attempt, after which earlier restarts no longer count
+RESET_SECONDS = 1800.0  # length of an attempt after which earlier restarts no longer count
 
 _AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
-_AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its own
-# When another one has ended as it should: for what is still saved and copied. As long as a step may
+_AFTER_FAILURE_SECONDS = 60.0  # the same when another one has failed by itself
+# The same when another one has ended normally: time for saves and copies. As long as a step may
 # take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30.0  # of pauses
-_QUIET_SECONDS = 10.0  # before it is said whom the run waits for
-# That supervisors neither come nor go before the others stop for those that have come; doubled each
-# time, like pauses, until an attempt has lasted.
+_QUIET_SECONDS = 10.0  # of waiting before the log says for whom
+# Time without a supervisor coming or going before the others stop to take in new ones; doubled
+# each time, like pauses, until an attempt has lasted.
 _STEADY_SECONDS = 5.0
-_STARTS_BEFORE_GROWTH = 2  # times as long as until its first step an attempt goes on after that
+_STARTS_BEFORE_GROWTH = 2  # an attempt trains this many times its startup before it may grow
 _NAMES_SHOWN = 8
-_LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
+_LOST_CODE = -int(signal.SIGKILL)  # assigned to a trainer whose supervisor is gone
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When to start again.
+    """When to restart.
 
     Attributes:
-      max_restarts: in a row; an attempt of half an hour or more begins a new row.
-      pause_seconds: before the first restart of a row, doubled for each one that follows.
-      wait_seconds: for supervisors that have not come, or have not come back.
+      max_restarts: limit of restarts in a row; an attempt of half an hour or more begins a new row.
+      pause_seconds: pause before the first restart of a row, doubled for each further one.
+      wait_seconds: how long to wait for supervisors that have not come, or not come back.
     """
 
     max_restarts: int = 20
@@ -71,10 +71,10 @@ class Status:
     Attributes:
       state: what the run is doing.
       attempt: number of the latest attempt, 0 before the first.
-      restarts: of all attempts.
-      last_end: why the attempt before ended; "" if there was none.
-      members: hosts of the supervisors that are there, by index.
-      waiting: those without which the others go on for now.
+      restarts: number of restarts so far.
+      last_end: how the last attempt to end has ended; "" if there was none.
+      members: index -> host of each connected supervisor.
+      waiting: indices of the members that the others go on without for now.
     """
 
     state: str = ""
@@ -86,7 +86,7 @@ class Status:
 
 
 def describe(code: int) -> str:
-    """Return an end as text, such as "SIGKILL" or "exit code 75"."""
+    """Return an exit code as text, such as "SIGKILL" or "exit code 75"."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -96,18 +96,18 @@ def shell_code(code: int) -> int:
 
 
 def is_restartable(code: int) -> bool:
-    """Return whether the same command goes on after a trainer ended so."""
+    """Return whether to start the same command again after a trainer ended with this code."""
     return code in RESTARTABLE or (code < 0 and code != -signal.SIGINT)
 
 
 def verdict(codes: Sequence[int]) -> int:
-    """Return the end that decides what follows an attempt.
+    """Return the exit code that decides what follows an attempt.
 
-    An end after which the same command would not go on comes first, unless it follows from the loss
-    of another process; then the earliest one that is not 0.
+    This is the first code that rules out a restart, unless that code follows from the loss of
+    another process. If there is none, it is the earliest code that is not 0, or 0.
 
     Args:
-      codes: of all trainers, in the order in which they ended.
+      codes: exit codes of all trainers, in the order in which they ended.
     """
     for position, code in enumerate(codes):
         # A process that loses another one may fail at whatever it is doing.
@@ -127,21 +127,21 @@ class Council:
     An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
     lost, ends it for all. The exit code decides whether another attempt follows.
 
-    A run whose trainers have told sizes is elastic: if some supervisors do not come back in time,
-    the next attempt has as many of the others as one of these sizes, the first ones. When enough
-    are there for a larger size, the trainers save and end, and all go on together. A size with
-    which trainers fail before their first step is not tried again, nor a smaller one.
+    A run whose trainers have reported sizes is elastic: if some supervisors do not come back in
+    time, the next attempt takes the first ones of the others, as many as the largest possible size.
+    When enough are there for a larger size, the trainers save and end, and all go on together. A
+    size with which trainers fail before their first step is not tried again, nor a smaller one.
 
     Args:
-      count: supervisors of the run, one for each process.
-      policy: when to start again.
-      job: names the run's job to the lease of its directory.
-      free_port: returns a port on which the coordinator of an attempt may listen.
-      log: takes a line for each event.
-      clock: seconds.
+      count: number of the run's supervisors, one for each process.
+      policy: when to restart.
+      job: name of the run's job, for the lease of its directory.
+      free_port: function that returns a port on which an attempt's coordinator may listen.
+      log: function that receives a line for each event.
+      clock: monotonic clock, in seconds.
 
     Attributes:
-      status: what there is to show; replaced as a whole, so that any thread may read it.
+      status: the run's status; replaced as a whole, so that any thread may read it.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Council:
         self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
         self._sizes = Sizes()
-        self._failed = 0  # processes that have failed once before their first step
-        self._fewest = 1  # processes that have not failed before their first step
+        self._failed = 0  # size of an attempt that failed once before its first step
+        self._fewest = 1  # smallest size not excluded by failures before the first step
         self._attempted: Sequence[int] = range(count)  # in the latest attempt; all before the first
         self._previous = 0  # number of the latest attempt, also of an earlier council
         self._is_to_grow = False  # the trainers have been asked to save for a larger attempt
@@ -175,18 +175,18 @@ class Council:
         self._running: set[int] = set()
         self._ends: list[int] = []
         self._is_in_attempt = False
-        self._ended_by = math.inf  # when the trainers that still run have been ordered to end
+        self._ended_by = math.inf  # deadline ordered for the trainers that still run
         self._stopped_by = 0  # the signal that asked a supervisor to stop
         self._finished: Finish | None = None
-        self._restarts_in_row = 0  # that count against the limit
+        self._restarts_in_row = 0  # restarts that count against the limit
         self._began = self._ended = self._changed = clock()
-        # Since when each supervisor is not there, or there again without a new attempt.
+        # Since when each supervisor is absent, or back again but without a new attempt.
         self._absent_since = dict.fromkeys(range(count), self._began)
         self._pause_until = 0.0
         self._told_missing = ""
 
     def receive(self, member: int, report: Report) -> Finish | None:
-        """Take what supervisor `member` reports; return an order for it alone, if it has to go."""
+        """Process a report of supervisor `member`; return an order for it if it has to leave."""
         match report:
             case Joined():
                 return self._join(member, report)
@@ -212,10 +212,10 @@ class Council:
         return self._asked_to_stop(number)
 
     def _learn(self, member: int, sizes: Sizes) -> None:
-        """Take the sizes that process 0's trainer has told, or that an earlier council had passed.
+        """Note the sizes that process 0's trainer reports, or that an earlier council passed on.
 
         Raises:
-          ValueError: they are none.
+          ValueError: they are not sizes of this run.
         """
         numbers = [int(text) for text in sizes.counts.split(",") if text]
         if not all(0 < number < self._count for number in numbers) or not sizes.wait_seconds >= 0:
@@ -225,7 +225,7 @@ class Council:
             self._orders.append(sizes)
 
     def lose(self, member: int) -> None:
-        """Take note that supervisor `member` is gone, and that its trainer counts as lost."""
+        """Note that supervisor `member` is gone; its trainer counts as lost."""
         if self._finished:
             return  # it has its last order
         self._log(f"the supervisor of {self._name(member)} is lost")
@@ -246,7 +246,7 @@ class Council:
         self._finish(FAILED, why)
 
     def take_orders(self) -> list[Order]:
-        """Return what all supervisors have to do now; to be called several times a second."""
+        """Return new orders for all supervisors; to be called several times a second."""
         if self._finished:
             pass
         elif self._is_in_attempt:
@@ -295,7 +295,7 @@ class Council:
         """Start an attempt if all supervisors are there, or enough to go on with."""
         usable = self._usable()
         missing = {*range(self._count)} - self.status.members.keys()
-        # Whoever comes and goes without an attempt keeps the others waiting no longer.
+        # A supervisor that comes and goes without an attempt does not prolong the wait.
         absent_since = max((self._absent_since[member] for member in missing), default=0.0)
         names = _listed(missing)
         reason = self._reason_to_go_on(usable, names, self._clock() - absent_since)
@@ -316,10 +316,10 @@ class Council:
             self._log(state)
 
     def _usable(self) -> Sequence[int]:
-        """Return the supervisors with which an attempt could start now, as many as can be."""
+        """Return the supervisors with which an attempt could start now, as many as possible."""
         smaller = [int(text) for text in self._sizes.counts.split(",") if text]
         there = sorted(self.status.members)
-        # The council's own host has the coordinator of every attempt.
+        # The council's own host runs the coordinator of every attempt.
         fitting = [
             number
             for number in (*smaller, self._count)
@@ -343,7 +343,7 @@ class Council:
     def _grow(self) -> None:
         """Ask the trainers to save when supervisors for a larger attempt have come to stay.
 
-        The attempt has to have been worth its start before, so that a run always gets further.
+        The attempt must have been worth its startup by then, so that the run always gets further.
         """
         usable = self._usable()
         least = self._trained_at + _STARTS_BEFORE_GROWTH * (self._trained_at - self._began)
@@ -359,7 +359,7 @@ class Council:
         self._orders.append(Save(self.status.attempt))
 
     def _start(self, members: Sequence[int], reason: str) -> None:
-        # Later attempts have higher numbers also if supervisor 0 itself was started again.
+        # Later attempts have higher numbers even if supervisor 0 itself was restarted.
         attempt = max(self.status.attempt + 1, self._previous + 1, int(time.time()))
         is_changed = [*members] != [*self._attempted]
         is_whole = len(members) == self._count
@@ -372,7 +372,7 @@ class Council:
         for member in members:
             self._absent_since.pop(member, None)
         self._show(self.status.members)
-        if is_changed:  # what a memory has of another one may be of one that it no longer follows
+        if is_changed:  # a memory may hold copies of one that it no longer follows
             self._word = secrets.token_hex(16)
         several = f" with {self._count} processes" if self._count > 1 else ""
         several = several if is_whole else f" with {those}: {reason}"
@@ -410,7 +410,7 @@ class Council:
         self._is_in_attempt, self._ended = False, self._clock()
         code = verdict(self._ends)
         if self._stopped_by and code == -signal.SIGTERM:
-            code = PREEMPTED  # the signal came before the trainer could take it
+            code = PREEMPTED  # the signal came before the trainer could handle it
         if self._stopped_by or (not is_restartable(code) and not self._is_too_small(code)):
             self._finish(shell_code(code), "asked to stop" if self._stopped_by else "")
             return
@@ -421,7 +421,7 @@ class Council:
             self._pause_until = self._clock()
             return
         number = len(self._attempted)
-        # Once is not enough: the next attempt does not begin with a step that was compiled ahead.
+        # One failure is not enough: the next attempt does not begin with a step compiled ahead.
         is_first_failure = self._failed != number
         if self._is_too_small(code) and is_first_failure:
             self._failed = number
@@ -443,7 +443,7 @@ class Council:
         self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
 
     def _is_too_small(self, code: int) -> bool:
-        """Return whether an attempt ended so because it had fewer than all processes."""
+        """Return whether an attempt may have ended with this code for want of processes."""
         is_shrunken = len(self._attempted) < self._count
         return is_shrunken and code in (FAILED, CONFIG_ERROR) and self._trained_at == math.inf
 

@@ -1,4 +1,4 @@
-"""Leave a process at once, whatever threads libraries have left, without losing what matters."""
+"""Leave a process at once, whatever library threads still run, without losing what matters."""
 
 import ctypes
 import os
@@ -38,7 +38,7 @@ def at_end(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def announcing(announce: Announce) -> Iterator[None]:
-    """Let `leave` tell other processes, within the context, with which code and why it ends."""
+    """Let `leave` tell other processes its code and reason, within the context."""
     _announcers.append(announce)
     try:
         yield
@@ -49,12 +49,12 @@ def announcing(announce: Announce) -> Iterator[None]:
 def leave(code: int, reason: str = "") -> None:
     """End the process with an exit code, without waiting for threads or for other processes.
 
-    What `at_end` was given is called first, the latest first, and the streams are flushed. A call
-    that hangs is left behind after a few seconds.
+    First the functions given to `at_end` are called, the latest first, and the streams are flushed.
+    A call that hangs is abandoned after a few seconds.
 
     Args:
-      code: of this process.
-      reason: if given, the other processes of the run are told, to end with the same code.
+      code: exit code of this process.
+      reason: if given, the other processes of the run receive it and end with the same code.
     """
     threads = [threading.Thread(target=_finish, name="end", daemon=True)]
     if reason:
@@ -75,7 +75,7 @@ def run_command(main: Callable[[], int]) -> None:
 
     After a failure the process leaves at once: Python's normal exit waits for threads, and a failed
     save may leave some that wait for minutes. With several processes `failure.failing_fast` handles
-    errors; one that comes before it takes the normal exit.
+    errors; an error before that takes the normal exit.
     """
     try:
         code: object = main()
@@ -91,7 +91,7 @@ def run_command(main: Callable[[], int]) -> None:
     if isinstance(code, int) and any(thread.is_alive() for thread in _left_behind):
         if is_one_of_several():
             try:
-                # Waits for the others, as Python's exit does, where an error changes no code.
+                # Waits for the others like Python's exit; an error does not change the code there.
                 sys.modules["jax"].distributed.shutdown()
             except Exception:
                 traceback.print_exc()
@@ -110,9 +110,7 @@ def saying_if_possible() -> Iterator[None]:
 
 
 def leave_behind(thread: threading.Thread) -> None:
-    """Let `run_command` end the process while a thread is in a library's code, which Python's exit
-    would pull from under it.
-    """
+    """Let `run_command` skip Python's exit, which would tear down a library that a thread uses."""
     _left_behind.append(thread)
 
 
@@ -137,7 +135,7 @@ def _flush() -> None:
 
 
 def die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when process `parent` dies."""
+    """Return a function that a child calls so that Linux kills it when process `parent` dies."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

@@ -37,10 +37,10 @@ EXPLAINED = (
     TelemetryError,
 )
 
-# Beginnings of JAX's errors that no lost process causes.
+# Prefixes of JAX's errors that a lost process never causes.
 _OWN_FAULTS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 _KINDS = {CONFIG_ERROR: "config error", PREEMPTED: "stopped", HUNG: "hung", LOST: "lost"}
-_REASON = "maxpipe/end"  # in the store of the coordination service: exit code, and why the run ends
+_REASON = "maxpipe/end"  # key in the coordination service: exit code, and why the run ends
 _FAILED_ALIKE = "maxpipe/failed"  # a barrier
 _POLL_SECONDS = 1.0
 _BARRIER_TIMEOUT_MS = 7_000
@@ -53,8 +53,8 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     """End the process on an error; as one of several, end the others with the same code and reason.
 
     A `ConfigError` ends with exit code 2, any other error with 1, after a traceback unless its
-    message is enough. None of several processes takes Python's normal exit then: it would wait for
-    the others, and they wait for this one in a collective.
+    message is enough. One of several processes does not take Python's normal exit then: it would
+    wait for the others, and they wait for this one in a collective.
 
     Args:
       ends_process: if false, errors of a run with one process are left to the caller.
@@ -80,10 +80,10 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
 
 @contextmanager
 def ending_with_lost_process() -> Iterator[None]:
-    """End this one of several processes on an error of JAX, before anything waits for the others.
+    """End one of several processes on a JAX error, before anything waits for the others.
 
     Most often the error means that another process is lost: exit code 134, also in the others.
-    It is 1 if the error is this process's own, or if all processes have come to one.
+    The code is 1 if the error is this process's own, or if all processes have met one.
     """
     try:
         yield
@@ -91,8 +91,8 @@ def ending_with_lost_process() -> Iterator[None]:
         if processes.count() == 1 or (cause := _cause_in_jax(error)) is None:
             raise
         is_own = str(cause).startswith(_OWN_FAULTS)
-        # While this waits, JAX may end the process, or the listener with the reason of another one,
-        # next to which this error would say nothing.
+        # While this waits, JAX may end the process, or the listener may with another one's reason,
+        # compared to which this error would say nothing.
         is_alike = not is_own and _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS)
         _print(error)
         if is_alike:
@@ -109,14 +109,14 @@ def _print(error: Exception) -> None:
 
 
 def _cause_in_jax(error: BaseException | None) -> BaseException | None:
-    """Return the error of JAX from which an error was raised, such as that of a lost process."""
+    """Return the JAX error that caused an error, such as the loss of a process, or None."""
     while error is not None and not _is_of_jax(error):
         error = error.__cause__
     return error
 
 
 def _is_of_jax(error: BaseException) -> bool:
-    # JAX raises a ValueError for an operation that another one's failure prevents.
+    # JAX raises a ValueError for an operation that another process's failure prevents.
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and "Gloo" in str(error)
     )

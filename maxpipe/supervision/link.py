@@ -1,9 +1,9 @@
 """Carry reports and orders between the supervisors of a run, over TCP, as lines of JSON.
 
-Supervisor 0 listens at the address at which the run's coordinator is announced; the coordinators of
+Supervisor 0 listens at the address that is announced as the run's coordinator; the coordinators of
 attempts, which the trainers start, listen at other ports. Both sides send a line every few seconds,
-so that a lost host is noticed. Like JAX's coordination service this trusts the network that it is
-in: whoever reaches the port can stop a run, though not choose what it executes. Imports no JAX.
+so that a lost host is noticed. Like JAX's coordination service this trusts its network: whoever
+reaches the port can stop a run, though not choose what it executes. Imports no JAX.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ SILENCE_SECONDS = 30.0
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
-_SURE_SECONDS = 1.0  # of life after another line has come, which shows that there are two
-_MAX_LINE = 200_000  # bytes; what strangers send is not kept
+_SURE_SECONDS = 1.0  # a line heard this long after another one came: there are two
+_MAX_LINE = 200_000  # bytes; a stranger may send anything
 _MAX_UNREAD = 100  # lines
 
 
@@ -37,11 +37,11 @@ class LinkLost(ConnectionError):
 
 
 class Line:
-    """Send and receive messages over a connected socket; the first line says which member it is.
+    """Sends and receives messages over a connected socket; the first line names the member.
 
     Attributes:
-      heard: when the other side was heard last, by `time.monotonic`; at first, when it came.
-      is_answered: whether it has been heard at all.
+      heard: when the other side was last heard, by `time.monotonic`; at first, when it connected.
+      is_answered: whether the other side has been heard at all.
     """
 
     def __init__(self, connection: socket.socket):
@@ -73,10 +73,10 @@ class Line:
             self.send("")
 
     def receive(self) -> list[str]:
-        """Return the lines that have come; to be called when a selector has found some.
+        """Return the lines that have arrived; to be called when a selector reports some.
 
         Raises:
-          LinkLost: this was the end of them.
+          LinkLost: the connection is closed, or what arrives is not lines.
         """
         try:
             received = self._socket.recv(65536)
@@ -97,14 +97,14 @@ class Line:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection to the hub: a supervisor's once it has said which, a member's if it is seated.
+    """A connection to the hub: a supervisor's once it has sent its number, a member's once seated.
 
     Attributes:
-      line: to it.
-      came: when, by `time.monotonic`.
-      member: number that it gives itself.
-      unread: lines of its that have not been taken.
-      is_refused: whether it has been told to go.
+      line: the connection.
+      came: when it was opened, by `time.monotonic`.
+      member: number that the supervisor claims; None until it has.
+      unread: received lines that have not been processed.
+      is_refused: whether it has been ordered to leave.
     """
 
     line: Line
@@ -115,11 +115,11 @@ class _Guest:
 
 
 class Hub:
-    """Let a council hear all supervisors of a run, in a thread of supervisor 0.
+    """Connects a council with all supervisors of a run, in a thread of supervisor 0.
 
     Args:
-      council: decides.
-      port: to listen at; 0 for any, at this machine's own address only.
+      council: the council, which receives reports and gives orders.
+      port: port to listen at; 0 for any, on localhost only.
 
     Attributes:
       port: the port in use.
@@ -152,14 +152,14 @@ class Hub:
         try:
             self._serve_until_closed()
         except Exception as error:
-            # Supervisor 0 goes on otherwise as if somebody still watched over the run.
+            # Without this, supervisor 0 would go on as if the run were still supervised.
             emit(traceback.format_exc(), sys.stderr)
             self._council.fail(f"the council has failed: {type(error).__name__}: {error}")
             self._broadcast(self._council.take_orders())
 
     def _serve_until_closed(self) -> None:
         until = float("inf")
-        # At the end the others must get the last order: they close their lines when they have.
+        # At the end the others must get the last order: they close their lines once they have it.
         while time.monotonic() < until and not (self._closed.is_set() and not self._guests):
             ready = {key.data for key, _ in self._selector.select(_TICK_SECONDS)}
             if None in ready:
@@ -181,7 +181,7 @@ class Hub:
             if is_ready:
                 guest.unread += guest.line.receive()
             if guest.is_refused:
-                guest.unread.clear()  # it has not read yet that it has to go
+                guest.unread.clear()  # it has not yet read the order to leave
             while guest.unread and (guest.member is None or self._is_heard(guest, guest.member)):
                 self._take(guest, guest.unread.pop(0))
             if len(guest.unread) > _MAX_UNREAD:
@@ -191,16 +191,16 @@ class Hub:
             self._drop(guest)
 
     def _is_heard(self, guest: _Guest, member: int) -> bool:
-        """Return whether the council should hear a guest as this member: not before it is sure.
+        """Return whether the council should hear a guest as this member yet.
 
-        Another line of this member may be an earlier one, whose host has failed; it is silent then,
-        and found lost soon. If it is alive, there are two of this number, and the council decides.
+        Another line of this member may be an earlier one whose host has failed: it is silent then,
+        and soon found lost. If it is alive, two claim this number, and the council decides.
         """
         holder = self._seats.setdefault(member, guest)
         return holder is guest or holder.line.heard - guest.came > _SURE_SECONDS
 
     def _take(self, guest: _Guest, text: str) -> None:
-        """Take a line, the first of which is the member's number; raises ValueError for others."""
+        """Process a line: first the member's number, then reports; raises ValueError for others."""
         if guest.member is None:
             guest.member = int(text)
             return
@@ -216,7 +216,7 @@ class Hub:
             guest.line.send(encode(refusal))
 
     def _leave_seat(self, guest: _Guest) -> bool:
-        """Return whether a guest had a seat, which is free now."""
+        """Free a guest's seat; return whether it had one."""
         if guest.member is None or self._seats.get(guest.member) is not guest:
             return False
         del self._seats[guest.member]
@@ -253,14 +253,14 @@ def connect(
     until: float,
     gives_up: Callable[[], bool],
 ) -> Line | None:
-    """Join the run's other supervisors, as soon as supervisor 0 can be reached.
+    """Join the run's other supervisors as soon as supervisor 0 can be reached.
 
     Args:
       address: host and port of supervisor 0.
-      member: number of this one.
-      greet: returns its first report, given the address of this host on the way to supervisor 0.
-      until: by `time.monotonic`, when to stop waiting for supervisor 0.
-      gives_up: whether to return None rather than wait on.
+      member: number of this supervisor.
+      greet: function that returns the first report, given this host's address on the connection.
+      until: when to stop waiting for supervisor 0, by `time.monotonic`.
+      gives_up: function that returns whether to return None rather than keep waiting.
 
     Raises:
       LinkLost: supervisor 0 could not be reached in time.
@@ -280,7 +280,7 @@ def connect(
 
 
 def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> None:
-    """Wait a moment for orders, and hand them over; raises `LinkLost`."""
+    """Wait up to `seconds` for orders, and pass them to `handle`; raises `LinkLost`."""
     with selectors.DefaultSelector() as selector:
         selector.register(line, selectors.EVENT_READ)
         texts = line.receive() if selector.select(seconds) else []
@@ -290,6 +290,6 @@ def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> N
 
 
 def describe_absence(address: tuple[str, int], reason: str) -> str:
-    """Return in words that supervisor 0 cannot be reached, why, and what to do."""
+    """Return a message that supervisor 0 cannot be reached, why, and what to do."""
     where = f"{address[0]}:{address[1]}"
     return f"no supervisor 0 at {where} ({reason}); start it there, and let hosts reach this port"

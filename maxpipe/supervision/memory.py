@@ -1,6 +1,6 @@
 """Give a trainer a directory in this host's memory that outlives it and ends with its supervisor.
 
-What lies in it is `maxpipe.checkpoint.replicas`'s to know. Imports no JAX.
+`maxpipe.checkpoint.replicas` describes its contents. Imports no JAX.
 """
 
 import fcntl
@@ -18,11 +18,11 @@ _PREFIX = "maxpipe-memory-"
 
 
 class SharedMemory:
-    """A directory in memory that this process owns: it holds a lock, which ends with it.
+    """A directory in memory that this process owns by a lock, which ends with the process.
 
     Args:
-      path: of the directory.
-      lock: descriptor of the directory, locked.
+      path: the directory.
+      lock: locked descriptor of the directory.
     """
 
     def __init__(self, path: Path, lock: int):
@@ -30,19 +30,19 @@ class SharedMemory:
         self._lock = lock
 
     def hold(self) -> None:
-        """Make the directory again if it was removed from outside, and own it again.
+        """Make and lock the directory again if it was removed from outside.
 
         Raises:
-          OSError: that is impossible, such as without room.
+          OSError: this is impossible, for example for lack of space.
         """
         while not self._is_held():
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self.path.chmod(0o700)  # whatever has made it again first
-            with suppress(FileNotFoundError):  # removed by one that took it for an orphan's
+            self.path.chmod(0o700)  # whoever has made it again first
+            with suppress(FileNotFoundError):  # a supervisor took it for an orphan's and removed it
                 lock = os.open(self.path, os.O_RDONLY)
                 os.close(self._lock)
                 self._lock = lock
-                fcntl.flock(lock, fcntl.LOCK_EX)  # waits for such a one
+                fcntl.flock(lock, fcntl.LOCK_EX)  # waits for such a supervisor
 
     def end(self) -> None:
         """Remove the directory and give up the lock."""
@@ -58,7 +58,7 @@ class SharedMemory:
 
 @contextmanager
 def shared_memory() -> Iterator[SharedMemory | None]:
-    """Yield a new directory in memory, removed at the end; None where there is no such place.
+    """Yield a new directory in memory, removed at the end; None where memory has no file system.
 
     Directories of owners that were killed are removed here.
     """
@@ -66,7 +66,7 @@ def shared_memory() -> Iterator[SharedMemory | None]:
         yield None
         return
     _remove_orphans()
-    # It gets its name when it is locked, so that no other supervisor takes it for an orphan.
+    # It gets its name once it is locked, so that no other supervisor takes it for an orphan.
     unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_SHARED))
     lock = os.open(unlocked, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Say what supervisors report to the council of their run, and what it orders, as lines of JSON.
+"""Define what supervisors report to the council of their run, and its orders, as lines of JSON.
 
 Imports no JAX.
 """
@@ -13,8 +13,7 @@ from maxpipe.devices.cluster import Sizes
 class Joined:
     """A supervisor is there, and has no trainer running.
 
-    Its memory is served at HOST:PORT, and has replicas of the attempt in which it took part last, 0
-    if it took part in none.
+    Its `memory` is served at HOST:PORT, with replicas of `attempt`, the last one it took part in.
     """
 
     count: int
@@ -49,10 +48,11 @@ class Stopping:
 class Start:
     """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
 
-    `members` are the supervisors that take part, by commas: processes 0, 1, ... of the attempt, in
-    this order. `memories` are their HOST:PORT, alike, and `word` opens them; "" without. `whole` is
-    what trainers have to know if these are not all, see `Sizes`. `previous` is the attempt before:
-    replicas of a supervisor that took no part in it are of another history.
+    `members` are the supervisors that take part, comma-separated: processes 0, 1, ... of the
+    attempt, in this order. `memories` are the HOST:PORT of their memories, likewise, and `word` is
+    the password; "" without. `whole` is what trainers have to know if not all take part, see
+    `Sizes`. `previous` is the attempt before: replicas of a supervisor that took no part in it are
+    of another history.
     """
 
     attempt: int
@@ -72,7 +72,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Save:
-    """Ask the trainer to save and end, as by SIGTERM, because others have come to go on with."""
+    """Make the trainer save and end, by SIGTERM, because others have come to join."""
 
     attempt: int
 
@@ -93,7 +93,7 @@ class Finish:
     why: str
 
 
-# Supervisors keep the sizes that the council passes on, for one that has to begin anew.
+# Supervisors keep the sizes that the council passes on, for a new council that begins anew.
 Report = Joined | Trained | Ended | Stopping | Sizes
 Order = Start | Save | End | Finish | Sizes
 Message = Report | Order
@@ -109,7 +109,7 @@ def encode(message: Message) -> str:
 
 
 def decode(line: str) -> Message:
-    """Return the message of a line; raises ValueError if there is none in it."""
+    """Return the message in a line; raises ValueError if there is none."""
     try:
         values = json.loads(line)
         message = _KINDS[values.pop("kind")](**values)

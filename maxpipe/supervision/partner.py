@@ -1,15 +1,14 @@
 """Copy replicas between the memories of supervisors, so that the loss of a host loses none.
 
 The directory in memory of each supervisor has two parts. `own` is its trainer's: the steps that
-`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the supervisor before it
-among those that take part, of the first one the last one's. A supervisor serves both parts to the
-others, and asks the one before it for new steps several times a second; `copied` tells its trainer
-which of its steps the partner has. A supervisor that begins with an empty memory, such as on a host
-that takes the place of a lost one, first fetches its own steps back from its partner.
+`maxpipe.checkpoint.replicas` writes. `partner` is a copy of the `own` of the previous supervisor
+among those that take part; the first one copies the last one's. A supervisor serves both parts to
+the others, and asks the previous one for new steps several times a second; `copied` tells its
+trainer which of its steps the partner has. A supervisor that begins with an empty memory, such as
+on a host that replaces a lost one, first fetches its own steps back from its partner.
 
-Where the memories are, and a word without which none is served, comes with the council's order to
-start. A request and the head of its answer are lines of JSON; the bytes of a step's files follow.
-Imports no JAX.
+The council's order to start holds the addresses of the memories and a password for them. A request
+and the head of its answer are lines of JSON; the bytes of a step's files follow. Imports no JAX.
 """
 
 import contextlib
@@ -31,13 +30,13 @@ from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER, remove_step
 from maxpipe.storage.local_files import write_atomically
 
 _LOOK_SECONDS = 0.25
-_REACH_SECONDS = 10.0  # for a partner that has not got its order yet
+_REACH_SECONDS = 10.0  # to reach a partner that does not have its order yet
 _TIMEOUT_SECONDS = 30.0
 _MAX_LINE = 10_000_000  # bytes; names and sizes of the files of a step
 _PIECE = 1 << 20  # bytes
-_NAME = re.compile(r"[0-9a-f]+/\d+")  # of a step: its run and its number
+_NAME = re.compile(r"[0-9a-f]+/\d+")  # name of a step: its run and its number
 
-# What an unreachable, ending or strange supervisor may cause.
+# Errors that an unreachable, ending or strange supervisor may cause.
 ERRORS = (OSError, ValueError, TypeError)
 
 
@@ -47,10 +46,10 @@ class Source:
 
     Attributes:
       address: HOST:PORT of its `MemoryServer`.
-      word: that opens it.
+      word: password of this memory.
       part: `OWN` or `PARTNER`.
-      ended: set when this supervisor or the attempt has ended, and with it every copy.
-      lock: held while a step gets its name, so that none does after the end.
+      ended: event set when this supervisor or the attempt has ended; it ends every copy.
+      lock: lock held while a step gets its name, so that none does after the end.
     """
 
     address: str
@@ -60,12 +59,12 @@ class Source:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def names(self, held: Iterable[str]) -> set[str]:
-        """Tell which steps have been copied already, and return those that are there."""
+        """Report which steps have been copied already, and return those that the source has."""
         with self._ask({"held": sorted(held)}) as answer:
             return {name for name in _line(answer) if _NAME.fullmatch(name)}
 
     def fetch(self, name: str, target: Path) -> None:
-        """Copy a step to a new directory; raises one of `ERRORS` if it is gone meanwhile."""
+        """Copy a step to a new directory; raises one of `ERRORS` if it has gone meanwhile."""
         with self._ask({"name": name}) as answer:
             for file, size in _line(answer).items():
                 if ".." in PurePosixPath(file).parts or PurePosixPath(file).is_absolute():
@@ -99,7 +98,7 @@ def names_in(part: Path) -> set[str]:
 
 
 def copy_new_steps(source: Source, target: Path) -> None:
-    """Make one part of a memory equal to a source, never with less than one of its steps.
+    """Make one part of a memory equal to a source, always keeping at least one of its steps.
 
     A source without steps changes nothing: its supervisor has just begun.
 
@@ -109,7 +108,7 @@ def copy_new_steps(source: Source, target: Path) -> None:
     held = names_in(target)
     wanted = source.names(held)
     for name in sorted(wanted - held, key=lambda name: int(name.rpartition("/")[2])):
-        # Room first, as long as a step remains that the source has.
+        # Make room first, as long as a step remains that the source has.
         _remove(target, names_in(target) - wanted if names_in(target) & wanted else set())
         scratch = target / f"{name}.unfinished"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -122,15 +121,15 @@ def copy_new_steps(source: Source, target: Path) -> None:
 
 
 class MemoryServer:
-    """Serve both parts of a memory to the other supervisors of the run, in threads.
+    """Serves both parts of a memory to the other supervisors of the run, in threads.
 
     Args:
       memory: the directory.
 
     Attributes:
-      port: at which it listens.
-      is_filling: whether `own` gets steps back from a partner, who would remove those that are not
-        here yet if it saw the others.
+      port: port at which it listens.
+      is_filling: whether `own` is getting steps back from a partner, which would remove those still
+        missing here if it saw the others.
     """
 
     def __init__(self, memory: Path):
@@ -152,7 +151,7 @@ class MemoryServer:
         self._server.server_close()
 
     def open_to(self, word: str | None) -> None:
-        """Serve whoever knows this word, and from now on no other; none with None."""
+        """Serve only those who know this word from now on; with None serve no one."""
         self._word = word
 
     def forget_copies(self) -> None:
@@ -190,14 +189,14 @@ class MemoryServer:
 
 
 class Partners:
-    """Serve a supervisor's memory, and copy that of the one before it, in threads.
+    """Serves a supervisor's memory, and copies the previous supervisor's, in threads.
 
     Args:
       memory: the directory.
-      index: of this supervisor.
+      index: index of this supervisor.
 
     Attributes:
-      port: at which this memory is served.
+      port: port at which this memory is served.
     """
 
     def __init__(self, memory: Path, index: int):
@@ -225,7 +224,7 @@ class Partners:
         self._thread.join(_TIMEOUT_SECONDS)
 
     def rest(self) -> None:
-        """Serve and follow no one until the next attempt in which this one takes part."""
+        """Serve and follow no one until the next attempt in which this supervisor takes part."""
         self._ended.set()
         self._server.open_to(None)
         self._source = None
@@ -233,14 +232,14 @@ class Partners:
     def begin(
         self, addresses: Mapping[int, str], word: str, *, forgets: bool = False
     ) -> threading.Thread:
-        """Serve and follow the others of an attempt, when the thread returned has ended.
+        """Begin to serve and follow the others of an attempt, in the thread that is returned.
 
-        It fetches lost steps, too.
+        The thread also fetches lost steps; it ends when they are here.
 
         Args:
-          addresses: of the memories of all supervisors that take part, in order; empty if some
-            have none.
-          word: opens them.
+          addresses: supervisor -> address of its memory, for all that take part, in order; empty if
+            some have none.
+          word: password of these memories.
           forgets: whether the steps in this memory are of another history than the others'.
         """
         self.rest()
@@ -254,7 +253,7 @@ class Partners:
         self, addresses: Mapping[int, str], word: str, forgets: bool, ended: threading.Event
     ) -> None:
         partner = None
-        with self._committing:  # no step of an earlier attempt comes after this
+        with self._committing:  # no step of an earlier attempt is committed after this
             # Without room, or a directory, nothing is copied or waited for.
             if not ended.is_set():
                 with contextlib.suppress(OSError):
@@ -264,7 +263,7 @@ class Partners:
             self._fetch(partner)
 
     def _forget(self, members: list[int], *, forgets: bool) -> None:
-        """Remove steps that other supervisors than these, or another history, have left here."""
+        """Remove steps from another history, and copies from supervisors other than these."""
         if forgets:
             _remove(self._memory / OWN, names_in(self._memory / OWN))
         if forgets or (self._members and members != self._members):
@@ -277,7 +276,7 @@ class Partners:
     def _open(
         self, addresses: Mapping[int, str], word: str, ended: threading.Event
     ) -> Source | None:
-        """Serve and follow the others; return where steps are fetched back from, if anywhere."""
+        """Serve and follow the others; return the source to fetch steps back from, if any."""
         members = [*addresses]
         if len(members) < 2:
             return None  # alone, or among others without memory
@@ -291,7 +290,7 @@ class Partners:
     def _fetch(self, partner: Source) -> None:
         """Fetch this supervisor's steps back from its partner if none are here."""
         until = time.monotonic() + _REACH_SECONDS
-        with self._fetching:  # one that an ended attempt has left comes first
+        with self._fetching:  # a fetch that an ended attempt has left finishes first
             if names_in(self._memory / OWN):
                 return
             self._server.is_filling = True
@@ -300,7 +299,7 @@ class Partners:
                     try:
                         copy_new_steps(partner, self._memory / OWN)
                         break
-                    except ERRORS:  # it has not got its order yet
+                    except ERRORS:  # it does not have its order yet
                         partner.ended.wait(_LOOK_SECONDS)
             finally:
                 self._server.is_filling = False
@@ -309,13 +308,13 @@ class Partners:
         while not self._closed.wait(_LOOK_SECONDS):
             source = self._source
             if source is not None:
-                # It may have ended, and its place be taken by another one.
+                # The source may have ended, and another one may have its place.
                 with contextlib.suppress(*ERRORS):
                     copy_new_steps(source, self._memory / PARTNER)
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Answer each connection by a function, at all addresses of this host."""
+    """Answers each connection by a function, at all addresses of this host."""
 
     daemon_threads = True
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -335,7 +334,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
-        # A stranger, or one that has ended: the other side sees the end of the answer.
+        # The client is a stranger or has ended; if it still reads, it sees the answer end.
         with contextlib.suppress(*ERRORS, AttributeError):
             self.server.answer(_line(self.rfile), self.wfile)
 
@@ -348,7 +347,7 @@ def _line(stream: BufferedIOBase) -> Any:
 def _copy(
     source: BufferedIOBase, target: BufferedIOBase, size: int, ended: threading.Event
 ) -> None:
-    """Copy so many bytes; raises ValueError if there are fewer, or if this side has ended."""
+    """Copy `size` bytes; raises ValueError if there are fewer, or if this side has ended."""
     while size > 0:
         piece = source.read(min(size, _PIECE))
         if not piece or ended.is_set():

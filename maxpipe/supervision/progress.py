@@ -1,6 +1,6 @@
-"""Tell a supervisor how far its trainer is, and a trainer how long its run was down, by files.
+"""Tell a supervisor how far its trainer is, and a trainer how long its run was down.
 
-Both are started with the name of a file in MAXPIPE_PROGRESS. Imports no JAX.
+The first in the file named by MAXPIPE_PROGRESS, the second in MAXPIPE_DOWNTIME. Imports no JAX.
 """
 
 import json
@@ -16,7 +16,7 @@ from maxpipe.storage.local_files import write_atomically
 
 PROGRESS = "MAXPIPE_PROGRESS"
 DOWNTIME = "MAXPIPE_DOWNTIME"
-STATUS_FILE = "supervisor.json"  # in the run's directory, by supervisor 0
+STATUS_FILE = "supervisor.json"  # in the run's directory, written by supervisor 0
 
 _WRITE_SECONDS = 1.0
 
@@ -26,10 +26,10 @@ class Progress:
     """How far a trainer is.
 
     Attributes:
-      run: its run's directory; "" while it is not known.
-      step: finished steps; 0 before the first one of this process.
-      at: time of that step by the machine's clock.
-      sizes: with which the run may go on; None while it is not known.
+      run: the run's directory; "" while it is not known.
+      step: number of finished steps; 0 before the first one of this process.
+      at: time at which that step was finished, by the machine's clock.
+      sizes: the sizes with which the run may go on; None while they are not known.
     """
 
     run: str = ""
@@ -43,8 +43,8 @@ class Downtime:
     """How long a run was down before this process began, in seconds.
 
     Attributes:
-      detection: from the last step of the attempt before to the end of its trainer.
-      restart: from then to the start of this one.
+      detection: time from the last step of the previous attempt to the end of its trainer.
+      restart: time from then to the start of this process.
     """
 
     detection: float = 0.0
@@ -56,11 +56,11 @@ class Downtime:
 
 
 class ProgressFile:
-    """Write the progress of this process for its supervisor; without one every call does nothing.
+    """Writes the progress of this process for its supervisor; without one its calls do nothing.
 
     Args:
-      path: of the file; None without a supervisor.
-      clock: seconds.
+      path: the file; None without a supervisor.
+      clock: wall clock, in seconds.
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time):
@@ -76,17 +76,17 @@ class ProgressFile:
         return self._path is not None
 
     def may_go_on(self, sizes: Sizes) -> None:
-        """Tell with how many processes the run may go on."""
+        """Report with how many processes the run may go on."""
         self._sizes = sizes
         self._write(Progress(sizes=sizes))
 
     def run_directory(self, run: Path) -> None:
-        """Tell the run's directory, once it exists."""
+        """Report the run's directory, once it exists."""
         self._run = str(run.resolve())
         self._write(Progress(self._run, sizes=self._sizes))
 
     def finished(self, step: int) -> None:
-        """Tell that a step is finished; written once a second at most."""
+        """Report that a step is finished; written once a second at most."""
         now = self._clock()
         if now - self._written >= _WRITE_SECONDS:
             self._written = now
@@ -94,21 +94,21 @@ class ProgressFile:
 
     def _write(self, progress: Progress) -> None:
         if self._path is not None:
-            # That a supervisor knows less is no reason to stop training.
+            # A failed write is no reason to stop training: the supervisor only knows less.
             with suppress(OSError):
                 text = json.dumps(asdict(progress))
-                # It is written between steps, and outlives no machine.
+                # Not durable: it is written between steps, and need not outlive the machine.
                 write_atomically(self._path, [text.encode()], durable=False)
 
 
 def progress_file_of_process() -> ProgressFile:
-    """Return the file that this process's supervisor has named."""
+    """Return the progress file that this process's supervisor has named."""
     path = os.environ.get(PROGRESS)
     return ProgressFile(Path(path) if path else None)
 
 
 def read_progress(path: Path) -> Progress:
-    """Return what a trainer has written, an empty progress if it has not."""
+    """Return the progress that a trainer has written, an empty one if it has not."""
     with suppress(OSError, ValueError, TypeError):
         values = json.loads(path.read_text())
         sizes = values.pop("sizes", None)
@@ -117,11 +117,11 @@ def read_progress(path: Path) -> Progress:
 
 
 def downtime_variable(progress: Progress, ended: float) -> str:
-    """Return the value of MAXPIPE_DOWNTIME for the trainer that follows.
+    """Return the value of MAXPIPE_DOWNTIME for the next trainer.
 
     Args:
-      progress: of the trainer that has ended.
-      ended: time of its end by the machine's clock.
+      progress: the last progress of the trainer that has ended.
+      ended: time at which it ended, by the machine's clock.
     """
     detection = ended - progress.at if progress.at else 0.0
     return json.dumps((max(0.0, detection), ended))

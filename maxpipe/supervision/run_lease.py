@@ -21,10 +21,10 @@ _MIRROR = "checkpoint.mirror"
 
 
 class RunLease:
-    """Leases of the places that a run writes to; without leases every call does nothing.
+    """Leases of the places that a run writes to; without leases its calls do nothing.
 
     Args:
-      leases: of the run's directory, then of its mirror.
+      leases: the lease of the run's directory, then the mirror's.
     """
 
     def __init__(self, leases: Sequence[Lease] = ()):
@@ -59,9 +59,9 @@ def own_run(
     Args:
       root: the run's directory; made if it does not exist, and then removed at the end if it is
         empty.
-      mirror: of the run's checkpoints.
+      mirror: the mirror of the run's checkpoints, if it has one.
       job: name and attempt of the job that this process belongs to.
-      log: takes a line about a wait or a takeover.
+      log: function that receives a line about a wait or a takeover.
 
     Raises:
       ConfigError: a live process owns one of them, or it cannot be written to.

@@ -23,7 +23,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 def numbers_to_pass_on() -> list[signal.Signals]:
     """Return the signals that ask a process to stop what it has started.
 
-    SIGHUP, which comes when the terminal is closed, is one unless nohup has it ignored.
+    SIGHUP, which comes when the terminal is closed, is one of them unless nohup made it ignored.
     """
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -33,10 +33,10 @@ def numbers_to_pass_on() -> list[signal.Signals]:
 
 @contextmanager
 def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Answer signals with a handler for as long as the context lasts; only the main thread can.
+    """Handle signals with a handler within the context; only the main thread can.
 
-    The previous handlers are restored in reverse order, so that of `numbers_to_pass_on` Ctrl-C,
-    whose own handler raises, is the last that is replaced and the first that is restored.
+    The previous handlers are restored in reverse order. So of `numbers_to_pass_on`, Ctrl-C, whose
+    previous handler raises, is the last to be replaced and the first to be restored.
     """
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -47,7 +47,7 @@ def handling(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[No
 
 
 def as_passed_on(number: int) -> int:
-    """Return the signal that passes one on: SIGTERM for SIGHUP, of which a run would die."""
+    """Return the signal to pass on for `number`: SIGTERM for SIGHUP, which would kill a run."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
@@ -67,9 +67,9 @@ class Interruption:
     the step; it takes over SIGTERM, which `share_with_jax` takes back and passes on.
 
     Args:
-      on_request: called when a signal asks to stop, in another thread.
-      ends_process: if false, what would end the process at once raises what Python raises for such
-        a signal, KeyboardInterrupt or SystemExit, in the main thread.
+      on_request: function called in another thread when a signal asks to stop.
+      ends_process: if false, a signal that would end the process at once raises KeyboardInterrupt
+        or SystemExit in the main thread instead.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Interruption:
             )
             return self
         if not self._ends_process:
-            # JAX's preemption service, which runs already, has SIGTERM of one of several processes.
+            # With several processes, JAX's preemption service already runs and handles SIGTERM.
             numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
             self._previous = {number: signal.signal(number, self._raise) for number in numbers}
             return self
@@ -117,16 +117,16 @@ class Interruption:
             os.close(self._pipe)  # ends the thread
 
     def share_with_jax(self) -> None:
-        """Take SIGTERM back from JAX, which handles it alone once it is one of several processes.
+        """Take SIGTERM back from JAX, which handles it alone if there are several processes.
 
-        JAX only makes a note for the loop, which a process that hangs never reads. To be called
+        JAX only makes a note for the loop, which never reads it if the process hangs. To be called
         after JAX's start, in the main thread.
         """
         if self._pipe is None or not is_one_of_several():
             return
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        # Python knows handlers of its own only, so that C's `signal` has to say which one JAX set.
+        # Python knows only its own handlers, so C's `signal` has to say which one JAX has set.
         address = libc.signal(signal.SIGTERM, ctypes.c_void_p(_IGNORE))
         signal.signal(signal.SIGTERM, _do_nothing)
         self._handler_of_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
@@ -186,7 +186,7 @@ class Interruption:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """Do nothing: that a Python handler exists makes the interpreter write to the pipe."""
+    """Do nothing: the interpreter writes to the pipe only if a Python handler exists."""
 
 
 def _exit_now(number: int, why: str) -> None:

@@ -1,6 +1,6 @@
 """Supervise the trainer of one host: start it, watch it, end it, as the run's council orders.
 
-Imports no JAX, so that a supervisor costs next to no memory and outlives what JAX aborts.
+Imports no JAX, so that a supervisor costs next to no memory and JAX cannot abort it.
 """
 
 import contextlib
@@ -63,24 +63,24 @@ from maxpipe.supervision.trainer_process import TrainerProcess
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
-_LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
-_OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
+_LAST_STATUS_SECONDS = 10.0  # for the last status to be written
+_OTHER_FILES = 64  # open files of supervisor 0 other than a line for each supervisor
 
 
 class Supervisor:
-    """Follow the orders of a council for one host.
+    """Follows the orders of a council for one host.
 
     Args:
-      command: starts the trainer.
-      place: of this host in the run.
-      log: takes a line for each event.
-      directory: for files of this supervisor.
-      memory: for replicas, the trainer's and a partner's; None if there is none.
-      partners: those with whom replicas are exchanged; None without them or without memory.
+      command: command line that starts the trainer.
+      place: this host's place in the run.
+      log: function that receives a line for each event.
+      directory: directory for this supervisor's files.
+      memory: directory in memory for replicas, the trainer's and a partner's; None without one.
+      partners: exchange of replicas with other supervisors; None without these or without memory.
 
     Attributes:
       code: exit code of this supervisor, None as long as its run has not ended.
-      progress_file: where the trainer tells how far it is.
+      progress_file: file in which the trainer reports how far it is.
       stopped_by: the signal that it has passed on to its trainer, 0 without one.
     """
 
@@ -100,27 +100,27 @@ class Supervisor:
         self._place = place
         self._log = log
         self._memory = memory
-        self._own: Path | None = None  # of the trainer, in memory
+        self._own: Path | None = None  # the trainer's directory in memory
         self._partners = partners
         self._starting: tuple[Start, Thread] | None = None
         self._attempt = 0
-        self._took_part = 0  # the latest attempt for which this one had a trainer, or would have
+        self._took_part = 0  # the latest attempt in which this supervisor was to take part
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
         self._downtime = ""
-        self._sizes: Sizes | None = None  # the council's, for one that takes its place
-        self._is_told = True  # whether the council knows what it could of the trainer's sizes
+        self._sizes: Sizes | None = None  # the council's, for a council that replaces it
+        self._is_told = True  # whether the council knows the trainer's sizes, if it has any
         self._has_trained = True  # whether the council knows of the attempt's first step
 
     def greeting(self, host: str) -> Joined:
-        """Return the first report, if this host's address towards supervisor 0 is `host`."""
+        """Return the first report; `host` is this host's address on the way to supervisor 0."""
         # Supervisor 0 reaches itself by an address that the others cannot use.
         reached = self._place.host if self._place.index == 0 else host
         served = f"{reached}:{self._partners.port}" if self._partners is not None else ""
         return Joined(self._place.count, platform.node(), served, self._took_part)
 
     def join(self, line: Line) -> None:
-        """Report over this line, which has the greeting, from now on; raises `LinkLost`."""
+        """Report over this line from now on, after the greeting; raises `LinkLost`."""
         self._line = line
         if self._sizes is not None:
             self._report(self._sizes)
@@ -164,11 +164,11 @@ class Supervisor:
     def look(self) -> None:
         """Start the trainer when its memory is ready; report its end, if it has ended.
 
-        Memory that was removed from outside is owned again before another supervisor takes what the
-        trainer makes there for an orphan.
+        Memory that was removed from outside is locked again, before another supervisor takes what
+        the trainer writes there for an orphan's.
         """
         if self._memory is not None:
-            with contextlib.suppress(OSError):  # said when the next trainer starts
+            with contextlib.suppress(OSError):  # reported when the next trainer starts
                 self._memory.hold()
         if self._starting is not None:
             order, fetching = self._starting
@@ -181,19 +181,19 @@ class Supervisor:
             self._report(Ended(self._attempt, code))
 
     def _tell_progress(self) -> None:
-        """Report with how many the run can go on, and its first step, when the trainer tells."""
+        """Report the run's sizes, and its first step, once the trainer has written them."""
         if self._is_told and self._has_trained:
             return
         progress = read_progress(self.progress_file)
         if progress.sizes and not self._is_told:
             self._report(progress.sizes)
-        self._is_told |= bool(progress.sizes or progress.run)  # they are told before the run
+        self._is_told |= bool(progress.sizes or progress.run)  # sizes are written before the run
         if progress.at and not self._has_trained:
             self._has_trained = True
             self._report(Trained(self._attempt))
 
     def _prepare(self, order: Start) -> None:
-        """Start the trainer, with other supervisors when its memory has what a lost one had."""
+        """Start the trainer; with partners let `look` start it once lost replicas are fetched."""
         if self._place.index not in order.indices:
             self._log(f"process {self._place.index} waits: the others go on without it for now")
             if self._partners is not None:
@@ -206,7 +206,7 @@ class Supervisor:
         else:
             addresses = order.memories.split(",") if order.memories else []
             memories = dict(zip(order.indices, addresses, strict=False))
-            # Since it took part last, the others may have gone back, and on from there.
+            # Since it last took part, the others may have gone back, and on from there.
             is_stale = took_part != order.previous
             thread = self._partners.begin(memories, order.word, forgets=is_stale)
             self._starting = order, thread
@@ -261,10 +261,10 @@ class Supervisor:
             return None
         self._trainer = None
         progress = read_progress(self.progress_file)
-        # An attempt without a step is a part of the restart after the one before.
+        # An attempt without a step counts as part of the restart after the previous one.
         if progress.at or not self._downtime:
             self._downtime = downtime_variable(progress, time.time())
-        if self._place.index > 0:  # the council tells of process 0
+        if self._place.index > 0:  # the council reports on process 0
             self._log(f"process {self._place.index}: {describe(code)}")
         return code
 
@@ -274,14 +274,14 @@ def supervise(
 ) -> int:
     """Keep the trainer of this host running until its run has ended; return the exit code.
 
-    With several hosts, each has a supervisor; that of process 0 holds the council of all. If it is
-    lost, the others end their trainers and wait for it to come back.
+    With several hosts, each has a supervisor; process 0's runs the council for all. If it is lost,
+    the others end their trainers and wait for it to come back.
 
     Args:
-      command: starts the trainer.
-      place: of this host in the run.
-      policy: when to start again; that of supervisor 0 counts.
-      log: takes a line for each event.
+      command: command line that starts the trainer.
+      place: this host's place in the run.
+      policy: when to restart; supervisor 0's counts.
+      log: function that receives a line for each event.
     """
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     with contextlib.ExitStack() as stack:
@@ -314,12 +314,12 @@ def _follow(
     """Let a supervisor follow the council at an address, and return the exit code.
 
     Args:
-      supervisor: has not joined yet.
-      place: of its host in the run.
+      supervisor: a supervisor that has not joined yet.
+      place: its host's place in the run.
       address: host and port of supervisor 0.
-      wait_seconds: for supervisor 0 to come, or to come back.
-      signals: that ask to stop, as they come.
-      log: takes a line for each event.
+      wait_seconds: how long to wait for supervisor 0 to come, or to come back.
+      signals: list that receives signals that ask to stop, as they come.
+      log: function that receives a line for each event.
     """
     until = time.monotonic() + wait_seconds
     while supervisor.code is None:
@@ -361,10 +361,10 @@ def _hub(council: Council, place: Place) -> Hub:
     """Return the hub of a council.
 
     Raises:
-      ConfigError: its port is in use, or it may not have a line to each supervisor.
+      ConfigError: its port is in use, or the host allows too few open files for all supervisors.
     """
     _allow_files(place.count + _OTHER_FILES)
-    # A single process, though announced, starts JAX's own coordinator at its port.
+    # A single process with an announced address starts JAX's own coordinator at that port.
     port = place.port if place.count > 1 else 0
     try:
         return Hub(council, port)
@@ -377,10 +377,10 @@ def _hub(council: Council, place: Place) -> Hub:
 
 
 def _allow_files(count: int) -> None:
-    """Let this process have so many files open at once.
+    """Let this process have `count` files open at once.
 
     Raises:
-      ConfigError: it may not.
+      ConfigError: the host's limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
@@ -397,12 +397,12 @@ def _allow_files(count: int) -> None:
 class _StatusWriter:
     """Writes `supervisor.json` into the run's directory when it changes, and now and then.
 
-    It does so in a thread of its own within a context: a file system may stall for longer than the
-    other supervisors bear silence.
+    It does so in its own thread, within a context: a file system may stall for longer than the
+    other supervisors tolerate silence.
 
     Args:
-      council: its status is written.
-      progress_file: where the trainer tells the run's directory.
+      council: the council whose status is written.
+      progress_file: file in which the trainer reports the run's directory.
     """
 
     def __init__(self, council: Council, progress_file: Path):
@@ -428,7 +428,7 @@ class _StatusWriter:
         self._write()
 
     def _write(self) -> None:
-        """Write what supervisor 0 knows, if that is due."""
+        """Write the council's status, if that is due."""
         self._run = self._run or read_progress(self._progress_file).run
         text = json.dumps(asdict(self._council.status))
         is_due = text != self._written or time.monotonic() - self._at > _STATUS_SECONDS
@@ -440,7 +440,7 @@ class _StatusWriter:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect signals that ask to stop in a list, as they are to be passed on."""
+    """Collect signals that ask to stop in a list, converted by `as_passed_on`."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Run a trainer as a process that is ended with all that it has started, and by force if need be.
+"""Run a trainer as a process that is ended with all its children, and by force if need be.
 
 Imports no JAX.
 """
@@ -19,8 +19,8 @@ class TrainerProcess:
     """A running trainer, in a session of its own.
 
     Args:
-      command: with its arguments.
-      environment: added to this process's.
+      command: the command with its arguments.
+      environment: variables added to this process's environment.
 
     Raises:
       OSError: the command cannot be started.

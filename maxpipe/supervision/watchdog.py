@@ -11,23 +11,23 @@ from maxpipe.supervision.ending import leave, saying_if_possible
 
 HUNG = 124
 
-# For a step after a request to stop, if earlier steps took less than a third.
+# Limit of a step after a request to stop, if earlier steps took less than a third of it.
 _HURRIED_SECONDS = 30.0
-_SLOWER = 3.0  # times the slowest step before
-_POLL_SECONDS = 1.0  # deadlines of half an hour are not to be late by minutes
+_SLOWER = 3.0  # else this many times the slowest step before
+_POLL_SECONDS = 1.0  # so that deadlines of half an hour are not late by minutes
 
 
 class Watchdog:
     """Ends the process with exit code 124 when it has made no progress for too long.
 
     The stacks of all Python threads are written to standard error first. The clock stops while the
-    machine sleeps. The other processes of the run are told, and end as well. Inert until entered as
-    a context manager.
+    machine sleeps. The other processes of the run are notified, and end as well. Inert until
+    entered as a context manager.
 
     Args:
-      startup_seconds: from `__enter__` to the first `progress`; 0 = no deadline.
-      step_seconds: from each `progress` to the next one; 0 = no deadline.
-      stream: where the stacks are written, with a file descriptor; standard error if None.
+      startup_seconds: limit from `__enter__` to the first `progress`; 0 = no deadline.
+      step_seconds: limit from each `progress` to the next one; 0 = no deadline.
+      stream: file with a descriptor, to which stacks are written; standard error if None.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Watchdog:
         """Give steps 30 seconds from now on, or three times the slowest one before if that is more.
 
         To be called when the process is asked to stop: whoever asks may not wait for the deadline.
-        Evaluations, saves and the first step keep theirs.
+        Evaluations, saves and the first step keep their deadlines.
         """
         self._hurried_at = min(self._hurried_at, time.monotonic())
 
@@ -87,7 +87,7 @@ class Watchdog:
                 self._expire(key, allowed)
 
     def _deadline(self) -> tuple[str, float]:
-        """Return a name and the seconds that may pass since the last progress; 0 = any number."""
+        """Return the deadline's name and its seconds since the last progress; 0 = no deadline."""
         if self._before_step and self._hurried_at < math.inf:
             passed = max(0.0, self._hurried_at - self._since)  # before the request
             hurried = passed + max(_HURRIED_SECONDS, _SLOWER * self._slowest_step)
