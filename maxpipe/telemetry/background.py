@@ -11,11 +11,11 @@ from typing import Protocol
 from maxpipe.config.errors import redacted
 from maxpipe.telemetry.writers import Row
 
-CLOSE_SECONDS = 15.0  # for what trackers have not sent at the end of a run
-_WAITING = 10_000  # rows of points that may wait; a tracker that is so far behind loses some
-# Of a row, about a quarter of an hour, so that one that is refused blocks no others.
+CLOSE_SECONDS = 15.0  # for trackers to send what is left at the end of a run
+_WAITING = 10_000  # rows of points that may wait; a tracker that cannot keep up loses some
+# Attempts to send a row, for about a quarter of an hour: one that is refused must not block others.
 _MOST_TRIES = 20
-_LONGEST_PAUSE = 60.0  # seconds between two of them
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
@@ -33,20 +33,20 @@ class Tracker(Protocol):
         ...
 
     def close(self, *, is_done: bool) -> None:
-        """Send what is left, and say whether the run has made all of its steps."""
+        """Send what is left, and report whether the run has made all of its steps."""
         ...
 
 
 class Background:
     """A tracker that is opened, used and closed by a thread.
 
-    What it has to say, and its first error, are printed once, by the thread that calls `log`. A
-    tracker that cannot be opened is left out; points that it does not take are sent again.
+    Its place and its first error are printed once, by the thread that calls `log`. A tracker that
+    cannot be opened is left out; points that it does not accept are sent again.
 
     Args:
-      name: of the tracker, for messages.
-      open_tracker: returns it; may take long, and may raise any error.
-      print_line: prints a line.
+      name: name of the tracker, for messages.
+      open_tracker: function that returns it; may take long, and may raise any error.
+      print_line: function that prints a line.
       num_waiting: how many rows of points may wait.
       first_pause: seconds before a row is sent again; each further pause is twice as long.
     """
@@ -69,7 +69,7 @@ class Background:
         self._has_ended = threading.Event()
         self._is_left_out = threading.Event()
         self._has_failed = False
-        self._num_refused = 0  # rows, by a full queue
+        self._num_refused = 0  # rows that a full queue has refused
         self._num_unsent = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -96,7 +96,7 @@ class Background:
             self._points.put_nowait(None)
 
     def wait(self, until: float) -> None:
-        """Wait until all is sent, or until that time of `time.monotonic`; called after `end`."""
+        """Wait until all is sent, or `until` of `time.monotonic`; to be called after `end`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         self._print_said()
         lost = self._num_refused + self._num_unsent
@@ -131,13 +131,13 @@ class Background:
                 continue
             self._num_unsent += 1
             failed_in_a_row += 1
-            # One row may be refused for what it holds; of two the tracker itself is the reason.
+            # One row may be refused for its contents; after two, the tracker itself is at fault.
             if self._has_ended.is_set() and failed_in_a_row > 1:
                 while not self._points.empty():
                     self._num_unsent += self._points.get() is not None
 
     def _send(self, tracker: Tracker, step: int, scalars: Row) -> bool:
-        """Send a row, again after growing pauses if need be; return whether it was taken."""
+        """Send a row, retrying after growing pauses; return whether it was accepted."""
         for attempt in range(_MOST_TRIES):
             is_last = self._has_ended.is_set()
             try:
@@ -169,9 +169,9 @@ def close_all(trackers: Sequence[Background], *, is_done: bool, seconds: float) 
     """Close trackers, all at the same time, and wait for what they have not sent.
 
     Args:
-      trackers: in any state.
+      trackers: trackers in any state.
       is_done: whether the run has made all of its steps.
-      seconds: to wait at most, for all together.
+      seconds: limit of the wait for all of them together.
     """
     until = time.monotonic() + seconds
     for tracker in trackers:
@@ -181,7 +181,7 @@ def close_all(trackers: Sequence[Background], *, is_done: bool, seconds: float) 
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the secrets of trackers: those in URLs, and those of variables."""
+    """Return a text without trackers' secrets, from URLs and from environment variables."""
     for name in _SECRETS:
         if secret := os.environ.get(name):
             text = text.replace(secret, "***")

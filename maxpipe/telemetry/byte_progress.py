@@ -13,13 +13,13 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class ByteProgress:
-    """Show a growing number of bytes; as a context manager, end the bar's line.
+    """Shows a growing number of bytes; as a context manager, ends the bar's line.
 
     Args:
       label: what is read, at most eleven characters.
-      total: bytes.
-      print_line: prints a line.
-      stream: gets a bar if it is a terminal; None = lines in any case.
+      total: number of bytes to read.
+      print_line: function that prints a line.
+      stream: stream that gets a bar if it is a terminal; None = lines in any case.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ByteProgress:
             self._bar.close()
 
     def show(self, done: int) -> None:
-        """Show that `done` bytes of all have been read; a line only if the last is old enough."""
+        """Show that `done` bytes have been read; a line only if the last one is old enough."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         elif time.monotonic() >= self._next_line:

@@ -26,9 +26,9 @@ class Progress:
       learning_rate: learning rate of the step.
       step_seconds: wall-clock seconds of the step.
       auxiliary: other losses of the step by name.
-      expert_loads: of each layer, the largest load of an expert divided by the mean; NaN for a
+      expert_loads: for each layer, the largest load of an expert divided by the mean; NaN for a
         layer without experts. Empty for a model without experts.
-      dropped: of each layer, the share of assignments to experts that is dropped, likewise.
+      dropped: for each layer, the share of assignments to experts that is dropped, likewise.
     """
 
     step: int
@@ -51,9 +51,9 @@ class Console:
       total_steps: steps of the run, including those of earlier processes.
       start_step: steps finished before this process.
       log_every: print every so many steps, and the first and the last one; 0 = no steps.
-      tokens_per_step: of the global batch.
-      peak_seconds: of a step at the peak FLOP/s of all devices together; None leaves MFU out.
-      stream: standard output if None.
+      tokens_per_step: tokens in a global batch.
+      peak_seconds: seconds of a step at the peak FLOP/s of all devices; None leaves MFU out.
+      stream: where lines are printed; standard output if None.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Console:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unprinted: Progress | None = None
         self._has_bar = bool(log_every) and self._stream.isatty()
-        self._bar: tqdm | None = None  # from the first step on, below what is said before it
+        self._bar: tqdm | None = None  # from the first step on, below what is printed before
 
     def step(self, progress: Progress) -> None:
         """Show a finished step."""
@@ -164,7 +164,7 @@ def open_bar(stream: TextIO, **options: Any) -> tqdm:
 
     Args:
       stream: the terminal.
-      options: of tqdm.
+      options: further options of tqdm.
     """
     has_size = _has_size(stream)
     return tqdm(

@@ -15,7 +15,7 @@ DOWNTIME = (
     "detection",
     "restart",
 )  # causes, known to a process that a supervisor has started again
-SHORT_SECONDS = 600.0  # of a process whose share of steps says nothing yet
+SHORT_SECONDS = 600.0  # the share of steps of a shorter process says nothing yet
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA or the compilation cache
 
 
@@ -30,11 +30,11 @@ class TimeAccount:
       checkpoint  the part of a save for which the loop waits, and the wait for the last commit
       evaluation  on held-out data
 
-    As a context manager it listens to JAX for compilations. Outside of the context a compilation
-    counts as the phase that it is in.
+    As a context manager it listens to JAX for compilations. Outside of the context, a compilation
+    counts towards the phase during which it happens.
 
     Args:
-      clock: seconds, monotonic.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -42,7 +42,7 @@ class TimeAccount:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = "init"
         self._since = clock()
-        self._compilations: list[tuple[float, float]] = []  # (start, seconds), none in another
+        self._compilations: list[tuple[float, float]] = []  # (start, seconds), without nested ones
         self._thread = threading.current_thread()
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ def goodput_row(
     """Return the account of a process as values for `metrics.jsonl`.
 
     Args:
-      seconds: from `TimeAccount.seconds`.
+      seconds: phase -> seconds, from `TimeAccount.seconds`.
       lost: seconds that an earlier process spent on steps after its last checkpoint.
       down: seconds in which no process of the run worked before this one began, by cause.
 
@@ -139,14 +139,14 @@ class Profiler:
     """Traces the steps from first to last, both included, for TensorBoard's or Perfetto's viewer.
 
     The loop calls `before` and `after` around every step, `after` once the step's results are
-    available, and `close` however it ends. A run that resumes or ends inside the window traces the
-    steps of the window that it does.
+    available, and `close` however it ends. A run that resumes or ends inside the window traces only
+    the steps of the window that it makes.
 
     Args:
       profile_steps: `telemetry.profile_steps`: [first, last], counted from 1; empty = no trace.
-      directory: JAX writes `plugins/profile/...` there; every process writes files of its own.
+      directory: where JAX writes `plugins/profile/...`; every process writes its own files.
       is_required: `telemetry.required`: whether a trace that cannot be written ends the run.
-      print_line: prints a line.
+      print_line: function that prints a line.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Profiler:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Say that a trace cannot be written, or raise `TelemetryError` if it must be."""
+        """Warn that a trace cannot be written, or raise `TelemetryError` if one is required."""
         try:
             yield
         # JAX raises errors of its own for files.

@@ -23,8 +23,8 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
 
-    What TensorBoard gets, the trackers of `telemetry.wandb` and `telemetry.mlflow` get as well.
-    What cannot be written is said once, or raises `TelemetryError` with `telemetry.required`.
+    The trackers of `telemetry.wandb` and `telemetry.mlflow` get the same values as TensorBoard. A
+    failed write is reported once, or raises `TelemetryError` with `telemetry.required`.
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
@@ -42,11 +42,11 @@ class Recorder:
       run_dir: the run's directory, created if missing.
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
-      keeps_later: whether newer steps are saved, whose rows stay until `give_up_later`.
+      keeps_later: whether newer steps are saved; if so their rows stay until `give_up_later`.
       tokens_per_step: tokens in a global batch.
       peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
         if the chip is unknown.
-      is_main: false in all processes but one; there the recorder does nothing.
+      is_main: false in all processes but one; if false the recorder does nothing.
       stage_processes: for each stage, the processes that hold it; empty unless stages have programs
         of their own, in different processes.
       tracker_seconds: how long `close` waits for trackers, all together.
@@ -121,7 +121,7 @@ class Recorder:
           step: number of the step, counted from 1.
           loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
-          stage_seconds: those of each stage without its waiting for others, if known. A process
+          stage_seconds: seconds of each stage without its waiting for others, if known. A process
             whose stages take much longer than the others' is named on the console.
           **extra: more values of the step, written under their own names; a list has a number for
             each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
@@ -175,7 +175,7 @@ class Recorder:
                 self._metrics.use(methodcaller("write_change", *fields))
 
     def give_up_later(self) -> None:
-        """Drop the rows of newer steps now, which have been set aside, if they were kept."""
+        """Drop the rows of newer steps if they were kept: the steps are set aside now."""
         if self._is_main:
             self._metrics.use(MetricsFile.give_up_later)
 
@@ -189,7 +189,7 @@ class Recorder:
         """Record an evaluation on held-out data after `step`.
 
         Args:
-          step: finished steps.
+          step: number of finished steps.
           eval_loss: mean cross-entropy, nats per token.
           bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
             the bytes are not known.
@@ -224,9 +224,9 @@ class Recorder:
         """Record where the time of this process went; called after everything else.
 
         Args:
-          step: finished steps.
-          seconds: from `TimeAccount.seconds`.
-          down: seconds in which the run was down before this process, see `goodput_row`.
+          step: number of finished steps.
+          seconds: phase -> seconds, from `TimeAccount.seconds`.
+          down: cause -> seconds that the run was down before this process; see `goodput_row`.
         """
         if not self._is_main:
             return
@@ -246,7 +246,7 @@ class Recorder:
         if not self._is_main:
             return
         is_done = self._step >= self._last_step
-        with ExitStack() as closing:  # in the opposite order, each whatever the others raise
+        with ExitStack() as closing:  # in reverse order, each whatever the others raise
             closing.callback(
                 close_all, self._trackers, is_done=is_done, seconds=self._tracker_seconds
             )
@@ -266,7 +266,7 @@ def _numbered(name: str, values: Sequence[float]) -> dict[str, Value]:
 
 
 def _perplexity(loss: float) -> float:
-    """Return e to the loss; infinite where that is no float64."""
+    """Return exp(loss); infinity if it overflows a float64."""
     try:
         return math.exp(loss)
     except OverflowError:

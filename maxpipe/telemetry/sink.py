@@ -9,19 +9,19 @@ Writer = TypeVar("Writer")
 
 
 class TelemetryError(RuntimeError):
-    """Telemetry cannot be written, and `telemetry.required` says that a run must not be without."""
+    """Telemetry cannot be written, and `telemetry.required` does not let the run go on without."""
 
 
 class Sink(Generic[Writer]):
-    """Hold a writer whose errors do not end training unless telemetry is required.
+    """Holds a writer whose errors do not end training unless telemetry is required.
 
-    The first error is said once, with how many writes failed at the end.
+    The first error is printed; at the end, so is the number of failed writes.
 
     Args:
-      name: of the file, for messages.
-      open_writer: returns the writer; may raise OSError.
+      name: name of the file, for messages.
+      open_writer: function that returns the writer; may raise OSError.
       is_required: `telemetry.required`.
-      print_line: prints a line.
+      print_line: function that prints a line.
       tries_again: whether a later write may succeed after one has failed; otherwise the writer is
         given up.
     """
@@ -62,7 +62,7 @@ class Sink(Generic[Writer]):
             self._fail(error)
 
     def close(self, action: Callable[[Writer], None]) -> None:
-        """Call `action`, which closes the writer, and say how many writes have failed."""
+        """Call `action`, which closes the writer, and print how many writes have failed."""
         self.use(action)
         self.writer = None
         if self._tries_again and self._failures:

@@ -1,22 +1,22 @@
-"""Name the process whose stages take much longer than those of the others.
+"""Name the process whose stages take much longer than the others'.
 
-All processes of a pipeline take equally long for a step, so that its time does not tell which of
-them the others wait for. `stage_seconds` does: the time of each stage without its waiting.
+All processes of a pipeline take equally long for a step, so its time does not show which of them
+the others wait for. `stage_seconds` does: the time of each stage without its waiting.
 """
 
 from collections.abc import Sequence
 from statistics import median
 
-FACTOR = 2.0  # times what the others take
-LEAST_SECONDS = 0.02  # more than they do: what a host needs for the log and the like is no matter
-STEPS = 5  # in a row, before a process is called slow, and before it no longer is
+FACTOR = 2.0  # a slow process takes this many times as long as the others
+LEAST_SECONDS = 0.02  # and this much longer: a host's time for logging does not matter
+STEPS = 5  # steps in a row before a process is called slow, and before it no longer is
 
 
 class SlowProcess:
-    """Watch the stages of a run, and say when their processes begin or cease to be slow.
+    """Watches the stages of a run, and reports when their processes begin or cease to be slow.
 
-    Uneven stages are named, too, if one takes so much longer: the others wait all the same. The
-    first step of a process compiles, and is left out.
+    Uneven stages are reported, too, if one takes that much longer: the others wait for it all the
+    same. The first step of a process compiles, and is left out.
 
     Args:
       processes: for each stage, the processes that hold it.

@@ -1,8 +1,8 @@
 """Send metrics to Weights & Biases and to MLflow, whose libraries are extras.
 
-Accounts, servers and offline modes are the libraries' own business: `WANDB_API_KEY` or `wandb
-login`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`. A resumed run goes on in theirs, because its directory
-has their ids.
+Accounts, servers and offline modes are up to the libraries: `WANDB_API_KEY` or `wandb login`,
+`WANDB_MODE`, `MLFLOW_TRACKING_URI`. A resumed run continues the tracker's run, whose id is in the
+run's directory.
 """
 
 import json
@@ -26,19 +26,19 @@ from maxpipe.telemetry.writers import Row
 
 IDS = "trackers.json"  # in the run's directory
 _WRITING_IDS = threading.Lock()  # held while a tracker adds its id to those of the others
-_MOST_PARAMETERS = 100  # that MLflow takes at once
-_REFUSED = re.compile(r"[^\w\-. :/]")  # by MLflow in names of metrics
+_MOST_PARAMETERS = 100  # that MLflow accepts at once
+_REFUSED = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """A run to track.
 
     Attributes:
-      config: resolved.
-      directory: of the run.
+      config: the resolved configuration.
+      directory: the run's directory.
       is_resumed: whether it continues from a checkpoint.
-      close_seconds: how long all that is not sent at the end may take.
+      close_seconds: time limit for sending what is left at the end.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class WandB:
 
     Args:
       project: `PROJECT` or `ENTITY/PROJECT`.
-      run: what it is told.
+      run: the run to track.
     """
 
     def __init__(self, project: str, run: TrackedRun):
@@ -95,11 +95,11 @@ class WandB:
                 finish_timeout=run.close_seconds * 2 / 3,
                 # There may be another run in this process, such as one of the user's own.
                 reinit="create_new",
-                # What it tells of the machine has the command line, whose URLs may have secrets.
+                # Its facts about the machine hold the command line, whose URLs may have secrets.
                 x_disable_meta=True,
             ),
         )
-        # Steps that a run repeats after a failure would be refused as W&B's own step.
+        # W&B's own step would refuse steps that a run repeats after a failure.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self.place = self._run.url or why
@@ -112,18 +112,18 @@ class WandB:
         self._run.log({**points, "step": step})
 
     def close(self, *, is_done: bool) -> None:
-        """Wait until all is sent, but not for ever; a run that goes on later has failed."""
+        """Wait until all is sent, but not for ever; a run that is not done counts as failed."""
         self._run.finish(exit_code=0 if is_done else 1)
 
 
 def _wandb_mode() -> tuple[str | None, str]:
-    """Return the mode to ask for, None for that of the environment, and why it is not online."""
+    """Return the mode to ask for (None: the environment's) and why it is not online."""
     import wandb
 
     mode = wandb.setup().settings.mode
     if mode in ("offline", "dryrun", "disabled"):
         return None, f"WANDB_MODE={mode}"
-    if wandb.run is not None:  # then there is no logging in any more
+    if wandb.run is not None:  # logging in is no longer possible then
         return ("offline", "offline as W&B is in this process") if wandb.run.offline else (None, "")
     try:
         if wandb.login(prompt=False):
@@ -138,14 +138,14 @@ class MLflow:
     """A run of MLflow.
 
     Args:
-      experiment: its name; made if there is none.
-      run: what it is told.
+      experiment: name of the experiment; made if it does not exist.
+      run: the run to track.
     """
 
     def __init__(self, experiment: str, run: TrackedRun):
         import mlflow
 
-        # It tells of each table that it makes in a new database.
+        # They log each table that they make in a new database.
         for library in ("mlflow", "alembic"):
             logging.getLogger(library).setLevel(logging.WARNING)
         self._client = mlflow.MlflowClient()
@@ -171,7 +171,7 @@ class MLflow:
         self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
     def _reopen(self, run_id: str) -> bool:
-        """Let a run go on; return false if the server does not have it, or has it as deleted."""
+        """Reopen a run; return false if the server does not have it, or has it as deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -193,7 +193,7 @@ class MLflow:
         created = self._client.create_run(number, run_name=run.config.run_name)
         run_id: str = created.info.run_id
         values = {key: redacted(str(get(run.config, key))) for key in OPTIONS}
-        # Empty ones are refused by some of its databases.
+        # Some of its databases refuse empty ones.
         parameters = [Param(key, value) for key, value in values.items() if value]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             some = parameters[first : first + _MOST_PARAMETERS]

@@ -20,8 +20,8 @@ from typing import cast
 from maxpipe.storage.local_files import write_atomically
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
-# What tensorboardX imports where it is installed, for features of which none is used here; each
-# takes seconds.
+# Libraries that tensorboardX imports if they are installed, for features not used here; each takes
+# seconds.
 NOT_NEEDED = ("torch", "comet_ml")
 
 Value = float | int | None | list[float]  # a list has a number for each layer, or stage
@@ -38,19 +38,19 @@ class MetricsFile:
 
     A start that goes back to an older step drops nothing at first: the newer steps are saved until
     its own first save, and the next start may continue from them. Its rows go to the file of
-    `unsaved_rows`, which takes the place of the rows after `last_step` when `give_up_later` is
-    called. One that an earlier start has left, because it ended before that, is removed.
+    `unsaved_rows`, which replaces the rows after `last_step` when `give_up_later` is called. If an
+    earlier start ended before that, the file that it left is removed.
 
     Args:
       path: the file; made with its directory if it does not exist.
       last_step: step of the restored checkpoint, 0 for a new run.
-      keeps_later: whether newer steps are saved, of which the rows are kept for now.
+      keeps_later: whether newer steps are saved; if so their rows are kept for now.
 
     Raises:
       OSError: the file cannot be read or written, or is not a regular one; `write` likewise.
 
     Attributes:
-      lost_seconds: step time in the dropped rows, and in those of a start that had saved nothing.
+      lost_seconds: step time in dropped rows, also in those of a start that had saved nothing; s.
     """
 
     def __init__(self, path: Path, last_step: int, *, keeps_later: bool = False):
@@ -76,7 +76,7 @@ class MetricsFile:
         self._append({"step": step, CHANGED: key, "before": before, "now": now})
 
     def give_up_later(self) -> None:
-        """Replace the rows after `last_step` by those of this start, if they were kept.
+        """Replace the rows after `last_step` with this start's, if they were kept.
 
         If that fails, the next write tries again.
         """
@@ -117,7 +117,7 @@ def unsaved_rows(path: Path) -> Path:
     """Return the file for the rows of a start that went back and has not saved yet.
 
     Args:
-      path: of `metrics.jsonl`.
+      path: path of `metrics.jsonl`.
     """
     return path.with_suffix(f".unsaved{path.suffix}")
 
@@ -127,8 +127,8 @@ def _drop_after(path: Path, last_step: int, added: Path | None = None) -> float:
 
     Args:
       path: the file.
-      last_step: the last one whose rows stay.
-      added: a file of rows that come after them.
+      last_step: the last step whose rows stay.
+      added: a file of rows to append to them.
     """
     kept = []
     lost_seconds = 0.0
@@ -154,7 +154,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parse(line: bytes) -> tuple[int, float, bool] | None:
-    """Return step, step time (0 if it has none) and whether it is about a change, of a row.
+    """Return a row's step, its step time (0 if it has none) and whether it is about a change.
 
     None if the line is not a row.
     """
@@ -170,7 +170,7 @@ def _parse(line: bytes) -> tuple[int, float, bool] | None:
 
 @contextmanager
 def _not_importable(*names: str) -> Iterator[None]:
-    """Let imports of modules fail as if they were not installed, unless they are loaded."""
+    """Make imports of modules fail as if they were not installed, unless already loaded."""
     hidden = [name for name in names if name not in sys.modules]
     # None is Python's sign for that.
     sys.modules.update((name, cast(ModuleType, None)) for name in hidden)
@@ -188,7 +188,7 @@ class TensorBoard:
     and a queue, and when the thread dies of a full disk, the queue fills and blocks the caller.
 
     Args:
-      directory: of the event files; made if it does not exist.
+      directory: directory of the event files; made if it does not exist.
       last_step: points that an earlier process wrote after this step are hidden.
     """
 
@@ -210,7 +210,7 @@ class TensorBoard:
         self.flush()
 
     def write(self, step: int, scalars: Row) -> None:
-        """Write one point for each name that has a value which is finite."""
+        """Write one point for each name that has a finite value."""
         now = time.time()
         for name, value in scalars.items():
             if _finite_or_none(value) is not None:
