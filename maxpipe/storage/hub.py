@@ -1,7 +1,7 @@
 """Read a model's files on Hugging Face's hub, through the library's cache on this machine.
 
-`HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own. Without a network
-what is in its cache is used.
+`HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own variables. Without a
+network, the files in its cache are used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ _CONFIG = "config.json"  # which every model has
 
 
 class HubFolder:
-    """A model of the hub, whose files are downloaded when they are asked for.
+    """A model on the hub, whose files are downloaded on request.
 
     Args:
       model: `org/name`, or `org/name@REVISION` for a branch, tag or commit.
-      key: the key that names it, for messages.
+      key: the configuration key or argument that names the model, for messages.
 
     Raises:
       ConfigError: the library is not installed.
@@ -75,12 +75,12 @@ class HubFolder:
             return self._path(name).read_bytes()
 
     def digest(self) -> str:
-        """Return the commit, by which the library's cache names the directory of a model."""
+        """Return the model's commit, after which the library's cache names its directory."""
         with self._explained():
             return self._path(_CONFIG).parent.name
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
-        """Return the directory of the library's cache, with those of the files that exist."""
+        """Return the model's directory in the library's cache, with those files that exist."""
         with self._explained():
             directory = self._path(_CONFIG).parent
             for name in names:
@@ -105,7 +105,7 @@ class HubFolder:
             )
         except errors.LocalEntryNotFoundError:
             known = self._library.try_to_load_from_cache(self._id, _CONFIG, revision=self._revision)
-            # Then the cache has the model, and not this file.
+            # The cache has the model, but not this file.
             if name != _CONFIG and isinstance(known, str):
                 raise FileNotFoundError(name) from None
             raise _Unreachable from None

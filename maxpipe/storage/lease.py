@@ -109,7 +109,7 @@ class Owner:
         return started is not None and started == self.process_started
 
     def succeeds(self, other: "Owner") -> bool:
-        """Return whether this is a later attempt of the same job, whose earlier one has ended."""
+        """Return whether this is a later attempt of the same job: the other one has ended then."""
         return self.job != "" and self.job == other.job and self.attempt > other.attempt
 
     def __str__(self) -> str:
@@ -117,11 +117,11 @@ class Owner:
 
 
 class Lease:
-    """Own a place until `release`; made by `acquire`.
+    """Owns a place until `release`; made by `acquire`.
 
     Args:
-      place: holds the lease of this owner.
-      owner: as the lease names it.
+      place: the place that holds this owner's lease.
+      owner: the owner that the lease names.
     """
 
     def __init__(self, place: LeasePlace, owner: Owner):
@@ -147,7 +147,7 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def verify(self) -> None:
-        """Renew the lease now, and raise as `check`. An error of the store leaves it as it is."""
+        """Renew the lease now; raises as `check`. An error of the store changes nothing."""
         self._try_to_renew()
         self.check()
 
@@ -204,8 +204,8 @@ def acquire(
     Args:
       place: where the lease lies; created if it does not exist.
       owner: this start.
-      log: takes a line before a wait, and one if another start's lease was taken over.
-      sleep: waits for a number of seconds.
+      log: function that receives a line before a wait and after a takeover.
+      sleep: function that waits for a number of seconds.
 
     Raises:
       PlaceInUse: the owner is alive.
@@ -280,7 +280,7 @@ def _in_use(place: LeasePlace, holder: Owner) -> PlaceInUse:
 
 
 def _machine() -> str:
-    """Return what is the same for two processes only if they see each other's numbers."""
+    """Return a text that is equal for two processes only if they see each other's numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -31,7 +31,7 @@ class LeasePlace(Protocol):
     """Where a lease lies: a directory or a place in an object store; `str()` is its path or URL."""
 
     def read(self, name: str) -> Entry | None:
-        """Return a file or object, None if there is none."""
+        """Return a file or object, or None if there is none."""
         ...
 
     def create(self, name: str, text: str) -> bool:
@@ -79,7 +79,7 @@ class LeaseDirectory:
             return self._read_link(name)
         with os.fdopen(number, "rb") as file:
             status = os.fstat(number)
-            # Pipes and devices may never end; they name no owner, as a torn file does.
+            # Pipes and devices may never end; like a torn file, they name no owner.
             text = file.read() if stat.S_ISREG(status.st_mode) else b""
             return Entry(text.decode(errors="replace"), status.st_mtime)
 
@@ -113,7 +113,7 @@ class LeaseDirectory:
         return self._look() != self._identity
 
     def _read_link(self, name: str) -> Entry | None:
-        """Return a link to nothing, which names no owner but keeps `create` from success."""
+        """Return a dangling link's entry: it names no owner, but `create` fails because of it."""
         try:
             return Entry("", (self._path / name).lstat().st_mtime)
         except (FileNotFoundError, NotADirectoryError):
@@ -144,9 +144,9 @@ class LeaseObjects:
     """A `LeasePlace` in an object store with conditional writes; its methods raise its errors.
 
     Args:
-      url: such as `s3://bucket/runs/base`.
+      url: URL of the place, such as `s3://bucket/runs/base`.
       store: the fsspec file system that the URL belongs to.
-      deadline: of its answers.
+      deadline: limit on how long the store may be silent.
     """
 
     def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):

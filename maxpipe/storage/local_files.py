@@ -35,12 +35,12 @@ _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples 
 def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = True) -> None:
     """Replace the contents of a file; readers find either the old contents or the new.
 
-    Several processes may do so at the same time, also those of containers with equal ids.
+    Several processes may do so at the same time, even in containers with equal process ids.
 
     Args:
-      path: of the file.
+      path: the file.
       pieces: its new contents.
-      durable: whether that also holds after a crash of the machine, which takes a flush to disk.
+      durable: whether this also holds after a crash of the machine, which needs a flush to disk.
 
     Raises:
       OSError: the file cannot be written; it holds the old contents.
@@ -59,7 +59,7 @@ def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = Tru
 
 
 def sampled_digest(path: str, size: int) -> str:
-    """Return a digest of the first `size` bytes of a file, of which `READ_LIMIT` are read.
+    """Return a digest of the first `size` bytes of a file, reading at most `READ_LIMIT` of them.
 
     Raises:
       OSError: the file cannot be read.
@@ -85,17 +85,17 @@ def local_copy(
     cache_dir: str,
     write: Callable[[Path], None],
 ) -> str:
-    """Return the path of a file's copy in the cache, made unless this version is there already.
+    """Return the path of a file's copy in the cache, made unless this version is already there.
 
     A line on stderr announces a copy that has to be made. Several processes may copy the same file
     at once: each writes a file of its own, and the last to finish replaces the others.
 
     Args:
       origin: the file, as the user knows it.
-      version: changes whenever the content does, such as size and time.
-      suffix: of the copy's name.
+      version: value that changes whenever the content does, such as size and time.
+      suffix: ending of the copy's name.
       cache_dir: `data.cache_dir`; `~/.cache/maxpipe` if empty.
-      write: writes the copy to a path; an OSError that it raises is one of writing.
+      write: function that writes the copy to a path; its OSErrors are taken for the cache's.
 
     Raises:
       ConfigError: the copy cannot be written to the cache.

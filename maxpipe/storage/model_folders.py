@@ -72,7 +72,7 @@ class LocalFolder:
         return file.read_bytes()
 
     def digest(self) -> str:
-        """Return a digest of shape and weights, of which 64 KiB of each file are read."""
+        """Return a digest of configuration and weights, from 64 KiB of each file."""
         files = [self._directory / name for name in self.names() if name.endswith(_MODEL)]
         return directory_digest(self._directory, files)
 
@@ -146,7 +146,7 @@ class StoreFolder:
         return file.read(0, file.size).tobytes()
 
     def digest(self) -> str:
-        """Return a digest of the sizes and entity tags of shape and weights."""
+        """Return a digest of the sizes and entity tags of configuration and weights."""
         return _digest_of([self._facts(name) for name in self.names() if name.endswith(_MODEL)])
 
     def _facts(self, name: str) -> tuple[object, ...]:
@@ -170,7 +170,7 @@ class StoreFolder:
 
     @cached_property
     def _files(self) -> Mapping[str, Mapping[str, object]]:
-        """Return what the store says of each file, by name."""
+        """Return name -> the store's facts about the file."""
         with explained(self._url, self._key):
             listed = self._store.ls(self._url, detail=True)
         return {
@@ -193,7 +193,7 @@ def _digest_of(facts: object) -> str:
 
 
 def _write_directory(directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a directory that has its name only when it is complete."""
+    """Write a directory that gets its name only when it is complete."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent) as scratch:
         complete = Path(scratch, "complete")

@@ -61,7 +61,7 @@ class Deadline:
     minutes.
 
     Args:
-      seconds: without an answer and without progress of a transfer; 0 = for ever.
+      seconds: longest time without an answer and without progress of a transfer; 0 = no limit.
     """
 
     def __init__(self, seconds: float):
@@ -98,7 +98,7 @@ class Deadline:
         self._last_sign = time.monotonic()
 
     def callback(self) -> "Callback":
-        """Return a callback of fsspec, for transfers, whose calls are signs of life."""
+        """Return an fsspec callback for transfers, whose calls count as signs of life."""
         from fsspec.callbacks import Callback
 
         deadline = self
@@ -122,7 +122,7 @@ def open_store(url: str, key: str) -> "AbstractFileSystem":
     """Return the fsspec file system that a URL belongs to, without contacting the store.
 
     Args:
-      url: such as `s3://bucket/corpus`.
+      url: URL in the store, such as `s3://bucket/corpus`.
       key: the configuration key or argument that gave the URL, such as `data.path`.
 
     Raises:
