@@ -23,7 +23,7 @@ COLOURS = (
     "#2aa3b8",
 )
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
-MOST_BUCKETS = 1000  # of steps, of each of which three are drawn
+MOST_BUCKETS = 1000  # buckets of steps; three steps of each are drawn
 CHARTS = {
     "loss": "training loss, nats per token",
     "eval_loss": "evaluation loss, nats per token",
@@ -66,7 +66,7 @@ everything again.</p>
 
 
 def run_data(run: Recorded) -> dict[str, object]:
-    """Return the curves of a run as JSON: of each bucket of steps the first and both extremes.
+    """Return a run's curves as JSON: the first step and both extremes of each bucket of steps.
 
     Numbers have five significant digits, which a screen cannot tell from more.
     """

@@ -31,12 +31,12 @@ class Recorded:
     """What a run has recorded so far.
 
     Attributes:
-      name: tells the run apart from the others that were read with it.
-      root: its directory.
-      settings: value of every key by its full name, of the latest start; empty if it is lost.
+      name: name that distinguishes the run from the others read with it.
+      root: the run's directory.
+      settings: full key -> value of the latest start; empty if its configuration is lost.
       steps: a column for each of `COLUMNS`, one row for each finished step.
-      evaluations: {step: loss}, of those that were finite.
-      seconds: where the time of all starts went, by phase; `goodput` rows added up.
+      evaluations: step -> loss, for evaluations with a finite loss.
+      seconds: phase -> seconds of all starts, the sum of the `goodput` rows.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def last_is_finite(self) -> bool:
-        """Return whether loss and gradients of the last step are; other steps change nothing."""
+        """Return whether loss and gradients of the last step are finite, earlier steps aside."""
         return not self.steps["step"] or None not in (self.loss, self.steps["grad_norm"][-1])
 
     @property
@@ -89,12 +89,12 @@ class Recorded:
 
 
 def read_runs(words: Sequence[str]) -> list[Recorded]:
-    """Read the runs that words name: a run's directory, or one that has runs below it.
+    """Read the runs named by words, each a run's directory or one with runs below it.
 
-    Names are the directories' own, with as much of the path before them as tells them apart.
+    Runs are named like their directories, with as much of the path as distinguishes them.
 
     Raises:
-      ConfigError: a word names no directory, or one without a run; with all such words.
+      ConfigError: a word names no directory, or one without a run; lists all such words.
     """
     roots: dict[Path, None] = {}
     problems = []
@@ -120,7 +120,7 @@ def has_runs(directory: Path) -> bool:
 
 
 def last_step(file: Path) -> int:
-    """Return the last step of a metrics file, 0 if it has none or is not there."""
+    """Return the last step of a metrics file, 0 if it has none or does not exist."""
     step = 0
     for step_of_row, row in _rows(file):
         step = step_of_row if "loss" in row else step
@@ -150,12 +150,12 @@ def changed_keys(run: Recorded) -> list[str]:
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:
     inner: list[Path] = []
     try:
-        # One that has not finished a step yet has a configuration and its history.
+        # A run that has not finished a step yet has a configuration and its history.
         is_run = (path / CONFIG).is_file() and (path / HISTORY).is_dir()
         is_run |= (path / METRICS).is_file()
         if depth and not is_run:
             inner = [place for place in path.iterdir() if _may_hold_runs(place)]
-    except OSError as error:  # somebody else's
+    except OSError as error:  # another user's directory
         _warn(path, error)
         return
     if is_run:
@@ -237,7 +237,7 @@ def _finite(values: Iterable[Number]) -> list[float]:
 
 
 def _names(roots: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell each from all others."""
+    """Return the shortest ends of paths that distinguish each from all others."""
     depth = 1
     while True:
         names = ["/".join(root.parts[-depth:]) for root in roots]
@@ -255,7 +255,7 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
 
 
 def _nearest(path: Path) -> str:
-    """Return which directories there are next to one that does not exist."""
+    """Return a phrase with the directories next to one that does not exist; "" without any."""
     parent = path.parent
     near = (
         sorted(inner.name for inner in parent.iterdir() if inner.is_dir())

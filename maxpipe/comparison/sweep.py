@@ -1,7 +1,7 @@
 """Train with every combination of some values: one run after the other, then a comparison.
 
-Every run is a process of its own, the same as `python -m maxpipe.train` with its words, so that a
-run which hangs, does not fit or ends its process takes nothing else with it. Imports no JAX.
+Every run is a process of its own, the same as `python -m maxpipe.train` with its words, so that one
+that hangs, does not fit in memory or crashes does not affect the others. Imports no JAX.
 """
 
 import argparse
@@ -46,9 +46,9 @@ class Member:
     """One run of a sweep.
 
     Attributes:
-      words: the values that tell it apart, `key=value`.
-      name: of the run.
-      directory: of the run.
+      words: the values that distinguish it, as `key=value`.
+      name: the run's name.
+      directory: the run's directory.
     """
 
     words: tuple[str, ...]
@@ -69,15 +69,15 @@ def add_sweep_flag(parser: argparse.ArgumentParser) -> None:
 def sweep(base: Loaded, flags: argparse.Namespace) -> int:
     """Train all members of a sweep, print how they compare, and return the exit code.
 
-    The exit code is 0 if all members ended with 0, that of a member which a signal has stopped,
-    and otherwise 1: a member that fails is said, and the others still run.
+    The exit code is 0 if all members ended with 0, a member's own if a signal has stopped it, and
+    otherwise 1: a member that fails is reported, and the others still run.
 
     Args:
       base: the configuration without the values of the sweep.
-      flags: of the command line: config, overrides, imports and sweep.
+      flags: the parsed command line, with config, overrides, imports and sweep.
 
     Raises:
-      ConfigError: the sweep is wrong, or one of its configurations; nothing has run then.
+      ConfigError: the sweep, or one of its configurations, is wrong; nothing has run then.
     """
     members = plan_members(base, flags.config, flags.overrides, flags.sweep)
     imports = import_words(flags.imports)
@@ -93,7 +93,7 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
             failed[member.name] = code
             emit(f"sweep       {member.name} failed: exit code {code}; the others go on")
         emit("")
-    # One that has failed at its start has no figures.
+    # A member that failed at its start has no figures.
     if directories := [str(member.directory) for member in members if has_runs(member.directory)]:
         runs = read_runs(directories)
         emit(comparison_text(runs) if len(runs) > 1 else runs_text(runs))
@@ -109,7 +109,7 @@ def plan_members(
     """Return a member for each combination of values; the last key changes fastest.
 
     Raises:
-      ConfigError: a word is wrong, or a configuration is; with all problems.
+      ConfigError: a word or a configuration is wrong; lists all problems.
     """
     values = _parse(words, overrides)
     root, run_name = Path(base.config.output_dir), base.config.run_name
@@ -134,7 +134,7 @@ def _parse(words: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str
     """Return key -> values of the words of a sweep.
 
     Raises:
-      ConfigError: with all words that are wrong, or if they name one run only.
+      ConfigError: some words are wrong (lists all), or they name one run only.
     """
     values: dict[str, list[str]] = {}
     problems: list[str] = []
@@ -184,7 +184,7 @@ def _name(run_name: str, keys: Sequence[str], pairs: Mapping[str, str], taken: s
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run a command to its end, hand signals on to it, and return its exit code."""
+    """Run a command to its end, pass signals on to it, and return its exit code."""
     sys.stdout.flush()
     # In a session of its own it gets each signal once, from here, and can finish its step and save.
     process = subprocess.Popen(
@@ -199,7 +199,7 @@ def _run(command: Sequence[str]) -> int:
 
 @contextmanager
 def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Hand `numbers_to_pass_on` on to a process; only the main thread can. Yields what came."""
+    """Pass `numbers_to_pass_on` on to a process, in the main thread only; yield those received."""
     received: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -213,5 +213,5 @@ def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
         with handling(numbers_to_pass_on(), hand_on):
             yield received
     finally:
-        if process.poll() is None:  # an error here must not leave it behind
+        if process.poll() is None:  # an error here must not leave it running
             os.killpg(process.pid, signal.SIGTERM)

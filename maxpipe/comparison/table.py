@@ -1,4 +1,4 @@
-"""Print runs as text: a line each, all about one, and how their configurations differ."""
+"""Print runs as text: a line for each, everything about one, or how configurations differ."""
 
 from collections.abc import Sequence
 
