@@ -50,17 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="MaxText's base.yml, a model's file, and key=value, as MaxText's train takes them",
     )
     parser.add_argument(
-        "--devices", type=int, default=0, metavar="N", help="devices of the run over all slices"
+        "--devices", type=int, metavar="N", help="devices of the run over all slices"
     )
     flags = parser.parse_intermixed_args(words)
     if not flags.words:
         raise ConfigError(Problem("", "nothing to translate; see --help"))
-    if flags.devices < 0:
+    if flags.devices is not None and flags.devices < 1:
         raise ConfigError(Problem("--devices", f"must be at least 1; got {flags.devices}"))
     is_file = {word: word.endswith((".yml", ".yaml")) and "=" not in word for word in flags.words}
     files = [word for word in flags.words if is_file[word]]
     overrides = [word for word in flags.words if not is_file[word]]
-    translation = translate(read_maxtext(files, overrides), flags.devices)
+    translation = translate(read_maxtext(files, overrides), flags.devices or 0)
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
     command = f"python -m maxpipe.from_maxtext {shlex.join(words)}"

@@ -97,7 +97,7 @@ def test_compile_with_a_bad_target_exits_with_2_and_names_the_key(capsys, words,
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory"])
+@pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory", "long" * 64])
 def test_compile_with_unwritable_files_is_refused_before_compiling(
     tmp_path, capsys, monkeypatch, place
 ):

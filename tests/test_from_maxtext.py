@@ -30,6 +30,7 @@ def test_command_with_a_line_break_in_a_word_prints_a_file_that_loads(tmp_path, 
         (["num_experts=2", "quantization=int8", "--devices", "8"], ["num_experts", "quantization"]),
         ([], ["nothing to translate"]),
         (["steps=1", "--devices", "-1"], ["--devices: must be at least 1"]),
+        (["steps=1", "--devices", "0"], ["--devices: must be at least 1; got 0"]),
         (["nowhere.yml"], ["cannot read nowhere.yml"]),
     ],
 )

@@ -33,6 +33,15 @@ def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
     config = _resolved(loaded)
     if config.pipeline.engine not in ENGINES:
         return  # only libtpu knows the chip: the engine is decided once its devices exist
+    check_engine(config, flags)
+
+
+def check_engine(config: Config, flags: argparse.Namespace) -> None:
+    """Check that the flags apply to the engine of a resolved configuration.
+
+    Raises:
+      ConfigError: a flag does not apply.
+    """
     if ENGINES[config.pipeline.engine].one_program:
         _check_one_program(config, flags)
     else:

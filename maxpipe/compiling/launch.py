@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compiling import DOES_NOT_FIT, FITS
 from maxpipe.compiling.analysis import analyse
+from maxpipe.compiling.checks import check_engine
 from maxpipe.compiling.output_files import packed_trace
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.trace import trace_json
@@ -64,6 +65,7 @@ def launch(
         _print(understood)
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
+    check_engine(config, flags)
     if unusual := explain_unusual(config.compile.topology):
         _print(unusual)
     mesh = build_mesh(config, devices)

@@ -270,6 +270,9 @@ def _raw(node: yaml.Node, source: str, depth: int = 0) -> Raw:
     if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
         return [_raw(item, source, depth + 1) for item in node.value]
     if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        names = [str(key.value) for key, _ in node.value]
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise ConfigError(Problem("", f"{twice[0]} is set twice in one mapping", source))
         return {str(key.value): _raw(value, source, depth + 1) for key, value in node.value}
     raise ConfigError(Problem("", f"YAML tag {node.tag!r} is not allowed", source))
 

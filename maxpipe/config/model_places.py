@@ -24,6 +24,7 @@ TOKENIZER = "tokenizer.json"
 PLAIN_IDS = "ids:"  # in data.tokenizer, before a number of ids that stand for no text
 CHATML = "chatml"  # in data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
+_MOST_DIGITS = 9  # of that number
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
 _URL = re.compile(r"[a-z][a-z0-9]*://.+")
@@ -128,7 +129,7 @@ def open_folder(value: str, key: str) -> ModelFolder:
 def num_plain_ids(value: str) -> int:
     """Return N of `data.tokenizer=ids:N`; 0 for another tokenizer, or if N is not legal."""
     number = value.removeprefix(PLAIN_IDS) if value.startswith(PLAIN_IDS) else ""
-    is_number = number.isascii() and number.isdigit()
+    is_number = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS
     return int(number) if is_number and int(number) >= LEAST_PLAIN_IDS else 0
 
 

@@ -19,11 +19,15 @@ def unwritable(file: str, *, is_replaced: bool = False) -> str:
     if file.endswith("/"):
         return "it is a directory; name a file in it"
     path = Path(file)
-    if not path.parent.is_dir():
+    try:
+        exists, has_directory = path.exists(), path.parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        return error.strerror
+    if not has_directory:
         return f"there is no directory {path.parent}"
-    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
+    if exists and not path.is_file() and (is_replaced or path.is_dir()):
         return "it is no regular file"
-    touched = path.parent if is_replaced or not path.exists() else path
+    touched = path.parent if is_replaced or not exists else path
     return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
 
 

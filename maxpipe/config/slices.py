@@ -228,7 +228,7 @@ def explain_unusual(topology: str) -> str:
         return ""
     generation, sizes = _BY_NAME[name], sorted(map(int, grid.split("x")))
     usual = [sorted(map(int, text.split("x"))) for text in generation.grids]
-    if sizes in usual or math.prod(sizes) > CUBE**3:
+    if sizes in usual or math.prod(sizes) > CUBE**3 or sizes == [CUBE] * 3:
         return ""
     near = ", ".join(nearest_slices(generation, math.prod(sizes)))
     return f"compile.topology={topology} is no usual slice of the cloud; those nearest are {near}"
@@ -260,4 +260,5 @@ def hosts_of(topology: str) -> int:
     """Return how many hosts, and so processes, drive a canonical topology; at least 1."""
     generation = _BY_NAME.get(topology.partition(":")[0])
     chips = num_chips(topology)
-    return -(-chips // generation.host_chips) if generation else 1
+    is_one_host = generation is None or chips <= generation.host_chips
+    return 1 if is_one_host else -(-chips // HOST**2)

@@ -68,7 +68,7 @@ def announced_processes() -> int:
       ConfigError: the variable does not hold a number.
     """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        return _integer("JAX_NUM_PROCESSES")
+        return _integer("JAX_NUM_PROCESSES", 1)
     return _num_slurm_tasks()
 
 
@@ -127,7 +127,11 @@ def coordinator_variables() -> tuple[str, int, int] | None:
     if not address.rpartition(":")[2].isdecimal():
         message = f"JAX_COORDINATOR_ADDRESS={address} names no port: set it to HOST:PORT"
         raise ConfigError(Problem("", message))
-    return address, _integer("JAX_NUM_PROCESSES"), _integer("JAX_PROCESS_ID")
+    count, index = _integer("JAX_NUM_PROCESSES", 1), _integer("JAX_PROCESS_ID", 0)
+    if index >= count:
+        message = f"JAX_PROCESS_ID={index} must be below JAX_NUM_PROCESSES={count}"
+        raise ConfigError(Problem("", message))
+    return address, count, index
 
 
 def find_place() -> Place:
@@ -200,14 +204,14 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _integer(name: str) -> int:
+def _integer(name: str, least: int) -> int:
     """Return the number in a variable, 1 if it is not set."""
     text = os.environ.get(name, "1")
-    if not text.isdecimal():
-        raise ConfigError(Problem("", f"{name}={text} is no number: set it to 0 or more"))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(Problem("", f"{name}={text} must be a whole number of at least {least}"))
     return int(text)
 
 
 def _num_slurm_tasks() -> int:
     """Return the number of tasks of this process's Slurm job step; 1 outside of Slurm."""
-    return _integer("SLURM_NTASKS") if "SLURM_PROCID" in os.environ else 1
+    return _integer("SLURM_NTASKS", 1) if "SLURM_PROCID" in os.environ else 1

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from maxpipe import compile as command
+from maxpipe.compiling import checks, launch
 from maxpipe.compiling.checks import check_slice
 from maxpipe.config import ConfigError
 
@@ -53,6 +54,27 @@ def test_mistakes_are_reported_before_jax_is_imported(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:
         command.main([config, *words])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flag", "message"),
+    [
+        ("lockstep_1f1b", "--programs=out", "--programs: is for pipeline.engine=mpmd; the sched"),
+        ("1f1b", "--hlo=x.hlo", "--hlo: is for a train step in one program"),
+    ],
+)
+def test_flags_are_checked_again_once_the_devices_of_an_unknown_chip_decide_the_engine(
+    tmp_path, monkeypatch, capsys, schedule, flag, message
+):
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(launch, "devices_of", lambda config: [None] * 4)
+    config = str(command.__file__).replace("maxpipe/compile.py", "configs/base.yml")
+    monkeypatch.chdir(tmp_path)
+    words = ["mesh.ici.stage=-1", f"pipeline.schedule={schedule}", "pipeline.num_repeats=1"]
+    with pytest.raises(SystemExit) as exit_info:
+        command.main([config, "compile.topology=v3:2x2", *words, flag])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -16,6 +16,7 @@ def message(path, *words):
     [
         ("steps: 1\nsteps: 2\n", r"run.yml:2\): set twice, first at .*run.yml:1"),
         ("model: {num_layers: 4}\nmodel.num_layers: 4\n", "set twice"),
+        ("data.mixture: [{source: text, weight: 1, weight: 2}]\n", "weight is set twice in one"),
         ("steps: !!python/object/apply:os.getcwd []\n", "tag .* is not allowed"),
         ("run_name: !secret x\n", "tag '!secret' is not allowed"),
         ("steps: [1\n", r"not valid YAML: .*"),

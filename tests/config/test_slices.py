@@ -8,6 +8,7 @@ from maxpipe.config.slices import (
     canonical_topology,
     explain_topology,
     explain_unusual,
+    hosts_of,
     meant_topology,
     names_kind,
     num_devices,
@@ -97,7 +98,7 @@ def test_gpus_are_those_in_the_table_of_chips():
 
 
 @pytest.mark.parametrize(
-    "topology", ["v5p:2x2x4", "v5p:4x2x2", "v5p:8x8x12", "v6e:8x4", "v3:2x2", "cpu"]
+    "topology", ["v5p:2x2x4", "v5p:4x2x2", "v5p:4x4x4", "v5p:8x8x12", "v6e:8x4", "v3:2x2", "cpu"]
 )
 def test_usual_slices_need_no_explanation(topology):
     assert explain_unusual(topology) == ""
@@ -108,6 +109,18 @@ def test_a_grid_that_no_usual_slice_has_is_named_with_those_nearest():
         "compile.topology=v5p:2x2x3 is no usual slice of the cloud; "
         "those nearest are v5p-16 (v5p:2x2x2), v5p-32 (v5p:2x2x4)"
     )
+
+
+def test_a_grid_of_as_many_chips_as_a_cube_is_unusual_unless_it_is_one():
+    assert "v5p:2x4x8 is no usual slice" in explain_unusual("v5p:2x4x8")
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts"),
+    [("v5e:2x4", 1), ("v5e:4x4", 4), ("v6e:16x16", 64), ("v5p:2x2x1", 1), ("v5p:4x4x4", 16)],
+)
+def test_hosts_of_a_slice_of_several_have_four_chips_each(topology, hosts):
+    assert hosts_of(topology) == hosts
 
 
 def test_explain_topology_says_what_the_number_counts():

@@ -127,9 +127,10 @@ def test_open_mixture_problem_names_entry(config, tmp_path):
             "[{source: txt, weight: 1}]",
             "entry 1: source 'txt' is not one of .*; did you mean text?",
         ),
-        ("[{source: text, weight: 0}]", "entry 1 needs a weight above 0; got 0.0"),
-        ("[{source: text}]", "entry 1 needs a weight above 0; got None"),
-        ("[{source: text, weight: lots}]", "entry 1 needs a weight above 0; got 'lots'"),
+        ("[{source: text, weight: 0}]", "entry 1 needs a finite weight above 0; got 0.0"),
+        ("[{source: text, weight: 1e400}]", "entry 1 needs a finite weight above 0; got inf"),
+        ("[{source: text}]", "entry 1 needs a finite weight above 0; got None"),
+        ("[{source: text, weight: lots}]", "entry 1 needs a finite weight above 0; got 'lots'"),
         (
             "[{source: text, weight: 1}, {source: jsonl, weight: 2000}]",
             "entry 1: weight 1.* is 0.0005 of all",

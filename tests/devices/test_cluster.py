@@ -109,8 +109,10 @@ def test_find_place_says_that_jax_has_not_answered(environment, monkeypatch):
     [
         ("JAX_COORDINATOR_ADDRESS", "node07", "=node07 names no port: set it to HOST:PORT"),
         ("JAX_COORDINATOR_ADDRESS", "[fd00::1]", "names no port"),
-        ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES=two is no number"),
-        ("JAX_PROCESS_ID", "-1", "JAX_PROCESS_ID=-1 is no number"),
+        ("JAX_NUM_PROCESSES", "two", "=two must be a whole number of at least 1"),
+        ("JAX_NUM_PROCESSES", "0", "JAX_NUM_PROCESSES=0 must be a whole number of at least 1"),
+        ("JAX_PROCESS_ID", "-1", "JAX_PROCESS_ID=-1 must be a whole number of at least 0"),
+        ("JAX_PROCESS_ID", "2", "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2"),
     ],
 )
 def test_find_place_says_which_variable_is_wrong(environment, variable, value, said):

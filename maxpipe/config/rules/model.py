@@ -411,7 +411,7 @@ def check_expert_axis(c: Config) -> None:
         )
         raise ConfigError(Problem(key, message))
     if num_experts % size:
-        legal = " or ".join(str(n) for n in divisors(num_experts) if n > 1)
+        legal = " or ".join(str(n) for n in divisors(num_experts) if n > 1) or "1"
         message = f"{size} devices do not divide model.moe.experts={num_experts}; use {legal}"
         raise ConfigError(Problem(key, message))
     problems = []

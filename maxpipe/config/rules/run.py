@@ -257,8 +257,8 @@ def _entry_problems(entry: Mapping[str, object]) -> list[str]:
         problems.append(f": source {source} reads no path: {_propose_readers('source: ')}")
     if not isinstance(entry.get("path", ""), str):
         problems.append(": the path is a number; quote it if that is its name")
-    if not isinstance(weight, int | float) or weight <= 0:
-        problems.append(f" needs a weight above 0; got {weight!r}")
+    if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        problems.append(f" needs a finite weight above 0; got {weight!r}")
     return problems
 
 

@@ -70,6 +70,11 @@ from maxpipe.config import catalog
             "4 devices do not divide model.moe.experts=6; use 2 or 3 or 6",
         ),
         (
+            ("mesh.ici.expert=2", "model.moe.experts=1", "model.moe.per_token=1"),
+            "mesh.ici.expert",
+            "2 devices do not divide model.moe.experts=1; use 1",
+        ),
+        (
             (
                 "mesh.ici.expert=2",
                 "model.moe.experts=4",

@@ -169,6 +169,7 @@ def test_random_ids_of_a_small_vocabulary_need_no_tokenizer(resolved, words, tok
         (("data.tokenizer=ids:64", "model.vocab_size=32"), "ids:64 has ids that model.vocab_size"),
         (("data.tokenizer=ids:1",), "is not of the form ids:N"),
         (("data.tokenizer=ids:many",), "is not of the form ids:N"),
+        (("data.tokenizer=ids:" + "9" * 5000,), "is not of the form ids:N"),
     ],
 )
 def test_plain_ids_that_the_model_has_not_are_refused(problems, words, message):
