@@ -50,10 +50,10 @@ class Config:
     )
     init_from: str = option(
         "",
-        "initial parameters, where the run has no checkpoint yet: hf:DIR, a directory with the "
-        "config.json and *.safetensors of a Hugging Face model, s3://..., gs://... or hf:org/name, "
-        "a model of the hub; run:DIR, the newest step of another run; maxtext:DIR, a step of "
-        "MaxText; empty = random",
+        "initial parameters, if the run has no checkpoint yet: hf:DIR (config.json and "
+        "*.safetensors of a Hugging Face model), hf:org/name (a model of the hub), the same at "
+        "s3://... or gs://..., run:DIR (newest step of another run), or maxtext:DIR (a step of "
+        "MaxText); empty = random",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

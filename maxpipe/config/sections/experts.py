@@ -23,7 +23,8 @@ class MoEConfig:
     mlp_dim: int = option(0, "hidden width of an expert; 0 = model.mlp_dim", minimum=0)
     shared_experts: int = option(
         0,
-        "number of experts that every token uses besides, computed as one MLP of this many widths",
+        "number of experts that every token uses in addition, computed as one MLP that is as many "
+        "times as wide",
         minimum=0,
     )
     router: str = option(
@@ -35,7 +36,7 @@ class MoEConfig:
     normalise: bool = option(
         True, "divide the weights of a token's experts by their sum; topk_softmax always does"
     )
-    scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
+    scale: float = option(1.0, "factor that multiplies the weights of a token's experts", above=0)
     groups: int = option(
         1, "number of equal groups of experts; a token chooses within its best groups", minimum=1
     )
@@ -49,8 +50,9 @@ class MoEConfig:
     )
     bias_rate: float = option(
         0.0,
-        "what a step adds to the selection bias of experts with less than the mean load, and takes "
-        "from those with more (Wang et al., arXiv:2408.15664); 0 leaves the bias as it is",
+        "amount that each step adds to the selection bias of experts with less than the mean "
+        "load, and subtracts for experts with more (Wang et al., arXiv:2408.15664); 0 = the bias "
+        "stays",
         minimum=0,
     )
     balance_loss: float = option(
@@ -66,8 +68,8 @@ class MoEConfig:
     )
     capacity_factor: float = option(
         0.0,
-        "bound of the tokens of a sequence that an expert takes, in multiples of an even share; "
-        "later tokens go without it. It bounds memory with mesh axis expert; 0 drops nothing",
+        "most tokens of a sequence that an expert takes, in multiples of an even share; later "
+        "tokens do not get that expert. This bounds memory with mesh axis expert; 0 = no bound",
         minimum=0,
     )
     dispatch: str = option(

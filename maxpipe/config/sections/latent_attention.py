@@ -16,10 +16,13 @@ class MLAConfig:
     """
 
     q_lora_rank: int = option(
-        0, "width of the latent that queries are made of; 0 = made of activations", minimum=0
+        0,
+        "width of the latent from which queries are projected; 0 = queries are projected from "
+        "activations",
+        minimum=0,
     )
     kv_lora_rank: int = option(
-        512, "width of the latent that keys and values of all heads are made of", minimum=1
+        512, "width of the latent from which keys and values of all heads are projected", minimum=1
     )
     qk_nope_head_dim: int = option(
         128, "channels of a head's query and key that are not rotated", minimum=1

@@ -21,7 +21,8 @@ class LoRAConfig:
 
     rank: int = option(
         0,
-        "rank of the adapters, which alone are trained; 0 = none, all parameters are trained",
+        "rank of the adapters, and only adapters are trained; 0 = no adapters, all parameters are "
+        "trained",
         minimum=0,
     )
     alpha: float = option(16.0, "adapters are multiplied by alpha / rank", above=0)

@@ -82,13 +82,14 @@ class RopeScalingConfig:
     )
     attention_factor: float = option(
         0.0,
-        "with type=yarn or longrope, factor of rotated queries and keys; 0 = computed from factor",
+        "with type=yarn or longrope, factor that multiplies rotated queries and keys; 0 = "
+        "computed from factor",
         minimum=0,
     )
     mscale_all_dim: float = option(
         0.0,
-        "with type=yarn, m of the factor (0.1 m ln(factor) + 1)^2 of scores of attention, as "
-        "DeepSeek's models have it; 0 = none",
+        "with type=yarn, m in the factor (0.1 m ln(factor) + 1)^2 that multiplies attention "
+        "scores in DeepSeek's models; 0 = no such factor",
         minimum=0,
     )
     short_factor: list[float] = option(  # noqa: RUF009
@@ -118,14 +119,14 @@ class ModelConfig:
 
     from_hf: str = option(
         "",
-        "directory with a Hugging Face config.json, from which the shape of the model is taken, "
-        "s3://..., gs://... or org/name, a model of the hub; empty = the keys below",
+        "where the shape of the model is read from: a directory with a Hugging Face config.json, "
+        "s3://... or gs://..., or org/name (a model of the hub); empty = from the keys below",
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
     first_dense_layers: int = option(
         0,
-        "how many of them, the first ones, have an MLP of mlp_dim in a model of experts; they run "
+        "number of first layers that have a dense MLP (mlp_dim) in a model of experts; they run "
         "outside the pipeline",
         minimum=0,
     )
@@ -136,7 +137,7 @@ class ModelConfig:
     )
     head_dim: int = option(
         -1,
-        "width of a head; -1 = embed_dim / num_query_heads, or that of model.mla",
+        "width of a head; -1 = embed_dim / num_query_heads, or as model.mla gives it",
         minimum=1,
         derived=True,
     )
@@ -150,7 +151,7 @@ class ModelConfig:
     unpadded_vocab_size: int = option(
         -1,
         "number of token ids that exist; further rows of the table are padding, which is never "
-        "predicted; -1 = vocab_size, or that of model.from_hf",
+        "predicted; -1 = vocab_size, or the number in model.from_hf",
         minimum=2,
         derived=True,
     )
@@ -164,18 +165,20 @@ class ModelConfig:
     )
     quantised_passes: str = option(
         "forward",
-        "with quantisation, forward leaves gradients in dtype; full also quantises products that "
-        "make gradients of activations, not those of weights",
+        "with quantisation, which products run in 8 bits: forward = those of the forward; full = "
+        "also those for gradients of activations, but not those for gradients of weights",
         choices=("forward", "full"),
     )
     tie_embeddings: bool = option(False, "use the embedding table as output projection, too")
     embed_scale: float = option(
-        1.0, "factor of embeddings, rounded to model.dtype; Gemma's is the root of embed_dim"
+        1.0,
+        "factor that multiplies embeddings, rounded to model.dtype; Gemma's is the root of "
+        "embed_dim",
     )
     residual_scale: float = option(
-        1.0, "factor of what attention and MLP add to the residual stream"
+        1.0, "factor that multiplies what attention and MLP add to the residual stream"
     )
-    logit_scale: float = option(1.0, "factor of logits, before a soft cap", above=0)
+    logit_scale: float = option(1.0, "factor that multiplies logits, before a soft cap", above=0)
     dropout: float = option(
         0.0, "dropout rate on the output of attention and MLP", minimum=0, maximum=0.99
     )
@@ -199,20 +202,21 @@ class ModelConfig:
     )
     mlp_limit: float = option(
         0.0,
-        "clamp the outputs of the MLP's two first projections to at most this, and the one that "
-        "is not the gate to at least minus this; 0 = no clamp",
+        "clamp the MLP's gate and up projections to at most this, and up also to at least minus "
+        "this; 0 = no clamp",
         minimum=0,
     )
     mlp_up_offset: float = option(
-        0.0, "number added to the projection that the MLP's gate is multiplied with"
+        0.0, "number added to the MLP's up projection, before the gate multiplies it"
     )
     mlp_bias: bool = option(
         False, "add a bias to the three projections of the MLP, or of each expert"
     )
     attention_kind: str = option(
         "gqa",
-        "how queries, keys and values are made: gqa by a projection each, with grouped queries; "
-        "mla (multi-head latent attention) keys and values by way of a narrow latent, model.mla",
+        "how queries, keys and values are computed: gqa = by a projection each, with grouped "
+        "queries; mla (multi-head latent attention) = keys and values from a narrow latent, see "
+        "model.mla",
         choices=ATTENTION_KINDS,
     )
     qk_norm: bool = option(False, "RMS-normalise queries and keys; see qk_norm_scope")
@@ -228,7 +232,7 @@ class ModelConfig:
         0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
     )
     query_scale: float = option(
-        0.0, "factor of scores of attention; 0 = 1 / sqrt(head_dim)", minimum=0
+        0.0, "factor that multiplies attention scores; 0 = 1 / sqrt(head_dim)", minimum=0
     )
     attention_window: int = option(
         0, "tokens that a local layer's query sees, its own included; 0 = all", minimum=0
@@ -248,8 +252,8 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     norm_placement: str = option(
         "pre",
-        "where norms lie: before attention and MLP, before and after them (sandwich), or after "
-        "them (post), always inside the residual branch",
+        "where norms are applied: before attention and MLP (pre), before and after them "
+        "(sandwich), or after them (post), always inside the residual branch",
         choices=("pre", "sandwich", "post"),
     )
     norm_offset: bool = option(
@@ -258,8 +262,8 @@ class ModelConfig:
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
     rope_theta_local: float = option(
         0.0,
-        "base of the rotary frequencies of local layers, which rope_scaling then leaves out; "
-        "0 = local layers rotate as global ones",
+        "base of the rotary frequencies of local layers, to which rope_scaling then does not "
+        "apply; 0 = local layers rotate as global ones",
         minimum=0,
     )
     rope_fraction: float = option(
@@ -270,15 +274,16 @@ class ModelConfig:
     )
     rotation: str = option(
         "auto",
-        "how the other channel of a rotated pair is found, with equal bits; auto: product, which "
-        "spares transposes, on TPUs in bfloat16",
+        "how the other channel of a rotated pair is found; results are the same to the bit; auto "
+        "= product, which avoids transposes, on TPUs in bfloat16, else slices",
         choices=("auto", "slices", "product"),
     )
     gating: str = option(
         "auto",
-        "how the product of gate and up, and its gradients, are computed: fused, within every "
-        "matrix product that reads them, or separate, once, as arrays in memory; equal bits; auto: "
-        "separate on TPUs in bfloat16, where the compiler's estimate is shorter",
+        "how the product of gate and up, and its gradients, are computed: fused into every matrix "
+        "product that reads them, or separate, once, as arrays in memory; results are the same to "
+        "the bit; auto = separate on TPUs in bfloat16, where the compiler predicts less time, "
+        "else fused",
         choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)

@@ -38,7 +38,7 @@ class AxesConfig:
     """Sizes of the mesh axes; one of them may be -1 = the devices that the other axes leave."""
 
     data: int = option(
-        1, "groups of devices that hold a copy of the parameters each", minimum=1, derived=True
+        1, "groups of devices, each with its own copy of the parameters", minimum=1, derived=True
     )
     stage: int = option(1, "pipeline stages", minimum=1, derived=True)
     fsdp: int = option(
@@ -46,7 +46,7 @@ class AxesConfig:
     )
     context: int = option(
         1,
-        "devices over which sequences are split; each gathers the keys and values of all",
+        "devices over which sequences are split; each gathers the keys and values of the others",
         minimum=1,
         derived=True,
     )
@@ -64,8 +64,8 @@ class ElasticConfig:
 
     axes: list[str] = option(  # noqa: RUF009
         [],
-        "mesh axes, of data and fsdp, that shrink when a host is lost, the first one first; empty "
-        "= wait for the host, as long as --wait of maxpipe supervise says",
+        "mesh axes (data, fsdp) that shrink when a host is lost, the first in the list first; "
+        "empty = wait for the host, as long as --wait of maxpipe supervise says",
     )
     wait_seconds: float = option(
         120.0, "seconds that a lost host has to come back before the others go on", minimum=0
@@ -87,7 +87,7 @@ class MeshConfig:
     )
     heartbeat_timeout_seconds: int = option(
         100,
-        "seconds of silence after which a process counts as lost and the other processes end",
+        "seconds of silence after which a process counts as lost and the other processes exit",
         minimum=5,
     )
 
@@ -166,9 +166,10 @@ class PipelineConfig:
     )
     unit_times: list[float] = option(  # noqa: RUF009
         [],
-        "times that the order of zb_v and zb_h2 follows: of a layer's forward, input gradient and "
-        "weight gradient, then of a transfer between stages and of loss and head (0, 0), all for "
-        "one microbatch and in one unit; auto = by FLOPs, transfers 0; empty = the published order",
+        "times from which the order of zb_v and zb_h2 is made, for one microbatch and all in the "
+        "same unit: forward, input gradient and weight gradient of a layer, then a transfer "
+        "between stages, then loss and head (the last two may be left out: 0); auto = by FLOPs, "
+        "with transfers 0; empty = the published order",
         derived=True,
     )
     memory_limit_gib: float = option(
@@ -179,8 +180,8 @@ class PipelineConfig:
     )
     parallel_layers: int = option(
         -1,
-        "layers in the pipeline; the others run outside it, with the stages as data parallelism, "
-        "or with its first or last chunk (mpmd); -1 = all",
+        "layers in the pipeline; the others run outside it, where the stages serve as data "
+        "parallelism, or (mpmd) as a part of its first or last chunk; -1 = all",
         minimum=1,
         derived=True,
     )
@@ -194,30 +195,29 @@ class PipelineConfig:
     )
     overlap_slots: bool = option(
         False,
-        "leave a tick between the last stage's forward and its backward, so that forward, loss and "
-        "backward of a tick do not depend on each other",
+        "leave a tick between the last stage's forward and its backward, so that forward, loss "
+        "and backward within a tick do not depend on each other",
     )
     skip_idle: str = option(
         "auto",
-        "skip idle slots of the schedule instead of computing and masking them; "
-        "auto = on CPU devices, where idle stages take time from the others",
+        "skip idle slots of the schedule instead of computing and masking them; auto = only on "
+        "CPU devices, where idle stages take time from the others",
         choices=("auto", "true", "false"),
     )
     fsdp_gather: str = option(
         "auto",
-        "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step, but in every iteration by per_iteration on the circular "
-        "engine; mpmd casts weights as often; on TPUs auto is "
-        "once, or per_repeat (circular, where that holds less), if that takes "
-        "at most 5 % more of a device's memory, or if the whole step takes at most half of it; "
-        "else, and with fsdp_prefetch=true, per_iteration",
+        "how often FSDP weights are gathered and their gradients scattered; mpmd also casts "
+        "weights as often; over other axes gradients are summed once a step, except with "
+        "per_iteration on the circular engine; auto = on TPUs once (or per_repeat, on the "
+        "circular engine, where that takes less memory) if it takes at most 5 % more of a "
+        "device's memory or the whole step takes at most half of it, else per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(
         "auto",
         "with fsdp_gather=per_iteration, send a chunk's weights and its gradients from neighbour "
-        "to neighbour while it computes; auto = on TPUs of known memory with fsdp of at most 8, "
-        "on v5e 2, where layers are not run as a loop",
+        "to neighbour while it computes; auto = only on TPUs whose memory is known, with fsdp of "
+        "at most 8 (on v5e 2), and where layers do not run as a loop",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(
@@ -229,8 +229,8 @@ class PipelineConfig:
     scan_layers: bool = option(
         True,
         "run all layers of the sequential engine as a loop, which compiles one of them; false = "
-        "unroll them: the backward reads what a remat_policy saves without copies; with several "
-        "microbatches, or remat_policy=none, all weights stay gathered over fsdp meanwhile",
+        "unroll them: the backward then reads saved tensors without copies, and with several "
+        "microbatches or remat_policy=none all weights stay gathered over fsdp",
     )
     scan_layers_per_stage: bool = option(
         False,
@@ -244,19 +244,19 @@ class PipelineConfig:
     )
     remat_iterations: bool = option(
         True,
-        "apply remat_policy to each iteration; false = it saves what remat_policy=none does",
+        "apply remat_policy to each iteration; false = save what remat_policy=none saves",
     )
     remat_layers: bool = option(
         False,
-        "recompute one layer at a time, which takes less memory and one more forward pass; "
+        "recompute one layer at a time, which takes less memory and costs one more forward pass; "
         "with remat_iterations=false each layer's input is saved instead",
     )
     remat_cheap: str = option(
         "auto",
-        "in the backward of a chunk of several layers compute what is cheap (norms, activation "
-        "functions) layer by layer instead of holding it for all of them, which takes less memory "
-        "and more time; auto = except on TPUs where a step that holds it takes at most half of a "
-        "device's memory by the estimate",
+        "in the backward of a chunk of several layers, compute norms and activation functions "
+        "layer by layer instead of holding them for all layers, which takes less memory and more "
+        "time; auto = yes, except on TPUs where a step that holds them is estimated to take at "
+        "most half of a device's memory",
         choices=("auto", "true", "false"),
     )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)

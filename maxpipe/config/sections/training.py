@@ -32,8 +32,8 @@ class DataConfig:
     )
     column: str = option(
         "",
-        "the column of the data sets of datasets and datasets_chat that has the documents; empty = "
-        "text or tokens, messages for conversations",
+        "with source=datasets or datasets_chat, the column that holds the documents; empty = text "
+        "or tokens, for conversations messages",
     )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
@@ -47,13 +47,13 @@ class DataConfig:
     )
     tokenizer: str = option(
         "byte",
-        "byte, the path or URL of a Hugging Face tokenizer.json or of a SentencePiece .model, "
-        "hf:DIR, s3://..., gs://... or hf:org/name, whose tokenizer.json is taken, or ids:N, N ids "
-        "that stand for no text",
+        "byte; the path or URL of a Hugging Face tokenizer.json or a SentencePiece .model; "
+        "hf:DIR, hf:org/name, s3://... or gs://..., a folder with a tokenizer.json; or ids:N for "
+        "N token ids that stand for no text",
     )
     chat_template: str = option(
         "",
-        "the Jinja template that lays out conversations: a file, or chatml; empty = the "
+        "the Jinja template that formats conversations: a file, or chatml; empty = the "
         "tokenizer's own",
     )
     global_batch_size: int = option(
@@ -69,8 +69,8 @@ class DataConfig:
     )
     on_bad_document: str = option(
         "stop",
-        "what a document that cannot be read as text or token ids does: stop ends the run, skip "
-        "leaves it out and counts it",
+        "what to do with a document that cannot be read as text or token ids: stop ends the run, "
+        "skip leaves the document out and counts it",
         choices=("stop", "skip"),
     )
     num_workers: int = option(
@@ -87,8 +87,8 @@ class EvalConfig:
     batches: int = option(2, "batches per evaluation", minimum=1)
     batches_per_source: int = option(
         -1,
-        "batches of each source of data.mixture, evaluated by itself; -1 = eval.batches divided "
-        "among them, rounded up; 0 = none",
+        "with data.mixture, batches by which each source is also evaluated on its own; -1 = "
+        "eval.batches divided by the number of sources, rounded up; 0 = none",
         minimum=0,
         derived=True,
     )
@@ -130,7 +130,7 @@ class OptimizerConfig:
     weight_decay: float = option(0.1, "decoupled weight decay; applies to matrices only", minimum=0)
     grad_clip_norm: float = option(
         1.0,
-        "upper bound of the gradients' global norm, to which they are clipped; 0 = none",
+        "largest global norm of gradients; larger ones are scaled down to it; 0 = no bound",
         minimum=0,
     )
     max_consecutive_skips: int = option(
@@ -146,7 +146,7 @@ class OptimizerConfig:
         minimum=0,
     )
     spike_deviations: float = option(
-        6.0, "how far above the mean a spike lies, in standard deviations", above=0
+        6.0, "least distance above the mean that counts as a spike, in standard deviations", above=0
     )
 
 
@@ -160,7 +160,8 @@ class CheckpointConfig:
     )
     grace_seconds: float = option(
         30,
-        "seconds that a preempted run has for its last save; a slower save is warned of; 0 = never",
+        "seconds that a preempted run has for its last save; a warning names slower saves; 0 = "
+        "never",
         minimum=0,
     )
     replica_every: int = option(
@@ -185,14 +186,15 @@ class CheckpointConfig:
     )
     mirror_deadline_seconds: float = option(
         300,
-        "end with exit code 1 when the mirror has neither answered nor taken a part of a file for "
+        "exit with code 1 when the mirror has neither answered nor accepted a part of a file for "
         "this long; 0 = never",
         minimum=0,
     )
     resume: str = option("auto", "auto, never, must, or the number of the step to resume from")
     convert_dtype: bool = option(
         False,
-        "resume with parameters or optimizer state of another floating dtype than the saved one",
+        "allow a resume with other floating dtypes of parameters or optimizer state than the "
+        "checkpoint's, and convert them",
     )
     accept_changes: list[str] = option(  # noqa: RUF009
         [],
@@ -210,8 +212,8 @@ class TelemetryConfig:
     )
     required: bool = option(
         False,
-        "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
-        "written; false = warn once and continue",
+        "exit with code 1 when metrics, TensorBoard events or profiler traces cannot be written; "
+        "false = warn once and continue",
     )
     wandb: str = option(
         "",
@@ -226,12 +228,12 @@ class TelemetryConfig:
     )
     startup_deadline_seconds: float = option(
         3600,
-        "end with exit code 124 if the first step takes longer than this; 0 = never",
+        "exit with code 124 if the first step takes longer than this; 0 = never",
         minimum=0,
     )
     step_deadline_seconds: float = option(
         1800,
-        "after the first step, end with exit code 124 if nothing is done for this long; 0 = never",
+        "after the first step, exit with code 124 if nothing progresses for this long; 0 = never",
         minimum=0,
     )
     profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")  # noqa: RUF009
@@ -243,9 +245,9 @@ class CompileConfig:
 
     cache_dir: str = option(
         "",
-        "directory of the persistent compilation cache, which holds machine code: let only those "
-        "write to it whom you trust; off = no cache; "
-        "empty = <output_dir>/compile_cache, and no cache on several simulated devices",
+        "directory of the persistent compilation cache; it holds machine code, so let only people "
+        "you trust write to it; off = no cache; empty = <output_dir>/compile_cache, and no cache "
+        "on several simulated devices",
     )
     topology: str = option(
         "",
@@ -258,6 +260,6 @@ class CompileConfig:
     )
     load: str = option(
         "",
-        "file of compile.save that maxpipe.train runs instead of compiling: machine code, so load "
-        "only files whose origin you trust; empty = compile",
+        "file written by compile.save, which maxpipe.train runs instead of compiling; it is "
+        "machine code, so load only files whose origin you trust; empty = compile",
     )
