@@ -15,7 +15,7 @@ class MoEConfig:
 
     experts: int = option(
         0,
-        "number of routed experts in the place of the MLP; 0 = a dense MLP",
+        "number of routed experts in place of the MLP; 0 = a dense MLP",
         minimum=0,
         maximum=2**16,
     )
@@ -28,7 +28,7 @@ class MoEConfig:
         minimum=0,
     )
     router: str = option(
-        "softmax", "how logits of the router become scores of experts", variants=ROUTERS
+        "softmax", "how the router's logits become scores of experts", variants=ROUTERS
     )
     logit_bias: bool = option(
         False, "add a learned bias to the router's logits, for the choice and for the weights"

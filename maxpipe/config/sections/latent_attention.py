@@ -28,7 +28,9 @@ class MLAConfig:
         128, "channels of a head's query and key that are not rotated", minimum=1
     )
     qk_rope_head_dim: int = option(
-        64, "rotated channels of a head's query; all heads share those of the key", minimum=2
+        64,
+        "rotated channels of a head's query; the key's rotated channels are shared by all heads",
+        minimum=2,
     )
     v_head_dim: int = option(128, "channels of a head's value", minimum=1)
 

@@ -48,8 +48,8 @@ class RopeScalingConfig:
     )
     type: str = option(
         "llama3",
-        "linear divides all frequencies; llama3 and yarn (NTK by parts) spare the fast ones; "
-        "longrope divides each by a number of its own",
+        "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast "
+        "ones unchanged; longrope divides each frequency by its own number",
         choices=("linear", "llama3", "yarn", "longrope"),
     )
     low_freq_factor: float = option(
@@ -235,13 +235,13 @@ class ModelConfig:
         0.0, "factor that multiplies attention scores; 0 = 1 / sqrt(head_dim)", minimum=0
     )
     attention_window: int = option(
-        0, "tokens that a local layer's query sees, its own included; 0 = all", minimum=0
+        0, "tokens that a query in a local layer sees, including its own; 0 = all", minimum=0
     )
     layer_pattern: list[str] = option(  # noqa: RUF009
         [],
         f"kinds of consecutive layers ({', '.join(LAYER_KINDS)}; nope = without rotary "
-        "embedding), repeated until the last layer; empty = all local with attention_window, "
-        "all global without",
+        "embedding), repeated until the last layer; empty = all layers local if attention_window "
+        "is set, else all global",
     )
     attention: str = option(
         "auto", "attention kernel; auto picks by backend", variants=KERNELS, also=("auto",)
@@ -267,10 +267,13 @@ class ModelConfig:
         minimum=0,
     )
     rope_fraction: float = option(
-        1.0, "share of a head's channels, its first ones, that is rotated", above=0, maximum=1
+        1.0,
+        "share of a head's channels that is rotated, counted from the first",
+        above=0,
+        maximum=1,
     )
     rope_interleaved: bool = option(
-        False, "rotate pairs of neighbouring channels, not pairs (c, c + half)"
+        False, "rotate pairs of neighbouring channels instead of pairs (c, c + half)"
     )
     rotation: str = option(
         "auto",
