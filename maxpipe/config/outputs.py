@@ -22,7 +22,7 @@ def unwritable(file: str, *, is_replaced: bool = False) -> str:
     try:
         exists, has_directory = path.exists(), path.parent.is_dir()
     except OSError as error:  # such as a name that is too long
-        return error.strerror
+        return error.strerror or str(error)
     if not has_directory:
         return f"there is no directory {path.parent}"
     if exists and not path.is_file() and (is_replaced or path.is_dir()):
