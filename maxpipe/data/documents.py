@@ -128,6 +128,10 @@ class Spans:
         start, end = self._spans[file][index - self._firsts[file]]
         return file, int(start), int(end)
 
+    def number_in_file(self, index: int) -> int:
+        """Return how many documents of the same file precede document `index`."""
+        return index - int(self._firsts[self._firsts <= index].max())
+
 
 class Subset:
     """The documents at `indices` (int64, [n]) of other documents."""

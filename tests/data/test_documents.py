@@ -133,3 +133,4 @@ def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
 def test_spans_locate_every_document() -> None:
     spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
     assert [spans.locate(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]
+    assert [spans.number_in_file(i) for i in range(len(spans))] == [0, 1, 0]

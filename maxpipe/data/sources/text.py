@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,7 +161,9 @@ class JsonLines:
     def __init__(self, paths: list[str], originals: Sequence[str]):
         self._paths = paths
         self._originals = originals
-        self._lines = Spans([_index_lines(path, *version_of(path)) for path in paths])
+        indices = [_index_lines(path, *version_of(path)) for path in paths]
+        self._lines = Spans([index.lines for index in indices])
+        self._blanks = [index.blanks for index in indices]
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -200,13 +203,25 @@ class JsonLines:
     def position(self, index: int) -> tuple[str, int]:
         """Return the original file that has a line, and the line's number from 1."""
         file, start, _ = self._lines.locate(index)
-        with open(self._paths[file], "rb") as stream:
-            return self._originals[file], stream.read(start).count(b"\n") + 1
+        num_blank = int(np.searchsorted(self._blanks[file], start))
+        return self._originals[file], self._lines.number_in_file(index) + num_blank + 1
+
+
+class _Index(NamedTuple):
+    """Where the lines of a file are.
+
+    Attributes:
+      lines: start and end in bytes of each line that is not blank, int64 [lines, 2].
+      blanks: start of each blank line, int64 [blank lines].
+    """
+
+    lines: np.ndarray
+    blanks: np.ndarray
 
 
 @lru_cache(maxsize=1024)
-def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
-    """Return start and end in bytes of each line that is not blank, int64 [lines, 2]."""
+def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
+    """Return where the lines of a file are, from one scan of it."""
     del mtime_ns  # part of the cache's key only
     content = np.memmap(path, np.uint8, mode="r")
     ends = np.append(find_all(content, ord("\n")), size)
@@ -214,7 +229,7 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
     blank = ends == starts
     single = np.flatnonzero(ends - starts == 1)
     blank[single] = content[starts[single]] == ord("\r")
-    return np.stack([starts, ends], axis=1)[~blank]
+    return _Index(np.stack([starts, ends], axis=1)[~blank], starts[blank])
 
 
 def jsonl(config: DataConfig) -> JsonLines:

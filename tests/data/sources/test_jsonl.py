@@ -11,6 +11,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents
+from maxpipe.data.sources.text import JsonLines
 
 TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 100]
 
@@ -50,6 +51,19 @@ def test_jsonl_corrupt_line_is_named(tmp_path: Path, line: bytes) -> None:
         ConfigError, match=rf"^data\.path: {path}:3: not a JSON object with a string under"
     ):
         documents[1]
+
+
+def test_jsonl_line_number_is_known_without_reading_what_precedes(tmp_path: Path) -> None:
+    """The file may be larger than memory, and many of its lines may be bad."""
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for path, text in zip(paths, (b"\n\r\n1\n2\n\n\n3", b"\n\n", b"4\r\n\r\n5\n"), strict=True):
+        Path(path).write_bytes(text)
+    lines = JsonLines(paths, originals=paths)
+    for path in paths:
+        Path(path).unlink()
+    numbers = [(0, 3), (0, 4), (0, 7), (2, 1), (2, 3)]
+    places = [f"{paths[file]}:{number}" for file, number in numbers]
+    assert [lines.place(i) for i in range(len(lines))] == places
 
 
 def test_jsonl_changed_file_is_indexed_again(tmp_path: Path) -> None:
