@@ -100,8 +100,6 @@ class ChatTemplate:
         tools: Sequence[object] | None,
         add_generation_prompt: bool = False,
     ) -> str:
-        import jinja2
-
         template = _compile(self.source, self.name)
         try:
             return template.render(
@@ -111,7 +109,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.special_tokens),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        # A template is a program, which may fail with any error.
+        except Exception as error:
             message = f"{self.name} cannot lay it out: {type(error).__name__}: {error}"
             raise BadDocument(Problem("data.path", message)) from error
 
@@ -257,7 +256,7 @@ def _compile(source: str, name: str) -> "jinja2.Template":
     """Compile a template in a sandbox, where it sees nothing but its arguments.
 
     Raises:
-      ConfigError: it has a syntax error, or jinja2 is not installed.
+      ConfigError: it cannot be compiled, or jinja2 is not installed.
     """
     with optional("jinja2", "chat", "data.source"):
         import jinja2
@@ -292,6 +291,11 @@ def _compile(source: str, name: str) -> "jinja2.Template":
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         message = f"{name} is not a Jinja template: line {error.lineno}: {error.message}"
+        raise ConfigError(Problem(_KEY, message)) from error
+    # Jinja translates to Python, which has bounds of its own, and `break` for loops only.
+    except (SyntaxError, ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error  # lines are those of Python
+        message = f"{name} cannot be compiled: {type(error).__name__}: {reason}"
         raise ConfigError(Problem(_KEY, message)) from error
 
 

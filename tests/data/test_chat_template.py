@@ -120,6 +120,21 @@ def test_bad_conversation_is_explained(messages: list[dict[str, object]], reason
         _template(source).render(messages, None)
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ '{} {}'.format(1) }}", "IndexError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ range(200000) }}", "OverflowError: Range too big"),
+        ("{{ 3 | dictsort }}", "AttributeError"),
+        ("{{ cycler() }}", "RuntimeError"),
+    ],
+)
+def test_template_that_fails_makes_a_bad_document(source: str, reason: str) -> None:
+    with pytest.raises(BadDocument, match=f"the template cannot lay it out: {reason}"):
+        _template(source).render(TALK, None)
+
+
 def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     assert _targets(_template(LAST_DIFFERS).render(TALK[:3], None)) == ["<assistant><think>1"]
     reason = r"^data\.chat_template: the template lays out message 3, .*\{% generation %\}"
@@ -179,6 +194,9 @@ def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) 
     [
         ("{% for m in messages %}", r"is not a Jinja template: line 1: Unexpected end of template"),
         ("\n{% generation %}", r"is not a Jinja template: line 2"),
+        ("{% break %}", "cannot be compiled: SyntaxError: 'break' outside loop"),
+        ("{{ " + "1" * 5000 + " }}", "cannot be compiled: ValueError: Exceeds the limit"),
+        ("{{ " + "(" * 9000 + " }}", "cannot be compiled: RecursionError"),
         (None, "cannot be read"),
     ],
 )
