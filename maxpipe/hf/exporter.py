@@ -116,7 +116,7 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
     if origin is None:
         return written
     kept = read_config_json(str(origin))
-    longest = max(int(kept.get("max_position_embeddings", 0)), written["max_position_embeddings"])
+    longest = max(int(kept.get("max_position_embeddings") or 0), written["max_position_embeddings"])
     kept.pop("quantization_config", None)  # the export is not quantised
     return {**kept, **written, "max_position_embeddings": longest}
 

@@ -52,6 +52,16 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
     assert content_of(target / "config.json").items() >= expected.items()
 
 
+def test_length_that_is_null_in_the_imported_file_becomes_that_of_the_run(tmp_path):
+    folder = write_folder(tmp_path / "model", "qwen2")
+    content = content_of(folder / "config.json") | {"max_position_embeddings": None}
+    (folder / "config.json").write_text(json.dumps(content))
+    target = tmp_path / "exported"
+    run = save_run(folder, **{"data.sequence_length": 24})
+    assert export.main([run, "--hf", str(target)]) == 0
+    assert content_of(target / "config.json")["max_position_embeddings"] == 24
+
+
 def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_path, capsys):
     target = tmp_path / "exported"
     run = save_run(folder, init_from="")
