@@ -19,7 +19,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
-from maxpipe.data.files import find_files, local_files, parts_of, require_content
+from maxpipe.data.files import find_files, local_files, require_content, sorted_parts
 from maxpipe.storage.local_files import cache_directory, list_remote
 from maxpipe.storage.object_store import is_remote
 
@@ -90,7 +90,7 @@ def open_tables(path: str, cache_dir: str) -> list[Table]:
     Raises:
       ConfigError: a data set is missing or cannot be read, or the library is not installed.
     """
-    parts = sorted(set(parts_of(path)), key=lambda part: (part.startswith(SCHEME), part))
+    parts = sorted_parts(path)
     if not parts:
         message = (
             "this data.source needs a file, a directory or a glob here, or hf:NAME, a data set of "

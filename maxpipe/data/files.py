@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.model_places import SCHEME
 from maxpipe.storage.local_files import fetch
 from maxpipe.storage.object_store import is_remote
 
@@ -56,6 +57,11 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
 def parts_of(path: str) -> list[str]:
     """Return the files, directories, globs and URLs that `data.path` lists."""
     return [part for part in (part.strip() for part in path.split(",")) if part]
+
+
+def sorted_parts(path: str) -> list[str]:
+    """Return the entries of `data.path` once each, sorted, data sets of the hub last."""
+    return sorted(set(parts_of(path)), key=lambda part: (part.startswith(SCHEME), part))
 
 
 def local_files(part: str, suffixes: Sequence[str]) -> list[str]:

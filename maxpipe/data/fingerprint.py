@@ -21,7 +21,7 @@ from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
-from maxpipe.data.files import local_files, parts_of
+from maxpipe.data.files import local_files, parts_of, sorted_parts
 from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
     cache_directory,
@@ -383,7 +383,8 @@ def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
         return [_Listed(attribute_of(facts.version)(), 0, "", "")] if facts.version else []
     local: set[str] = set()
     remote: list[_Listed] = []
-    for part in parts_of(path):
+    # Sources that name what an entry's rows come from open the entries in sorted order.
+    for part in sorted_parts(path) if facts.version else parts_of(path):
         contents = attribute_of(facts.version)(part, cache_dir) if facts.version else None
         if contents:
             local.update(contents.files)

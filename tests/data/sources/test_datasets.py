@@ -316,6 +316,19 @@ def test_datasets_commit_of_the_hub_that_has_changed_is_named(hub: Callable[[str
     assert change == (CHANGED, text)
 
 
+def test_datasets_fingerprint_has_entries_in_the_order_in_which_they_are_read(
+    hub: Callable[[str], None],
+) -> None:
+    hub(OLD)
+    one = SourceFiles("datasets", "hf:org/b", 1.0, "").fingerprint
+    both = SourceFiles("datasets", "hf:org/b,hf:org/a", 1.0, "")
+    change = both.change_since(one)
+    assert change is not None
+    assert change[0] == CHANGED  # a is read first, so nothing was appended
+    other_order = SourceFiles("datasets", "hf:org/a,hf:org/b", 1.0, "")
+    assert other_order.change_since(both.fingerprint) is None
+
+
 def test_datasets_of_another_commit_than_the_revision_names_are_refused(
     hub: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
