@@ -37,6 +37,8 @@ _BUILDERS = {  # the library's builders, by file ending
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_SECONDS = 10.0  # timeout of a request to the hub
+# The last three come from JSON that is not what `save_to_disk` writes.
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes
 
 
@@ -127,7 +129,7 @@ def _contents_saved(directory: Path) -> Contents | None:
     try:
         entries = json.loads((directory / _SAVED).read_bytes())["_data_files"]
         files = [directory / entry["filename"] for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return Contents([str(file) for file in files if file.is_file()], "", "")
 
@@ -145,8 +147,9 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
         with _reading(part):
             return [Table(part, library.load_from_disk(str(directory)))]
     if (directory / _SAVED_SPLITS).is_file():
-        splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
-        choices = ", ".join(str(directory / split) for split in splits)
+        with _reading(part):
+            splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
+            choices = ", ".join(str(directory / split) for split in splits)
         message = f"{part} is a data set of splits; give one of {choices}"
         raise ConfigError(Problem(_PATH, message))
     return _from_files(part, cache_dir, library)
@@ -254,7 +257,7 @@ def _reading(part: str) -> Iterator[None]:
             "once where there is a network, or give the directory of save_to_disk or files"
         )
         raise ConfigError(Problem(_PATH, message)) from error
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (*_UNREADABLE, DatasetsError) as error:
         reason = f"{type(error).__name__}: {error.__cause__ or error}"
         raise ConfigError(Problem(_PATH, f"{part} cannot be read by datasets: {reason}")) from error
     except Exception as error:

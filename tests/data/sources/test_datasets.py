@@ -142,6 +142,20 @@ def test_datasets_with_several_splits_names_them(tmp_path: Path) -> None:
     assert _all(_open(tmp_path / "all" / "test")) == ["a"]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"splits": 1, "features": 1}', "[" * 100_000])
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])
+def test_datasets_saved_with_damaged_json_is_refused(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    saved = _save(tmp_path / "saved", {"text": TEXTS})
+    if name == "dataset_dict.json":
+        (saved / "state.json").unlink()
+    (saved / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"^data\.path: \S*saved cannot be read by datasets: "):
+        _open(saved)
+    assert _version(saved)  # the error is left to who reads the rows
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
