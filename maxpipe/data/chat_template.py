@@ -333,7 +333,7 @@ def _read_config(file: Path | None) -> Mapping[str, object]:
         return {}
     try:
         config = json.loads(_read(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("data.tokenizer", f"{file} is not JSON: {error}")) from error
     return config if isinstance(config, dict) else {}
 

@@ -367,7 +367,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special = _special_tokens(file.with_name(TOKENIZER_CONFIG), vocabulary)
         if special["eos_token"] not in vocabulary:
             raise _problem(
@@ -448,8 +448,10 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
         }
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _problem(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise _problem(f"{file} is not a JSON object")
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     if "eos_token" not in config:  # as in GPT-2's
         tokens["eos_token"] = _first_of(COMMON_EOS, vocabulary)
@@ -457,10 +459,10 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
         tokens["bos_token"] = None
     # Older files wrap a token in an object.
     names = {
-        kind: token["content"] if isinstance(token, dict) else token
+        kind: token.get("content") if isinstance(token, dict) else token
         for kind, token in tokens.items()
     }
-    return {kind: name or "" for kind, name in names.items()}
+    return {kind: name if isinstance(name, str) else "" for kind, name in names.items()}
 
 
 def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:

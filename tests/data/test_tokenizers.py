@@ -101,6 +101,27 @@ def test_end_of_document_that_the_config_denies_is_missing(tmp_path: Path) -> No
         load_tokenizer(str(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "tokenizer_config.json is not JSON"),
+        ("[" * 100_000, "tokenizer_config.json is not JSON"),
+        ('["</s>"]', "tokenizer_config.json is not a JSON object"),
+        ("null", "tokenizer_config.json is not a JSON object"),
+        ('{"eos_token": ["</s>"]}', "tokenizer.json has no end-of-document token"),
+        ('{"eos_token": {"id": 1}}', "tokenizer.json has no end-of-document token"),
+    ],
+    ids=range(6),
+)
+def test_tokenizer_config_that_is_damaged_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer: \S*{message}"):
+        load_tokenizer(str(path))
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path, is_cut: bool) -> None:
     path = _make(tmp_path, ["<s>", "</s>"])
@@ -141,8 +162,11 @@ def test_unknown_tokens_are_added_ones_above_the_model(tmp_path: Path) -> None:
 
 def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:
     path = _make(tmp_path, [])
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no end-of-document token"):
-        load_tokenizer(str(path))
+    empty = tmp_path / "empty.json"
+    Tokenizer(models.BPE()).save(str(empty))
+    for file in (path, empty):
+        with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no end-of-document token"):
+            load_tokenizer(str(file))
 
 
 def test_load_tokenizer_missing_file_raises(tmp_path: Path) -> None:
