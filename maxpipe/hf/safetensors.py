@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -155,13 +155,13 @@ def read_header(file: ModelFile) -> dict[str, StoredTensor]:
     try:
         header = json.loads(head[8 : 8 + length])
         tensors = dict(_tensors(file, header, start=8 + length))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SafetensorsError(f"{file} has a damaged header: {error}") from None
     for name, tensor in tensors.items():
         begin, end = header[name]["data_offsets"]
         known = _DTYPES.get(tensor.dtype)
         wrong = known is not None and end - begin != math.prod(tensor.shape) * known.itemsize
-        if wrong or not 0 <= begin <= end:
+        if wrong or begin > end:
             raise SafetensorsError(f"{file}: {name} has other bytes than its shape and dtype need")
         if 8 + length + end > size:
             raise SafetensorsError(f"{file} is cut off: {name} ends beyond its {size} bytes")
@@ -175,10 +175,13 @@ def _tensors(
         if name == "__metadata__":
             continue
         shape, offsets = entry["shape"], entry["data_offsets"]
-        if not isinstance(shape, list) or not isinstance(offsets, list):
-            raise ValueError(f"{name} has no list of sizes or offsets")
-        place = start + int(offsets[0])
-        yield name, StoredTensor(file, str(entry["dtype"]), tuple(map(int, shape)), place)
+        if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+            raise ValueError(f"{name} has no list of sizes, or not two offsets")
+        yield name, StoredTensor(file, str(entry["dtype"]), tuple(shape), start + offsets[0])
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
@@ -196,7 +199,7 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
         weight_map, names = {}, _weight_files(folder)
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!r}") from None
     try:
         files = folder.open(names)

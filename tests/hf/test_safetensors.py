@@ -66,7 +66,15 @@ def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path, size):
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}',
         b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": []}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}',
+        b"[" * 100_000,
     ],
+    ids=range(13),
 )
 def test_header_that_is_damaged_is_refused(tmp_path, header):
     path = tmp_path / "x.safetensors"
@@ -125,9 +133,10 @@ class TestFolder:
         index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
         with pytest.raises(SafetensorsError, match="b of the index are in no file"):
             read_folder(LocalFolder(tmp_path))
-        index.write_text("{}")
-        with pytest.raises(SafetensorsError, match="is damaged"):
-            read_folder(LocalFolder(tmp_path))
+        for damaged in ("{}", "[" * 100_000):
+            index.write_text(damaged)
+            with pytest.raises(SafetensorsError, match="is damaged"):
+                read_folder(LocalFolder(tmp_path))
 
     def test_every_file_that_is_damaged_is_named(self, tmp_path):
         for name in ("one", "two", "three"):
