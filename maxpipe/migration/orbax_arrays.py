@@ -36,7 +36,7 @@ def find_item(directory: Path) -> Path:
         raise ValueError(f"there is no directory {directory}")
     steps = sorted((d.parent.parent for d in directory.glob(f"*/{ITEM}/{METADATA}")), key=_number)
     if steps:
-        raise ValueError(f"{directory} has several steps; give one, as {steps[-1]}")
+        raise ValueError(f"{directory} is a directory of steps; give a step in it, as {steps[-1]}")
     raise ValueError(
         f"{directory} has no {METADATA} and no {ITEM}/{METADATA}; give the directory of a step "
         "that MaxText wrote, as checkpoints/1000"

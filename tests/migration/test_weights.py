@@ -177,10 +177,12 @@ def test_directory_without_a_step_is_refused_with_what_to_give(config_of, tmp_pa
         find_item(tmp_path / "x")
     with pytest.raises(ValueError, match="give the directory of a step"):
         find_item(tmp_path)
-    for step in ("10", "9"):
+    for step in ("9", "10"):
         shutil.copytree(item.parent, tmp_path / "checkpoints" / step)
-    with pytest.raises(ValueError, match=r"has several steps; give one, as .*/10$"):
-        find_item(tmp_path / "checkpoints")
+        with pytest.raises(
+            ValueError, match=rf"is a directory of steps; give a step in it, as .*/{step}$"
+        ):
+            find_item(tmp_path / "checkpoints")
 
 
 def test_open_parameters_path_with_parent_directories_finds_all_arrays():
