@@ -1,5 +1,6 @@
 """`maxpipe.tokenize`: tokenizers of any size, and token files that train like the texts."""
 
+import errno
 import json
 import os
 import resource
@@ -11,10 +12,11 @@ import pytest
 
 from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
-from maxpipe.data import encoding
+from maxpipe.data import encoding, tokenizer_training
 from maxpipe.data.documents import EncodedDocuments, open_documents
 from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.storage.local_files import write_atomically
 
 TEXTS = [
     "the cat sat on the mat\n" * 20,
@@ -61,6 +63,25 @@ def test_train_on_little_text_says_how_many_tokens_there_are(corpus, tmp_path, c
     printed = capsys.readouterr().out
     assert f"the texts give {size} tokens, not 8,000: give more of them" in printed
     assert f"train with 'data.tokenizer={out}' model.vocab_size={size}\n" in printed
+
+
+def test_train_whose_tokenizer_cannot_be_written_leaves_nothing_in_the_way(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    def write(path, pieces):
+        if path.name == "tokenizer.json":  # the larger file
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, pieces)
+
+    out = tmp_path / "made" / "tokenizer.json"
+    words = ["train", str(corpus), "--vocab-size", "300", "--out", str(out)]
+    with monkeypatch.context() as full:
+        full.setattr(tokenizer_training, "write_atomically", write)
+        with pytest.raises(SystemExit):
+            tokenize.main(words)
+    assert f"cannot write {out}: No space left on device" in capsys.readouterr().err
+    assert not any(out.parent.iterdir())
+    assert tokenize.main(words) == 0
 
 
 def encode(corpus, tokenizer, out, *words):

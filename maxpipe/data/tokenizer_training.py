@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,12 +88,13 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
     }
+    config_file = out.with_name(TOKENIZER_CONFIG)
     try:
-        write_atomically(
-            out.with_name(TOKENIZER_CONFIG), [json.dumps(config, indent=2).encode() + b"\n"]
-        )
+        write_atomically(config_file, [json.dumps(config, indent=2).encode() + b"\n"])
         write_atomically(out, [tokenizer.to_str(pretty=True).encode() + b"\n"])
     except OSError as error:
+        with suppress(OSError):
+            config_file.unlink()  # alone it would only keep `check_target` from another attempt
         message = f"cannot write {out}: {error.strerror}"
         raise ConfigError(Problem(_OUT, message)) from None
     return Trained(tokenizer.get_vocab_size(), *counts)
