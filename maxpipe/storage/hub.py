@@ -49,7 +49,7 @@ class HubFolder:
         try:
             names = self._library.list_repo_files(self._id, revision=self._revision)
             return sorted(name for name in names if "/" not in name)
-        except OSError:
+        except Exception:  # its type differs between versions
             with self._explained():
                 snapshot = self._path(_CONFIG).parent
             return sorted(file.name for file in snapshot.iterdir() if file.is_file())
@@ -137,7 +137,7 @@ class HubFolder:
             )
         except errors.RevisionNotFoundError:
             reason = f"names a revision that {self._id} does not have"
-        except (OSError, ValueError) as error:
+        except Exception as error:  # httpx and Xet have types of their own
             reason = f"cannot be read from the hub: {type(error).__name__}: {error}"
         else:
             return

@@ -217,6 +217,26 @@ def test_model_that_the_hub_does_not_give_is_explained(hub, monkeypatch):
     assert "[hub]" in message
 
 
+class ConnectError(Exception):
+    """What httpx raises without a network, which is no OSError."""
+
+
+def test_files_in_the_cache_are_listed_if_the_http_client_does_not_reach_the_hub(hub, monkeypatch):
+    def fail(*arguments, **options):
+        raise ConnectError("connection refused")
+
+    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+    names = HubFolder("tiny-org/tiny", "init_from").names()
+    assert names == sorted(file.name for file in hub.iterdir())
+    with pytest.raises(ConfigError, match=r"init_from: .*other is not in the cache of this machi"):
+        HubFolder("tiny-org/other", "init_from").names()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    folder = HubFolder("tiny-org/tiny", "init_from")
+    for read in (folder.names, folder.digest, lambda: folder.open(["x"]), lambda: folder.read("x")):
+        with pytest.raises(ConfigError, match="from the hub: ConnectError: connection refused"):
+            read()
+
+
 def test_weights_in_folders_of_a_model_of_the_hub_are_not_its_own(hub, monkeypatch):
     listed = ["checkpoint-5/model.safetensors", "original/x.safetensors", "x.safetensors"]
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: listed)
