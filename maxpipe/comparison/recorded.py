@@ -1,6 +1,7 @@
 """Read what runs have recorded in their directories, live ones as well. Imports no JAX."""
 
 import json
+import os
 import re
 import statistics
 import sys
@@ -100,9 +101,10 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     problems = []
     for word in words:
         path = Path(word)
-        path = path.parent if path.name in (METRICS, CONFIG) and path.is_file() else path
-        if not path.is_dir():
-            problems.append(Problem("DIR", f"there is no directory {word}{_nearest(path)}"))
+        # Unlike Path's methods, os.path's raise nothing in a directory that may not be entered.
+        path = path.parent if path.name in (METRICS, CONFIG) and os.path.isfile(path) else path
+        if not os.path.isdir(path):
+            problems.append(Problem("DIR", _absence(word, path)))
         elif below := sorted(_runs_below(path, DEPTH), key=_natural):
             roots |= dict.fromkeys(below)
         else:
@@ -116,7 +118,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
 
 def has_runs(directory: Path) -> bool:
     """Return whether a directory is a run with something to read, or has one below it."""
-    return directory.is_dir() and any(_runs_below(directory, DEPTH))
+    return os.path.isdir(directory) and any(_runs_below(directory, DEPTH))
 
 
 def last_step(file: Path) -> int:
@@ -254,13 +256,14 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
     ]
 
 
-def _nearest(path: Path) -> str:
-    """Return a phrase with the directories next to one that does not exist; "" without any."""
+def _absence(word: str, path: Path) -> str:
+    """Return why a word names no directory, with the directories next to its path."""
     parent = path.parent
-    near = (
-        sorted(inner.name for inner in parent.iterdir() if inner.is_dir())
-        if parent.is_dir()
-        else []
-    )
+    try:
+        near = sorted(inner.name for inner in parent.iterdir() if inner.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        near = []
+    except OSError as error:
+        return f"cannot look for {word} in {parent}: {error.strerror}"
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
-    return f"; {parent} has {shown}" if near else ""
+    return f"there is no directory {word}" + (f"; {parent} has {shown}" if near else "")

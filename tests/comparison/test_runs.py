@@ -14,7 +14,7 @@ import maxpipe
 from maxpipe import runs
 from maxpipe.comparison import page
 from maxpipe.comparison.page import page_html, run_data
-from maxpipe.comparison.recorded import differing_keys, read_runs
+from maxpipe.comparison.recorded import differing_keys, has_runs, read_runs
 from maxpipe.config import to_yaml
 
 CHROMIUM = next(
@@ -134,6 +134,27 @@ def test_ls_leaves_out_what_it_may_not_read_and_says_so(two, capsys, monkeypatch
     assert err.splitlines() == [
         f"warning: {path} is left out: Permission denied" for path in refused
     ]
+
+
+def test_run_in_a_directory_that_may_not_be_entered_is_a_message(two, capsys, monkeypatch):
+    # Root, as which tests may run, is refused nothing.
+    def refusing(call):
+        def refuse(path, *args, **options):
+            if isinstance(path, str | Path) and Path(path).is_relative_to(two):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *args, **options)
+
+        return refuse
+
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for word in (two / "run-2", two / "run-2" / "metrics.jsonl"):
+        with pytest.raises(SystemExit) as end:
+            runs.main(["ls", str(word)])
+        assert end.value.code == 2
+        message = f"cannot look for {word} in {word.parent}: Permission denied"
+        assert message in capsys.readouterr().err
+    assert not has_runs(two / "run-2")
 
 
 def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
