@@ -97,7 +97,7 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     Raises:
       ConfigError: a word names no directory, or one without a run; lists all such words.
     """
-    roots: dict[Path, None] = {}
+    roots: dict[Path, Path] = {}  # resolved path of each run -> its path as it was found
     problems = []
     for word in words:
         path = Path(word)
@@ -106,14 +106,15 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
         if not os.path.isdir(path):
             problems.append(Problem("DIR", _absence(word, path)))
         elif below := sorted(_runs_below(path, DEPTH), key=_natural):
-            roots |= dict.fromkeys(below)
+            for root in below:
+                roots.setdefault(root.resolve(), root)
         else:
             message = f"{word} holds no run: no directory in it has {METRICS}, {DEPTH} levels deep"
             problems.append(Problem("DIR", message))
     if problems:
         raise ConfigError(*problems)
-    names = _names([root.resolve() for root in roots])
-    return [_read(name, root) for name, root in zip(names, roots, strict=True)]
+    names = _names([*roots])
+    return [_read(name, root) for name, root in zip(names, roots.values(), strict=True)]
 
 
 def has_runs(directory: Path) -> bool:
@@ -239,11 +240,11 @@ def _finite(values: Iterable[Number]) -> list[float]:
 
 
 def _names(roots: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that distinguish each from all others."""
+    """Return the shortest ends of paths that distinguish each from all others, which differ."""
     depth = 1
     while True:
-        names = ["/".join(root.parts[-depth:]) for root in roots]
-        if len({*names}) == len(roots) or depth > max(len(root.parts) for root in roots):
+        names = [str(Path(*root.parts[-depth:])) for root in roots]
+        if len({*names}) == len(roots):
             return names
         depth += 1
 

@@ -14,7 +14,7 @@ import maxpipe
 from maxpipe import runs
 from maxpipe.comparison import page
 from maxpipe.comparison.page import page_html, run_data
-from maxpipe.comparison.recorded import differing_keys, has_runs, read_runs
+from maxpipe.comparison.recorded import _names, differing_keys, has_runs, read_runs
 from maxpipe.config import to_yaml
 
 CHROMIUM = next(
@@ -163,6 +163,19 @@ def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
     assert [run.name for run in read_runs([str(tmp_path)])] == ["a/base", "b/base"]
     twice = [str(tmp_path / "a" / "base"), str(tmp_path / "a" / "base" / "metrics.jsonl")]
     assert [run.name for run in read_runs(twice)] == ["base"]
+
+
+def test_run_that_is_named_by_two_paths_is_read_once(two, monkeypatch):
+    monkeypatch.chdir(two)
+    (two.parent / "link").symlink_to(two)
+    run = two / "run-2"
+    words = ["run-2", str(run), "../runs/run-2", "../link/run-2", "run-10"]
+    read = read_runs(words)
+    assert [(run.name, str(run.root)) for run in read] == [("run-2", "run-2"), ("run-10", "run-10")]
+
+
+def test_run_next_to_the_root_is_named_by_its_whole_path():
+    assert _names([Path("/base"), Path("/a/base")]) == ["/base", "a/base"]
 
 
 def test_show_has_all_about_a_run(two, capsys):
