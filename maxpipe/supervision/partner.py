@@ -36,8 +36,8 @@ _MAX_LINE = 10_000_000  # bytes; names and sizes of the files of a step
 _PIECE = 1 << 20  # bytes
 _NAME = re.compile(r"[0-9a-f]+/\d+")  # name of a step: its run and its number
 
-# Errors that an unreachable, ending or strange supervisor may cause.
-ERRORS = (OSError, ValueError, TypeError)
+# Errors that an unreachable, ending or strange supervisor may cause; it may send any JSON.
+ERRORS = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
         # The client is a stranger or has ended; if it still reads, it sees the answer end.
-        with contextlib.suppress(*ERRORS, AttributeError):
+        with contextlib.suppress(*ERRORS):
             self.server.answer(_line(self.rfile), self.wfile)
 
 

@@ -106,16 +106,39 @@ def test_memory_server_answers_strangers_with_nothing(served, request_):
         assert line.makefile("rb").read() == b""
 
 
-def test_source_refuses_files_outside_of_the_step(tmp_path, monkeypatch):
+@pytest.fixture
+def answering(monkeypatch):
+    """A function that returns a source whose supervisor gives one answer, whatever it is asked."""
     with socket.create_server(("localhost", 0)) as listener:
         source = Source(f"localhost:{listener.getsockname()[1]}", "word", OWN)
-        with socket.create_connection(listener.getsockname()) as hostile:
+        with socket.create_connection(listener.getsockname()) as connection:
             hostile_side = listener.accept()[0]
-            hostile_side.sendall(json.dumps({"../outside": 1}).encode() + b"\nx")
-            monkeypatch.setattr(socket, "create_connection", lambda *_, **__: hostile)
-            with pytest.raises(ValueError, match="outside of the step"):
-                source.fetch(f"{RUN}/10", tmp_path / "step")
+            monkeypatch.setattr(socket, "create_connection", lambda *_, **__: connection)
+
+            def answer(text):
+                hostile_side.sendall(text)
+                return source
+
+            with hostile_side:
+                yield answer
+
+
+def test_source_refuses_files_outside_of_the_step(answering, tmp_path):
+    source = answering(json.dumps({"../outside": 1}).encode() + b"\nx")
+    with pytest.raises(ValueError, match="outside of the step"):
+        source.fetch(f"{RUN}/10", tmp_path / "step")
     assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[1]", b"1", b"null", b"{", b"", b'{"data": "1"}', b"[" * 100_000],
+    ids=["list", "number", "null", "cut", "empty", "size", "deep"],
+)
+def test_answer_that_names_no_files_raises_what_those_who_follow_expect(answering, tmp_path, line):
+    source = answering(line + b"\n")
+    with pytest.raises(partner.ERRORS):
+        source.fetch(f"{RUN}/10", tmp_path / "step")
 
 
 class Host:
