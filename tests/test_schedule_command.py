@@ -265,16 +265,22 @@ def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(capsys, tmp_pat
     text = output(capsys, *SOLVE, "lockstep=true", "--seconds", "0", "--csv", str(path))
     assert re.search(r"^solved .* scheduled, mpmd$", text, re.MULTILINE)
     assert "lockstep ticks" in output(capsys, str(path))
-    text = output(capsys, *SOLVE, "placement=v", "memory=1.5", "--seconds", "0")
+    text = output(capsys, *SOLVE, "placement=v", "memory=1", "--seconds", "0")
     assert text.startswith("solved: 2 stages, 4 microbatches, 2 repeats, ")
     assert re.search(r"^solved +2 .* mpmd$", text, re.MULTILINE)
 
 
 def test_solve_without_ortools_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("maxpipe.planning.solve.find_spec", lambda name: None)
+    monkeypatch.setattr("maxpipe.config.imports.find_spec", lambda name: None)
     monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
     assert main([*SOLVE, "--seconds", "1"]) == 0
     assert "pip install -e '.[solve]'" in capsys.readouterr().err
+
+
+def test_solve_without_time_for_exact_search_says_so(capsys):
+    pytest.importorskip("ortools")
+    assert main([*SOLVE, "memory=1", "--seconds", "1e-6"]) == 0
+    assert "left none for exact search; raise --seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.imports import is_installed
 from maxpipe.pipeline.schedules.improve import improve
 from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
@@ -38,7 +38,7 @@ class Solution:
       run: the best schedule, simulated.
       bound: a makespan that no schedule of the searched forms can beat.
       named: the named schedules of these forms that fit, by makespan.
-      exact: whether CP-SAT searched.
+      exact: whether CP-SAT searched wherever heuristics did not reach the bound.
       forms: forms of the tables that were searched, in words.
     """
 
@@ -67,9 +67,9 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
     begin = time.monotonic()
     named = sorted(_named(task), key=lambda run: run.makespan)
     report = _since(begin, progress)
-    exact = seconds > 0 and find_spec("ortools") is not None
+    exact = seconds > 0 and is_installed("ortools")
     search = solve_lockstep if task.lockstep else _solve_free
-    table, bound = search(task, named, seconds, exact, report)
+    table, bound, exact = search(task, named, seconds, exact, report)
     validate(table)
     run = simulate(table, task.costs)
     assert task.fits(run)
@@ -99,6 +99,7 @@ def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
     return replace(
         min(running_free, in_lockstep, key=lambda solution: solution.run.makespan),
         bound=min(in_lockstep.bound, running_free.bound),
+        exact=in_lockstep.exact and running_free.exact,
         named=sorted(in_lockstep.named + running_free.named, key=lambda run: run.makespan),
         forms=f"{FREE} or {LOCKSTEP}",
     )
@@ -134,7 +135,8 @@ def _named(task: Task) -> Iterator[Simulation]:
 
 def _solve_free(
     task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
-) -> tuple[Table, float]:
+) -> tuple[Table, float, bool]:
+    """Return the best table, a makespan that none can beat, and `exact` of the solution."""
     begin = time.monotonic()
     until = begin + seconds * (HEURISTICS if exact else 1) if seconds else math.inf
     workload = task.workload
@@ -155,9 +157,11 @@ def _solve_free(
         from maxpipe.planning.cp_sat import solve_exactly  # an extra, slow to import
 
         left = seconds - (time.monotonic() - begin)
-        best, bound = solve_exactly(workload, best, left, progress)
+        exact = left > 0  # heuristics may take longer than their share
+        if exact:
+            best, bound = solve_exactly(workload, best, left, progress)
     sizes = task.num_stages, task.num_microbatches, task.num_repeats
-    return place(NAME, *sizes, workload.raw(best), task.placement), bound
+    return place(NAME, *sizes, workload.raw(best), task.placement), bound, exact
 
 
 def _makespan(workload: Workload, orders: Orders) -> float:

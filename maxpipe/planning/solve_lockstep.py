@@ -12,8 +12,8 @@ from maxpipe.planning.solver_task import NAME, Progress, Task
 
 def solve_lockstep(
     task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
-) -> tuple[Table, float]:
-    """Return the best lockstep table, and a makespan that none can beat.
+) -> tuple[Table, float, bool]:
+    """Return the best lockstep table, a makespan that none can beat, and `exact`.
 
     Tables with B and tables with I and W are searched one after the other.
 
@@ -44,7 +44,7 @@ def solve_lockstep(
                 runs.append(simulate(ticks, task.costs))
     best = min((run for run in runs if task.fits(run)), key=lambda run: run.makespan)
     progress(0, best.makespan, min(bounds))
-    return replace(best.table, name=NAME), min(bounds)
+    return replace(best.table, name=NAME), min(bounds), exact
 
 
 def _tick_bound(task: Task, slots: dict[str, float]) -> float:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from maxpipe.config.imports import install_command
+from maxpipe.config.imports import install_command, is_installed
 from maxpipe.planning.solve import Solution, solve
 from maxpipe.planning.solver_task import Task
 from maxpipe.render.request import (
@@ -39,6 +39,7 @@ WITHOUT_SOLVER = (
     f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
     "heuristics alone were tried"
 )
+WITHOUT_TIME = "heuristics took all of the time, and left none for exact search; raise --seconds"
 
 
 def parse_task(words: Sequence[str]) -> Task:
@@ -135,7 +136,7 @@ def search(task: Task, seconds: float) -> Solution:
     solution = solve(task, seconds, line)
     line.close()
     if not solution.exact and seconds > 0:
-        print(WITHOUT_SOLVER, file=sys.stderr)
+        print(WITHOUT_TIME if is_installed("ortools") else WITHOUT_SOLVER, file=sys.stderr)
     return solution
 
 

@@ -201,7 +201,7 @@ def test_solve_under_a_cap_that_no_named_schedule_fits_still_finds_one():
 
 
 def test_solve_without_the_exact_solver_says_so(monkeypatch):
-    monkeypatch.setattr("maxpipe.planning.solve.find_spec", lambda name: None)
+    monkeypatch.setattr("maxpipe.config.imports.find_spec", lambda name: None)
     assert not found(Task(2, 3, 1, "loop", False, 2, SPLIT), seconds=1.0).exact
 
 
@@ -243,6 +243,16 @@ class TestExact:
         path.write_text(to_csv(solution.run.table))
         again = simulate(load_csv(path, 3, 5, 1), CHEAP_B)
         assert again.makespan == pytest.approx(solution.run.makespan)
+
+    @pytest.mark.parametrize("lockstep", [None, False])
+    def test_solve_whose_heuristics_take_all_of_the_time_calls_no_solver(
+        self, lockstep, monkeypatch
+    ):
+        monkeypatch.setattr("maxpipe.planning.cp_sat.solve_exactly", None)
+        solution = found(Task(4, 8, 1, "loop", lockstep, 5, CHEAP_B), seconds=1e-6)
+        assert not solution.exact
+        assert not solution.is_optimal
+        assert solution.bound > 0
 
 
 def shortest(work):
