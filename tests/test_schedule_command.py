@@ -199,6 +199,7 @@ def refused(capsys, *argv):
             ["stages", "overlap_slots", "comm", "repeats"],
         ),
         ("1f1b forward=1,2 backward=1,2,3", ["forward", "backward"]),
+        ("1f1b stages=2 stages=3 stages=2 foo=1 foo=2 comm=-1", ["stages", "foo", "comm"]),
         (
             "1f1b repeats=2 overlap_slots=true delay_activation_forwarding=true",
             ["repeats", "delay_activation_forwarding", "overlap_slots"],

@@ -109,10 +109,7 @@ def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> 
       collector: keeps why words are refused; refused words are not in the request.
     """
     schedules = tuple(word for word in words if "=" not in word)
-    pairs = dict(word.split("=", 1) for word in words if "=" in word)
-    for key in pairs:
-        if key not in KEYS:
-            collector.refuse(no_key(key, KEYS, "there is"))
+    pairs = parse_pairs(words, KEYS, "there is", collector)
     if not schedules and not compare:
         collector.refuse(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
     sizes = parse_sizes(pairs, collector)
@@ -227,7 +224,29 @@ def _check_schedule(name: str, options: Options, costs: Costs | None, collector:
         collector.attempt(None, chunk_costs, costs, options.stages, options.repeats)
 
 
-def no_key(key: str, keys: Sequence[str], subject: str) -> str:
+def parse_pairs(
+    words: Sequence[str], keys: Sequence[str], subject: str, collector: Collector
+) -> dict[str, str]:
+    """Return the values by key of those words that are `key=value`.
+
+    Args:
+      words: words of the command line.
+      keys: keys that there are.
+      subject: beginning of the sentence that there is no such key.
+      collector: keeps why words are refused; refused words are left out.
+    """
+    pairs: dict[str, str] = {}
+    for key, value in (word.split("=", 1) for word in words if "=" in word):
+        if key not in keys:
+            collector.refuse(_no_key(key, keys, subject))
+        elif key in pairs:
+            collector.refuse(f"{key}: is given twice; keep one")
+        else:
+            pairs[key] = value
+    return pairs
+
+
+def _no_key(key: str, keys: Sequence[str], subject: str) -> str:
     """Return a message that there is no such key, with the keys; `subject` begins the sentence."""
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f"did you mean {near[0]}? " if near else ""

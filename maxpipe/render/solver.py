@@ -16,9 +16,9 @@ from maxpipe.render.request import (
     check_cells,
     chunk_costs,
     is_refused,
-    no_key,
     parse_costs,
     parse_number,
+    parse_pairs,
     parse_sizes,
     parse_switch,
 )
@@ -49,17 +49,10 @@ def parse_task(words: Sequence[str]) -> Task:
       UsageError: words are not keys with legal values; with all such words.
     """
     collector = Collector()
-    pairs: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
+        if "=" not in word:
             collector.refuse(f"{word}: solve takes no schedule, only keys: {', '.join(KEYS)}")
-        elif key not in KEYS:
-            collector.refuse(no_key(key, KEYS, "solve has"))
-        elif key in pairs:
-            collector.refuse(f"{key}: is given twice; keep one")
-        else:
-            pairs[key] = value
+    pairs = parse_pairs(words, KEYS, "solve has", collector)
     placement = pairs.get("placement", "loop")
     if placement not in REPEATS:
         collector.refuse(f"placement={placement}: must be loop or v")
