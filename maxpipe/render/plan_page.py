@@ -14,7 +14,14 @@ from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_remedies import nothing_fits_lines
 from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import LEFT, batch_text, slice_lines, summary_lines, table_cells
+from maxpipe.render.plan_table import (
+    LEFT,
+    batch_text,
+    fastest,
+    slice_lines,
+    summary_lines,
+    table_cells,
+)
 
 PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
 STYLE = """
@@ -113,7 +120,7 @@ def _table(plan: Plan) -> str:
 def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     """Return stacked bars of the rows, each with its memory next to it."""
     machine, limit = plan.request.machine, plan.request.limit
-    times = [row.per_sequence for row in rows] or [1.0]
+    longest = max((row.per_sequence for row in rows), default=1.0)
     most = max([row.memory for row in rows] + [machine.capacity or 0.0, 1.0])
     left = _LABEL + _TIME + _GAP
     parts = []
@@ -121,14 +128,14 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
         y, x = 8 + number * _ROW, float(_LABEL)
         parts.append(_label(plan, row, y, is_chosen=number == 0 and bool(plan.rows)))
         # A bar is as long as the row's seconds, of which each part has its share.
-        scale = _TIME * row.per_sequence / max(times) / float(row.parts.step)
+        scale = _TIME * row.per_sequence / longest / float(row.parts.step)
         for (name, colour), value in zip(PARTS, row.parts, strict=True):
             width = float(value) * scale
             share = float(value) / float(row.parts.step)
             parts.append(_bar(x, y, width, colour, f"{name}: {share:.1%} of the step"))
             x += width
-        relative = f"{row.per_sequence / min(times):.3g}"
-        seconds = f"{row.seconds:.3g} s" if machine.is_timed else relative
+        relative = row.per_sequence / fastest(plan)
+        seconds = f"{row.seconds:.3g} s" if machine.is_timed else f"{relative:.3g}"
         parts.append(f'<text class="quiet" x="{x + 5:.1f}" y="{y + 14}">{seconds}</text>')
         text = f"{row.memory / GIB:.3g} GiB"
         colour = "--bad" if limit is not None and row.memory > (machine.capacity or 0) else "--mem"

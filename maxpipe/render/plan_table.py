@@ -43,7 +43,7 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     memory = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
-    unit = 1.0 if machine.is_timed else _fastest(plan) * candidate.batch
+    unit = 1.0 if machine.is_timed else fastest(plan) * candidate.batch
     parts = [f"{float(part) / unit:.3g}" for part in row.parts]
     reason = reason_text(plan, row)
     if row.name:
@@ -95,8 +95,8 @@ def batch_text(plan: Plan, row: Row) -> str:
     return f" batch={row.candidate.batch}" if len(batches) > 1 else ""
 
 
-def _fastest(plan: Plan) -> float:
-    """Return the seconds of a sequence of the fastest row."""
+def fastest(plan: Plan) -> float:
+    """Return the seconds of a sequence of the fastest row; the user's own counts if it is alone."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     return min(row.per_sequence for row in [*plan.rows, *plan.misfits] or own)
 

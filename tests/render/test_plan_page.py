@@ -1,6 +1,7 @@
 """The page of a plan, in parts that the command's own tests do not see."""
 
 import dataclasses
+import re
 
 import pytest
 from helpers.small_plan import small_plan
@@ -18,6 +19,17 @@ def plan():
 def test_labels_that_are_too_long_are_squeezed_into_their_space(plan, name):
     row = dataclasses.replace(plan.rows[0], name=name)
     assert bars_svg(plan, [row]).count(' textLength="292"') == bool(name)
+
+
+def test_bars_without_seconds_are_multiples_of_the_same_row_as_in_the_table():
+    plan = small_plan("cpu:4")
+    own = dataclasses.replace(plan.rows[0], name="your configuration", scale=0.75)
+    plan = dataclasses.replace(plan, own=own)
+    header, *rows = table_cells(plan)
+    in_table = [float(row[header.index("x fastest")]) for row in rows]
+    assert (in_table[0], in_table[-1]) == (1, 0.75)
+    texts = re.findall(r"<text[^>]*>([\d.e+]+)</text>", bars_svg(plan, [*plan.shown, own]))
+    assert [float(text) for text in texts] == pytest.approx(in_table, rel=0.005)
 
 
 def test_page_names_the_configuration_and_has_the_table_with_every_reason(plan):
