@@ -54,11 +54,12 @@ def _names_of(v: Var, equations: Sequence[JaxprEqn]) -> Iterator[str]:
         elif eqn.primitive.name == "reduce_precision" and isinstance(eqn.invars[0], Var):
             # JAX rounds saved values to their own dtype, lest XLA keep them in a wider one.
             yield from _names_of(eqn.invars[0], equations)
-        for inner in inner_jaxprs(eqn):
-            body = open_jaxpr(inner)
-            result = body.outvars[eqn.outvars.index(v)]
-            if isinstance(result, Var):
-                yield from _names_of(result, body.eqns)
+        for body in map(open_jaxpr, inner_jaxprs(eqn)):
+            # The condition of a loop and a kernel have other outputs than their equation.
+            if len(body.outvars) == len(eqn.outvars):
+                result = body.outvars[eqn.outvars.index(v)]
+                if isinstance(result, Var):
+                    yield from _names_of(result, body.eqns)
 
 
 class Offloading:

@@ -9,10 +9,16 @@ from helpers.engines import assert_same, make_batch, reference, tiny
 from helpers.mpmd_programs import chain, inputs, sliced, weights
 from helpers.mpmd_under_test import MpmdUnderTest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import pallas_call
 
 from maxpipe.pipeline.engines.mpmd import runner
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.engines.mpmd.offloading import UNITS_AHEAD, Offloading, named_residuals
+from maxpipe.pipeline.engines.mpmd.offloading import (
+    UNITS_AHEAD,
+    Offloading,
+    _names_of,
+    named_residuals,
+)
 
 ROWS, MICROBATCHES = 16, 4
 
@@ -132,6 +138,22 @@ def test_named_residuals_are_those_that_no_other_chunk_reads():
     assert residuals < {*forward.writes}
     assert named_residuals(program, ["other"]) == frozenset()
     assert named_residuals(sliced(chain, weights(), inputs()), ["kept"]) == frozenset()
+
+
+def test_named_residuals_may_come_from_loops_with_a_condition_and_from_kernels():
+    def step(state):
+        return state[0] + 1, jnp.sin(state[1]), checkpoint_name(jnp.cos(state[2]), "kept")
+
+    def double(x, result):
+        result[...] = 2 * x[...]
+
+    def stage(x):
+        _, plain, kept = jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x, x))
+        kernel = pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+        return plain, kept, kernel(x)
+
+    jaxpr = jax.make_jaxpr(stage)(jnp.ones(2)).jaxpr
+    assert [[*_names_of(v, jaxpr.eqns)] for v in jaxpr.outvars] == [[], ["kept"], []]
 
 
 def test_offloading_waits_for_the_unit_before_the_last(monkeypatch):
