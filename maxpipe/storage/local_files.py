@@ -53,7 +53,7 @@ def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = Tru
             if durable:
                 os.fsync(file.fileno())
         scratch.replace(path)
-    except OSError:
+    except BaseException:  # also one of the pieces, and Ctrl-C: they may be as large as a model
         scratch.unlink(missing_ok=True)
         raise
 

@@ -30,6 +30,20 @@ def test_file_written_by_several_at_once_is_whole(tmp_path, durable):
     assert [file.name for file in tmp_path.iterdir()] == ["config.yml"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_file_whose_contents_cannot_be_made_stays_and_leaves_nothing(tmp_path, error):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"old")
+
+    def pieces():
+        yield b"new"
+        raise error
+
+    with pytest.raises(error):
+        write_atomically(path, pieces())
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, b"old")]
+
+
 def compress(ending, content):
     return gzip.compress(content) if ending == ".gz" else zstandard.compress(content)
 
