@@ -138,22 +138,25 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]):
         self._tokenizer = tokenizer
-        # The earlier tokens are decoded together with the next ones, because some tokenizers drop
-        # the space that a text begins with.
+        # The tokens of the last text are decoded together with the next ones: some tokenizers drop
+        # the space that a text begins with, and some give up a run of bytes if any of it is torn.
         self._ids = list(ids)
+        self._num_shown = len(self._ids)
         self._shown = tokenizer.decode(self._ids)
 
     def add(self, token: int) -> str:
         """Return the text that `token` completes; "" in the middle of a character."""
-        num_earlier = len(self._ids)
-        self._ids = [*self._ids, token]
+        self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
         completed = text[len(self._shown) :]
-        # The newest token is enough context for the next ones.
-        self._ids = self._ids[num_earlier:]
-        self._shown = self._tokenizer.decode(self._ids)
+        newest = self._ids[self._num_shown :]
+        # Tokens without text, such as special ones, are no context: the earlier ones stay.
+        if alone := self._tokenizer.decode(newest):
+            self._ids, text = newest, alone
+        self._num_shown = len(self._ids)
+        self._shown = text
         return completed
 
     def finish(self) -> str:
