@@ -25,7 +25,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 LEAST_FACTORED = 128  # adafactor keeps all second moments of smaller matrices
 RMS_OF_ADAMW = 0.2
 MUON_MOMENTUM = 0.95
-_ENDS = ("embed", "expert_embed", "latent", RANK_AXIS)  # of matrices, see `matrix_dimensions`
+_ENDS = ("embed", "expert_embed", "latent", "outer_embed", RANK_AXIS)  # see `matrix_dimensions`
 
 
 def adamw(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
@@ -92,9 +92,12 @@ def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
     """Return (input dimensions, output dimensions) of a parameter, or None if it is not a matrix.
 
     A matrix leads from the residual stream or back to it, or from a latent: the dimension `embed`,
-    `expert_embed` or `latent` is one side, all other dimensions are the other. In an adapter, the
-    rank may be that one side, too. Each expert is a matrix of its own.
+    `expert_embed` or `latent`, in the first dense layers `outer_embed`, is one side, all other
+    dimensions are the other. In an adapter, the rank may be that one side, too. Each expert is a
+    matrix of its own. Embedding and head, which have a dimension `vocab`, are none.
     """
+    if "vocab" in spec.axes:
+        return None
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
     ends = [i for i in sides if spec.axes[i] in _ENDS]
     if not ends or len(sides) < 2:

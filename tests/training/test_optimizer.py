@@ -247,13 +247,40 @@ class TestMuon:
         np.testing.assert_allclose(self.direction(spec, gradient), alone, atol=1e-4)
 
     @pytest.mark.parametrize(
-        "axes", [("vocab", "outer_embed"), ("heads", "head_dim"), ("norm",), ("embed", "expert")]
+        "axes",
+        [
+            ("vocab", "outer_embed"),
+            ("outer_embed", "vocab"),
+            ("heads", "head_dim"),
+            ("norm",),
+            ("embed", "expert"),
+        ],
     )
     def test_parameters_that_are_no_matrices_get_adamw(self, axes):
         spec = ParamSpec((4, 3)[: len(axes)], jnp.dtype("float32"), axes, 1.0)
         gradient = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
         # AdamW's first step goes by the sign alone.
         np.testing.assert_allclose(self.direction(spec, gradient), np.sign(gradient), atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            {"model.attention_bias": True, "model.mlp_bias": True, "model.qk_norm": True},
+            {"model.attention_kind": "mla", "model.num_kv_heads": 4, "model.mla.q_lora_rank": 8},
+            {"model.lora.rank": 2},
+        ],
+    )
+    def test_first_dense_layers_have_the_matrices_of_a_dense_model(self, model):
+        dense = ModelProgram(tiny(**model).model).specs["layers"]
+        experts = {"model.moe.experts": 4, "model.first_dense_layers": 1, "model.num_layers": 5}
+        first = ModelProgram(tiny(**model, **experts).model).specs["embed"]["first"]["0"]
+
+        def dimensions(specs):
+            is_spec = {"is_leaf": lambda x: isinstance(x, ParamSpec)}
+            return jax.tree.map(lambda spec: [optimizers.matrix_dimensions(spec)], specs, **is_spec)
+
+        assert any(found != [None] for found in jax.tree.leaves(dimensions(first)))
+        assert dimensions(first) == dimensions(dense)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
