@@ -223,11 +223,12 @@ class Mirror:
         """Yield temporary copies of the files in a directory of the run; [] if it is missing."""
         with TemporaryDirectory(prefix="maxpipe-") as scratch:
             try:
-                names = self._deadline.wait(
-                    lambda: self._store.ls(self._in_run(name), detail=False)
+                entries = self._deadline.wait(
+                    lambda: self._store.ls(self._in_run(name), detail=True)
                 )
             except FileNotFoundError:
-                names = []
+                entries = []
+            names = [entry["name"] for entry in entries if entry["type"] == "file"]
             files = [Path(scratch, source.rpartition("/")[2]) for source in names]
             if names:
                 targets = [str(file) for file in files]

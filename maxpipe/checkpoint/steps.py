@@ -144,8 +144,9 @@ class StepsDirectory:
     def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
         """Return a context with the files in a directory of the run; [] if it is missing."""
         directory = self.path.parent / name
-        files = sorted(directory.iterdir()) if directory.is_dir() else []
-        return nullcontext(files)
+        paths = directory.iterdir() if directory.is_dir() else ()
+        # Directories are of other programs, such as .ipynb_checkpoints; a pipe would never end.
+        return nullcontext(sorted(path for path in paths if path.is_file()))
 
     def of(self, step: int) -> Path:
         """Return the path of a committed step."""

@@ -252,5 +252,6 @@ def _replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     for name, content in contents.items():
         write_atomically(directory / name, [content])
     for file in directory.iterdir() if directory.is_dir() else ():
-        if file.name not in contents:
+        # Directories are of other programs, such as .ipynb_checkpoints.
+        if file.name not in contents and not file.is_dir():
             file.unlink()

@@ -42,6 +42,17 @@ def test_set_aside_takes_first_free_name(store):
     assert store.steps() == [0]
 
 
+def test_local_files_are_files_only(store):
+    directory = store.path.parent / "tokenizer"
+    (directory / ".ipynb_checkpoints").mkdir(parents=True)
+    (directory / "tokenizer.json").touch()
+    (directory / "gone.json").symlink_to("nothing")
+    with store.local_files("tokenizer") as files:
+        assert files == [directory / "tokenizer.json"]
+    with store.local_files("origin") as files:
+        assert files == []
+
+
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 def test_open_steps_takes_run_or_its_checkpoints(store, inner):
     assert open_steps(str(store.path.parent / inner), "DIR").steps() == [0, 9, 10]

@@ -84,6 +84,8 @@ def test_mirrored_run_generates_with_its_copy(config, meta, s3, tmp_path):
     url = "s3://tokenizer-of-run/base/checkpoints"
     mirror = Mirror(url, open_store(url, "test"))
     RunDirectory(config, mirror).publish(config)
+    # The mirror passes over directories of other programs, as in tokenizer/ of a run.
+    s3.put_object(Bucket="tokenizer-of-run", Key="base/tokenizer/.ipynb_checkpoints/a", Body=b"")
     shutil.rmtree(tmp_path / "tokenizers")
     again = Mirror(url, open_store(url, "test"))
     assert find_tokenizer(None, config, meta, again).encode("cab").tolist() == [3, 1, 2]

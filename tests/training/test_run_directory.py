@@ -213,6 +213,14 @@ def test_publish_leaves_a_pipe_in_origin_out(config):
     ]
 
 
+def test_keep_origin_removes_files_of_an_earlier_start_and_leaves_directories(config):
+    run = RunDirectory(config)
+    (run.origin / ".ipynb_checkpoints").mkdir(parents=True)
+    (run.origin / "vocab.json").write_text("{}")
+    run.keep_origin(config)
+    assert [file.name for file in run.origin.iterdir()] == [".ipynb_checkpoints"]
+
+
 def test_run_directory_import_does_not_import_jax():
     modules = "maxpipe.training.run_directory, maxpipe.checkpoint.mirror"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
