@@ -448,6 +448,8 @@ def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]
         }
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _problem(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise _problem(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):

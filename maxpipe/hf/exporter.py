@@ -29,6 +29,7 @@ from maxpipe.hf.origin import (
     TOKENIZER_FILES,
     is_imported,
     name_in_folder,
+    read_kept,
     special_ids,
 )
 from maxpipe.hf.tensors import tensor_rules
@@ -69,7 +70,7 @@ def export(
       Names of all files.
 
     Raises:
-      ConfigError: the target exists.
+      ConfigError: the target exists, or a file that the run keeps cannot be read.
       OSError: a file cannot be written; no part of the target is left.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
@@ -128,6 +129,9 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
 
     Returns:
       Whether the imported folder's files were copied.
+
+    Raises:
+      ConfigError: a file of the run cannot be read.
     """
     trained_with = main_file(companions)
     keeps_origin = origin is not None and (
@@ -136,11 +140,11 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
     if origin is not None and keeps_origin:
         for kept in (GENERATION, *TOKENIZER_FILES):
             if (origin / kept).is_file():
-                shutil.copyfile(origin / kept, target / kept)
+                (target / kept).write_bytes(read_kept(origin / kept))
     for file in companions:
         place = target / (name_in_folder(file) if file == trained_with else file.name)
         if file.name != CHAT_TEMPLATE and not place.exists():
-            shutil.copyfile(file, place)
+            place.write_bytes(read_kept(file))
     if trained := next((file for file in companions if file.name == CHAT_TEMPLATE), None):
-        put_chat_template(trained.read_text(encoding="utf-8"), target)
+        put_chat_template(read_kept(trained).decode(), target)
     return keeps_origin

@@ -81,10 +81,27 @@ def name_in_folder(tokenizer: Path) -> str:
     return "tokenizer.model" if tokenizer.suffix == ".model" else TOKENIZER
 
 
+def read_kept(file: Path) -> bytes:
+    """Return the content of a small file that a run keeps.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        message = f"cannot read {file}: {error.strerror}"
+        raise ConfigError(Problem("RUN_DIR", message)) from None
+
+
 def is_imported(tokenizer: Path, origin: Path) -> bool:
-    """Return whether a tokenizer's main file is a copy of the one that was imported."""
+    """Return whether a tokenizer's main file is a copy of the one that was imported.
+
+    Raises:
+      ConfigError: one of the two cannot be read.
+    """
     original = origin / name_in_folder(tokenizer)
-    return original.is_file() and original.read_bytes() == tokenizer.read_bytes()
+    return original.is_file() and read_kept(original) == read_kept(tokenizer)
 
 
 def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
@@ -95,7 +112,7 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
       companions: files of the run's tokenizer; if it was not imported, there are no such ids.
 
     Raises:
-      ConfigError: a file is not JSON.
+      ConfigError: a file cannot be read or is not JSON.
     """
     tokenizer = main_file(companions)
     if origin is None or tokenizer is None or not is_imported(tokenizer, origin):
@@ -104,7 +121,7 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
         if not file.is_file():
             continue
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(read_kept(file))
         except ValueError as error:
             raise ConfigError(Problem("RUN_DIR", f"{file} is not JSON: {error}")) from None
         value = content.get(_EOS) if isinstance(content, Mapping) else None

@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from maxpipe.checkpoint.average import naming_step, not_read, open_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
-from maxpipe.checkpoint.run_argument import check_block
+from maxpipe.checkpoint.run_argument import RUN_DIR, check_block
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
@@ -32,7 +34,8 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
       store, steps: the checkpoints to read, from `find_checkpoint`.
 
     Raises:
-      ConfigError: no model type fits, or the target cannot be written.
+      ConfigError: no model type fits, the target cannot be written, or files of the run cannot be
+        read.
     """
     step = steps[-1]
     what = f"step {step}" if len(steps) == 1 else f"mean of steps {', '.join(map(str, steps))}"
@@ -44,7 +47,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         dtype = flags.dtype or config.model.param_dtype
         if flags.safetensors:
             target = Path(flags.safetensors)
-            with open_parameters(store, steps) as reader:
+            with open_parameters(store, steps) as reader, _writing("--safetensors", target):
                 count = export_file(reader, config, target, dtype)
             print(f"{target}: {what}, {count} tensors")
             return DONE
@@ -53,11 +56,12 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
             origin = origin_of(config, kept)
             family = choose_family(config, flags.type, origin)
             if flags.adapter:
-                with open_parameters(store, steps) as reader:
+                with open_parameters(store, steps) as reader, _writing("--adapter", target):
                     names = export_adapter(reader, config, target, family=family, dtype=dtype)
                 print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
                 return DONE
-            with open_parameters(store, steps) as reader:
+            tokenizer = _tokenizer_of(config, record, store)
+            with open_parameters(store, steps) as reader, _writing("--hf", target):
                 names = export(
                     reader,
                     record,
@@ -68,14 +72,11 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     file_bytes=int(flags.file_size * 1e9),
                     companions=companions,
                     origin=origin,
-                    tokenizer=_tokenizer_of(config, record, store),
+                    tokenizer=tokenizer,
                     version=version_of(record.meta),
                 )
     except OSError as error:
-        named = {"--safetensors": flags.safetensors, "--adapter": flags.adapter, "--hf": flags.hf}
-        flag, place = next((flag, place) for flag, place in named.items() if place)
-        message = f"cannot write to {place}: {error.strerror or error}"
-        raise ConfigError(Problem(flag, message)) from None
+        raise ConfigError(Problem(RUN_DIR, f"cannot read files of {store}: {error}")) from None
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(not_read(store, steps, error), file=sys.stderr)
         return NOT_READ
@@ -84,6 +85,16 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         source = f"data.tokenizer={config.data.tokenizer}"
         print(f"no tokenizer is written: the run has no files of {source}")
     return DONE
+
+
+@contextmanager
+def _writing(flag: str, target: Path) -> Iterator[None]:
+    """Turn errors of the file system into a ConfigError that names the target."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot write to {target}: {error.strerror or error}"
+        raise ConfigError(Problem(flag, message)) from None
 
 
 def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer | None:

@@ -1,5 +1,6 @@
 """Bytes as tokens, and Hugging Face tokenizer.json files made here."""
 
+import errno
 import json
 import pickle
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_tokenizer_config_that_is_damaged_is_refused(
     path = _make(tmp_path, ["<s>", "</s>"])
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ConfigError, match=rf"^data\.tokenizer: \S*{message}"):
+        load_tokenizer(str(path))
+
+
+def test_config_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = _make(tmp_path, ["<s>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read: Permission"):
         load_tokenizer(str(path))
 
 
