@@ -72,8 +72,8 @@ def execute_pipeline_step(
       ([11.0, 6.0], [0.0, 11.0])
     """
     index, size = _stage(model_axis_name)
-    _check_result(module, input, args, kwargs)
     result = module(jnp.where(index == 0, input, state), *args, **kwargs)
+    _check_result(result, input)
     output = jnp.where(index == size - 1, result, 0)
     return lax.ppermute(result, model_axis_name, [(s, (s + 1) % size) for s in range(size)]), output
 
@@ -260,18 +260,15 @@ def _pure(
       args, kwargs: further arguments of the module.
 
     Raises:
-      ValueError: a Linen module is not bound, the module would change its own state, or its result
-        is not like `x`.
+      ValueError: a Linen module is not bound or would change its own state.
     """
     if isinstance(module, nnx.Module):
         stage = _pure_nnx(module, index)
+        _advance_counts(module)
     elif isinstance(module, nn.Module):
         stage = _pure_linen(module, x, index, args, kwargs)
     else:
         stage = _without_microbatch(module)
-    _check_result(partial(stage, jnp.int32(0)), x, args, kwargs)
-    if isinstance(module, nnx.Module):
-        _advance_counts(module)
     return stage
 
 
@@ -400,16 +397,15 @@ def _value(box: nn.meta.AxisMetadata) -> Any:
     return box.value if isinstance(box, nn.Partitioned) else box.unbox()
 
 
-def _check_result(
-    stage: Stage, x: jax.Array, args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
-    result = jax.eval_shape(lambda x: stage(x, *args, **kwargs), x)
-    if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (
+def _check_result(result: object, x: jax.Array) -> None:
+    # The result itself: a stateful module cannot be called once more, within a trace of the call.
+    abstract = jax.eval_shape(lambda result: result, result)
+    if not isinstance(abstract, jax.ShapeDtypeStruct) or (abstract.shape, abstract.dtype) != (
         x.shape,
         x.dtype,
     ):
-        shape = getattr(result, "shape", type(result).__name__)
-        dtype = getattr(result, "dtype", "")
+        shape = getattr(abstract, "shape", type(abstract).__name__)
+        dtype = getattr(abstract, "dtype", "")
         message = (
             f"a stage must return an array like its input, {x.shape} {x.dtype}, since it is the "
             "next one's input"

@@ -339,6 +339,39 @@ def test_execute_pipeline_step_passes_results_to_the_next_stage():
     assert output.tolist() == [0.0, 0.0, 0.0, 6.0]
 
 
+def step_result(module, x):
+    """Return the result of two stages that begin with the same rows."""
+    return execute_pipeline_step(module, x, x, model_axis_name="pipe")[1]
+
+
+def test_execute_pipeline_step_of_an_nnx_module_draws_from_its_streams():
+    def forward(x, key):
+        module = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(key)), nnx_dropout(key))
+        return jnp.stack([step_result(module, x), step_result(module, x)])
+
+    run = shard_map(forward, 2, (WHOLE, WHOLE), PartitionSpec(None, "pipe"))
+    (first, second) = run(jnp.ones((8, 64)), KEYS[0])
+    assert np.mean(first[8:] != 0) == pytest.approx(0.5, abs=0.1)  # the last stage's result
+    assert (first != second).any()
+
+
+class Steps(nn.Module):
+    """A Linen module that makes its stages within the call."""
+
+    @nn.compact
+    def __call__(self, x):
+        return step_result(nn.Dropout(0.5, deterministic=False), step_result(Layer(), x))
+
+
+def test_execute_pipeline_step_of_linen_modules_within_another_initialises_them():
+    keys = {"params": KEYS[0], "dropout": KEYS[1]}
+    init = shard_map(Steps().init_with_output, 2, (WHOLE, WHOLE), (STACKED, WHOLE), check_vma=False)
+    y, variables = init(keys, batch())
+    assert variables["params"]["Layer_0"]["Dense_0"]["kernel"].shape == (WIDTH, WIDTH)
+    run = shard_map(lambda p, x: Steps().apply(p, x, rngs=keys), 2, (WHOLE, WHOLE), STACKED)
+    assert run(variables, batch()).shape == y.shape
+
+
 @pytest.mark.parametrize(
     ("run", "says"),
     [
@@ -368,6 +401,8 @@ def test_execute_pipeline_step_passes_results_to_the_next_stage():
             lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1],
             "array like its input",
         ),
+        (lambda x: step_result(lambda x: (x, x), x), "got tuple"),
+        (lambda x: step_result(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), x), r"got \(8, 2\) float32"),
     ],
 )
 def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
