@@ -41,7 +41,7 @@ class Line:
 
     Attributes:
       heard: when the other side was last heard, by `time.monotonic`; at first, when it connected.
-      is_answered: whether the other side has been heard at all.
+      is_answered: whether `exchange` has heard a supervisor at the other side, not just anyone.
     """
 
     def __init__(self, connection: socket.socket):
@@ -73,7 +73,9 @@ class Line:
             self.send("")
 
     def receive(self) -> list[str]:
-        """Return the lines that have arrived; to be called when a selector reports some.
+        """Return the lines that have arrived; to be called when a selector reports something.
+
+        Lines that only tell that the other side is there are empty.
 
         Raises:
           LinkLost: the connection is closed, or what arrives is not lines.
@@ -84,11 +86,11 @@ class Line:
             raise LinkLost(str(error)) from error
         if not received:
             raise LinkLost("closed")
-        self.heard, self.is_answered = time.monotonic(), True
+        self.heard = time.monotonic()
         *lines, self._buffer = (self._buffer + received).split(b"\n")
         if len(self._buffer) > _MAX_LINE:
             raise LinkLost("no lines")
-        return [line.decode(errors="replace") for line in lines if line]
+        return [line.decode(errors="replace") for line in lines]
 
     def close(self) -> None:
         """Close the connection."""
@@ -179,7 +181,7 @@ class Hub:
     def _attend(self, guest: _Guest, *, is_ready: bool) -> None:
         try:
             if is_ready:
-                guest.unread += guest.line.receive()
+                guest.unread += filter(None, guest.line.receive())
             if guest.is_refused:
                 guest.unread.clear()  # it has not yet read the order to leave
             while guest.unread and (guest.member is None or self._is_heard(guest, guest.member)):
@@ -280,12 +282,21 @@ def connect(
 
 
 def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> None:
-    """Wait up to `seconds` for orders, and pass them to `handle`; raises `LinkLost`."""
+    """Wait up to `seconds` for orders, and pass them to `handle`.
+
+    Raises:
+      LinkLost: supervisor 0 is gone, or another program listens in its place.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(line, selectors.EVENT_READ)
         texts = line.receive() if selector.select(seconds) else []
-    for text in texts:
-        handle(decode(text))
+    try:
+        orders = [decode(text) for text in texts if text]
+    except ValueError as error:
+        raise LinkLost("another program answers there") from error
+    line.is_answered |= bool(texts)
+    for order in orders:
+        handle(order)
     line.ping()
 
 

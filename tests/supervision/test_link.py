@@ -164,6 +164,19 @@ def test_hub_with_more_files_than_select_takes_hears_all(council):
             line.close()
 
 
+def test_line_to_a_hub_that_has_no_order_yet_is_answered(hub, monkeypatch):
+    monkeypatch.setattr(link, "PING_SECONDS", 0.1)
+    address = ("localhost", hub.port)
+    line = link.connect(address, 0, lambda host: Joined(2, host), 0, lambda: False)
+    assert not line.is_answered
+    until, orders = time.monotonic() + 20, []
+    while not line.is_answered:
+        assert time.monotonic() < until
+        link.exchange(line, orders.append, 0.1)
+    assert orders == []
+    line.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_hub_at_a_port_is_reached_by_both_kinds_of_addresses(council, host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -279,6 +279,39 @@ def test_supervise_writes_how_the_run_has_ended_and_who_took_part(tmp_path):
     assert status["members"] == {"0": platform.node()}
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "another program answers there"),
+        (b"\0\0\x12\4\0\0\0\0\0\0\3\x7f\xff\xff\xff", "closed"),  # as gRPC
+    ],
+)
+def test_supervise_with_another_program_at_supervisor_0_s_port_ends_in_time(
+    monkeypatch, answer, reason
+):
+    monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
+    log = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_all():
+            with contextlib.suppress(OSError):
+                for _ in range(40):  # the last time ends a supervisor that would go on
+                    connection = listener.accept()[0]
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1000):
+                        pass
+                    connection.close()
+            listener.close()
+
+        port = listener.getsockname()[1]
+        threading.Thread(target=answer_all, daemon=True).start()
+        place = Place("127.0.0.1", port, 2, 1)
+        policy = Policy(wait_seconds=0.2)
+        assert supervisor.supervise(["true"], place, policy, log.append) == 134
+    assert log[-1].startswith(f"no supervisor 0 at 127.0.0.1:{port} ({reason}); start it there")
+
+
 def test_supervise_hears_and_ends_while_a_file_system_stalls(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_LAST_STATUS_SECONDS", 0.1)
     stalled, goes_on = threading.Event(), threading.Event()
