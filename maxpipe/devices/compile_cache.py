@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
@@ -26,15 +27,19 @@ def start_compile_cache(config: Config) -> None:
     """Use the persistent compilation cache, unless it is off or stored programs cannot run here."""
     cache = compile_cache(config)
     if cache is None or not uses_cache(config):
-        jax.config.update("jax_enable_compilation_cache", False)
+        _use(None)
         return
     if not _is_writable(cache):
         print(f"nothing is cached: {cache} cannot be written (compile.cache_dir)", flush=True)
-        jax.config.update("jax_enable_compilation_cache", False)
+        _use(None)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    _use(str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    _mend_damage(cache)
+    warnings.filterwarnings("always", message=_NOT_READ.partition("'")[0])
+    show = warnings.showwarning
+    if isinstance(show, _Mender):  # of an earlier run of this program
+        show = show.show
+    warnings.showwarning = _Mender(cache, show)
 
 
 def compile_cache(config: Config) -> Path | None:
@@ -58,12 +63,25 @@ def remove_damaged(cache: Path, program: str) -> int:
     return removed
 
 
-def _mend_damage(cache: Path) -> None:
-    """Say in a line of our own that an entry cannot be read, and make room for a sound one."""
-    warnings.filterwarnings("always", message=_NOT_READ.partition("'")[0])
-    show = warnings.showwarning
+def _use(directory: str | None) -> None:
+    """Let JAX store programs in a directory from now on; with None, store and find none."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    reset_cache()  # JAX would keep to the directory of an earlier run of this program
 
-    def show_or_mend(
+
+class _Mender:
+    """Shows warnings; says in a line of our own that an entry cannot be read, and makes room.
+
+    Args:
+      cache: directory of the cache.
+      show: function that shows other warnings.
+    """
+
+    def __init__(self, cache: Path, show: Callable[..., None]):
+        self.cache, self.show = cache, show
+
+    def __call__(
+        self,
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -73,13 +91,12 @@ def _mend_damage(cache: Path) -> None:
     ) -> None:
         not_read = re.match(_NOT_READ, str(message), re.DOTALL)
         if not_read is None:
-            show(message, category, filename, lineno, file, line)
+            self.show(message, category, filename, lineno, file, line)
             return
         program, reason = not_read.groups()
-        what = "was damaged and is removed" if remove_damaged(cache, program) else "cannot be used"
-        emit(f"an entry of {cache} {what}: {program} is compiled anew ({reason})")
-
-    warnings.showwarning = show_or_mend
+        is_removed = remove_damaged(self.cache, program)
+        what = "was damaged and is removed" if is_removed else "cannot be used"
+        emit(f"an entry of {self.cache} {what}: {program} is compiled anew ({reason})")
 
 
 def _can_be_unpacked(content: bytes) -> bool:

@@ -35,6 +35,7 @@ class TestCompileCache:
         yield
         for name, value in before.items():
             jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
     def test_start_compile_cache_on_several_cpu_devices_needs_a_directory(
         self, monkeypatch, tmp_path
@@ -42,10 +43,9 @@ class TestCompileCache:
         monkeypatch.setenv("NPROC", "128")
         jax.config.update("jax_enable_compilation_cache", True)
         start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
-        assert jax.config.jax_enable_compilation_cache
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
         start_compile_cache(Config())
-        assert not jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir is None
 
     @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
     def test_start_compile_cache_on_other_devices_is_used(
@@ -55,7 +55,6 @@ class TestCompileCache:
         monkeypatch.setattr(jax, "device_count", lambda: count)
         jax.config.update("jax_enable_compilation_cache", True)
         start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
-        assert jax.config.jax_enable_compilation_cache
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
 
     @pytest.mark.parametrize("place", ["a file", "below a file"])
@@ -68,7 +67,7 @@ class TestCompileCache:
         cache = tmp_path / {"a file": "a file", "below a file": "a file/cache"}[place]
         jax.config.update("jax_enable_compilation_cache", True)
         start_compile_cache(replace(Config(), **{"compile.cache_dir": str(cache)}))
-        assert not jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir is None
         said = f"nothing is cached: {cache} cannot be written (compile.cache_dir)\n"
         assert capsys.readouterr().out == said
 
@@ -90,6 +89,22 @@ class TestCompileCache:
         compile_doubling(tmp_path)
         assert capsys.readouterr().out == ""
         assert warned == []
+
+    def test_each_run_of_a_program_has_the_cache_of_its_own_configuration(
+        self, monkeypatch, tmp_path, warned
+    ):
+        monkeypatch.setenv("NPROC", "128")
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+        before = warnings.showwarning
+        for number, place in enumerate(("off", "a", "b", "off", "a")):
+            cache = place if place == "off" else str(tmp_path / place)
+            start_compile_cache(replace(Config(), **{"compile.cache_dir": cache}))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.jit(lambda x, n=number: n * x + 1).lower(jnp.ones(3)).compile()
+        stored = {place: [*(tmp_path / place).glob("jit__lambda*-cache")] for place in "ab"}
+        assert {place: len(entries) for place, entries in stored.items()} == {"a": 2, "b": 1}
+        assert warnings.showwarning.show is before  # wrapped once
 
     def test_other_warnings_are_shown_as_before(self, tmp_path, monkeypatch, warned):
         monkeypatch.setenv("NPROC", "128")
