@@ -58,16 +58,16 @@ class SharedMemory:
 
 @contextmanager
 def shared_memory() -> Iterator[SharedMemory | None]:
-    """Yield a new directory in memory, removed at the end; None where memory has no file system.
+    """Yield a new directory in memory, removed at the end; None where there is none, or no room.
 
     Directories of owners that were killed are removed here.
     """
-    if not os.access(_SHARED, os.W_OK):
+    _remove_orphans()
+    unlocked = _make_directory()
+    if unlocked is None:
         yield None
         return
-    _remove_orphans()
     # It gets its name once it is locked, so that no other supervisor takes it for an orphan.
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_SHARED))
     lock = os.open(unlocked, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     memory = SharedMemory(unlocked.rename(_SHARED / unlocked.name.removeprefix(".")), lock)
@@ -81,6 +81,12 @@ def memory_of_process() -> Path | None:
     """Return the directory in memory that this process's supervisor has passed to it."""
     path = os.environ.get(MEMORY)
     return Path(path) if path else None
+
+
+def _make_directory() -> Path | None:
+    with suppress(OSError):  # without it there are no replicas, but the run goes on
+        return Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=_SHARED))
+    return None
 
 
 def _remove_orphans() -> None:

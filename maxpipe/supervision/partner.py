@@ -203,7 +203,6 @@ class Partners:
         self._memory, self._index = memory, index
         self._members: list[int] = []
         self._server = MemoryServer(memory)
-        self._server.forget_copies()
         self.port = self._server.port
         self._source: Source | None = None
         self._closed = threading.Event()
@@ -269,7 +268,7 @@ class Partners:
         if forgets or (self._members and members != self._members):
             _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
             self._server.forget_copies()
-        elif not (self._memory / COPIED).exists():  # the memory was lost, and made again
+        elif not (self._memory / COPIED).exists():  # the memory is new, or was made again
             self._server.forget_copies()
         self._members = members
 

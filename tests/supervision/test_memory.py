@@ -1,5 +1,6 @@
 """Directories in memory of supervisors."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -100,6 +101,15 @@ def test_hold_of_a_directory_that_another_removes_meanwhile_makes_it_again(monke
 
 def test_shared_memory_where_there_is_none_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_SHARED", tmp_path / "nothing")
+    with shared_memory() as here:
+        assert here is None
+
+
+def test_shared_memory_without_room_is_none(monkeypatch):
+    def fail(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory.tempfile, "mkdtemp", fail)
     with shared_memory() as here:
         assert here is None
 

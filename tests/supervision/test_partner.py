@@ -1,5 +1,6 @@
 """Copies of one memory in another one, over connections of this machine."""
 
+import errno
 import json
 import shutil
 import socket
@@ -302,6 +303,17 @@ def test_partners_whose_memory_was_made_again_say_that_no_step_is_copied(hosts):
     hosts[0].partners.rest()
     hosts[0].begin([hosts[0]]).join()
     assert (hosts[0].memory / COPIED).read_text() == "[]"
+
+
+def test_partners_without_room_in_memory_begin_alone(tmp_path, monkeypatch):
+    def fail(path, pieces):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(partner, "write_atomically", fail)
+    host = Host(tmp_path / "full", 0)
+    host.partners.begin({0: "localhost:1", 1: "localhost:1"}, "word").join()
+    assert host.partners._source is None
+    host.partners.__exit__()
 
 
 def test_partners_that_fail_to_fetch_say_again_which_steps_there_are(hosts, monkeypatch):
