@@ -117,6 +117,11 @@ def coordinator_variables() -> tuple[str, int, int] | None:
     """
     env = os.environ
     if "JAX_COORDINATOR_ADDRESS" not in env:
+        alone = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+        names = " and ".join(n for n, value in alone.items() if (env.get(n) or value) != value)
+        if names and not is_cluster():  # each process would train by itself
+            message = f"with {names}, JAX_COORDINATOR_ADDRESS must be set as well, to HOST:PORT"
+            raise ConfigError(Problem("", message))
         return None
     missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
     if missing:
@@ -124,8 +129,14 @@ def coordinator_variables() -> tuple[str, int, int] | None:
         message = f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well"
         raise ConfigError(Problem("", message))
     address = env["JAX_COORDINATOR_ADDRESS"]
-    if not address.rpartition(":")[2].isdecimal():
-        message = f"JAX_COORDINATOR_ADDRESS={address} names no port: set it to HOST:PORT"
+    host, _, port = address.rpartition(":")
+    is_port = port.isdecimal() and 1 <= int(port) <= 65535
+    if not is_port or not host.strip("[]"):
+        lacking = "host" if is_port else "port"
+        message = (
+            f"JAX_COORDINATOR_ADDRESS={address} names no {lacking}: set it to HOST:PORT, with a "
+            "port from 1 to 65535"
+        )
         raise ConfigError(Problem("", message))
     count, index = _integer("JAX_NUM_PROCESSES", 1), _integer("JAX_PROCESS_ID", 0)
     if index >= count:

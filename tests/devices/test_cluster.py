@@ -11,6 +11,7 @@ from maxpipe.devices import cluster
 from maxpipe.devices.cluster import (
     CLUSTER_VARIABLES,
     Place,
+    coordinator_variables,
     find_place,
     free_port,
     hold_port,
@@ -88,6 +89,32 @@ def test_find_place_says_what_is_missing(environment):
         find_place()
 
 
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_PROCESS_ID"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+    ],
+)
+def test_find_place_without_an_address_refuses_one_of_several_processes(environment, values, names):
+    environment(values)
+    with pytest.raises(ConfigError, match=f"with {names}, JAX_COORDINATOR_ADDRESS must be set"):
+        find_place()
+
+
+def test_coordinator_variables_without_an_address_allows_one_process_and_what_jax_detects(
+    environment,
+):
+    environment({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"})
+    assert coordinator_variables() is None
+    environment({"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""})
+    assert coordinator_variables() is None
+    environment({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", **SLURM})
+    assert coordinator_variables() is None
+
+
 def test_find_place_says_that_jax_cannot_tell(environment):
     environment({"MAXPIPE_DISTRIBUTED": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
     with pytest.raises(ConfigError, match=r"cannot tell .* set JAX_COORDINATOR_ADDRESS=HOST:PORT"):
@@ -109,6 +136,10 @@ def test_find_place_says_that_jax_has_not_answered(environment, monkeypatch):
     [
         ("JAX_COORDINATOR_ADDRESS", "node07", "=node07 names no port: set it to HOST:PORT"),
         ("JAX_COORDINATOR_ADDRESS", "[fd00::1]", "names no port"),
+        ("JAX_COORDINATOR_ADDRESS", "", "names no port"),
+        ("JAX_COORDINATOR_ADDRESS", "node07:0", "names no port"),
+        ("JAX_COORDINATOR_ADDRESS", "node07:84760", "with a port from 1 to 65535"),
+        ("JAX_COORDINATOR_ADDRESS", ":8476", "=:8476 names no host: set it to HOST:PORT"),
         ("JAX_NUM_PROCESSES", "two", "=two must be a whole number of at least 1"),
         ("JAX_NUM_PROCESSES", "0", "JAX_NUM_PROCESSES=0 must be a whole number of at least 1"),
         ("JAX_PROCESS_ID", "-1", "JAX_PROCESS_ID=-1 must be a whole number of at least 0"),
