@@ -6,7 +6,8 @@
 #
 # Logs of processes 1, 2, ... go to local-<index>.log in LOG_DIR (a temporary directory by default), process 0 writes
 # here. Each has a supervisor (maxpipe supervise), which starts all of them again when one is lost, MAX_RESTARTS (20)
-# times in a row at most, and ends with the exit code that matters. Ctrl-C and SIGTERM are handed on.
+# times in a row at most, and ends with the exit code that matters. Ctrl-C, SIGTERM and the end of the terminal are
+# handed on.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 
@@ -36,6 +37,7 @@ wait_for() {
 logs=LOGS port=PORT
 if ! "$dry_run"; then
   logs="${LOG_DIR:-$(mktemp -d)}"
+  mkdir -p "$logs"
   port="$("$python" -c 'from maxpipe.devices.cluster import free_port; print(free_port())')"
 fi
 # Job control gives every process started with & a group of its own, so that a terminal's Ctrl-C does not reach it a
@@ -43,6 +45,7 @@ fi
 set -m
 trap 'kill -s TERM "${pids[@]}" 2>/dev/null || true' TERM
 trap 'kill -s INT "${pids[@]}" 2>/dev/null || true' INT
+trap 'kill -s HUP "${pids[@]}" 2>/dev/null || true' HUP
 for ((index = 0; index < count; index++)); do
   command=(env JAX_PLATFORMS=cpu "JAX_COORDINATOR_ADDRESS=localhost:$port" "JAX_NUM_PROCESSES=$count"
     "JAX_PROCESS_ID=$index" "$python" -m maxpipe.supervise --max-restarts "${MAX_RESTARTS:-20}" --

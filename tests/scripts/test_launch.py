@@ -104,7 +104,7 @@ class TestLocal:
         done = fakes.run(SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program))
         assert done.returncode == int(codes.split()[0]), done.stderr
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes, number):
         program = fakes.directory / "python"
         program.write_text(
@@ -113,20 +113,20 @@ class TestLocal:
             "if sys.argv[1] == '-c': sys.exit(print(1))\n"
             "def end(number, frame):\n"
             "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
-            "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, end)\n"
+            "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(n, end)\n"
             "print('ready', flush=True); time.sleep(60)\n"
         )
         program.chmod(0o755)
         process = subprocess.Popen(
             [SCRIPTS / "local.sh", "2", "a.yml"],
-            env={**os.environ, "PYTHON": str(program), "LOG_DIR": str(fakes.directory)},
+            env={**os.environ, "PYTHON": str(program), "LOG_DIR": str(fakes.directory / "logs")},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
         assert process.stdout.readline() == "ready\n"
-        log = fakes.directory / "local-1.log"
+        log = fakes.directory / "logs" / "local-1.log"  # the directory is made
         until = time.monotonic() + 30
         while not (log.exists() and log.read_text()):
             assert time.monotonic() < until
