@@ -10,6 +10,7 @@ place of ICI on GPUs. A v5p chip is one JAX device, its two cores working as one
 or two, a tpu7x chip two.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -239,9 +240,9 @@ _TPU_KINDS = {
     "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
 }
-# Cut-down variants share a name with the full chip but not its figures; unknown is better than
-# wrong.
-_OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
+# Cut-down variants share a name with the full chip but not its figures, nor always its memory;
+# unknown is better than wrong.
+_OTHER_VARIANTS = ("PCIe", "NVL", "MIG")
 
 
 def chip_of(topology: str) -> Chip | None:
@@ -261,7 +262,9 @@ def chip_for(device_kind: str) -> Chip | None:
     words = device_kind.replace("-", " ").split()
     if any(variant in word for word in words for variant in _OTHER_VARIANTS):
         return None
-    return next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
+    chip = next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
+    sizes = {float(word[:-2]) * GB for word in words if re.fullmatch(r"\d+GB", word)}
+    return chip if chip and sizes <= {chip.hbm_bytes} else None
 
 
 def short_name(device_kind: str) -> str:

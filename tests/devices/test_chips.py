@@ -46,6 +46,8 @@ def test_device_kinds_of_jax_are_known(device_kind, name, tera):
         "NVIDIA H100 PCIe",
         "NVIDIA H100 NVL",
         "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA H100 64GB HBM2",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA GB200",
         "NVIDIA GeForce RTX 4090",
