@@ -163,7 +163,11 @@ $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 status() {
   echo "$name: $(state)"
   # shellcheck disable=SC2016 # the workers expand it
-  everywhere 'cd maxpipe && if kill -0 $(cat pid) 2>/dev/null; then echo running; else echo ended with exit code $(cat exit_code); fi'
+  everywhere 'if [ ! -f maxpipe/pid ]; then echo not started; exit; fi
+cd maxpipe
+if kill -0 $(cat pid) 2>/dev/null; then echo running
+elif [ -f exit_code ]; then echo ended with exit code $(cat exit_code)
+else echo ended without an exit code; fi'
 }
 
 logs() {

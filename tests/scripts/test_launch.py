@@ -234,6 +234,28 @@ class TestTpuVm:
         assert words == ["-m", "maxpipe.supervise", "--", *training, *variables]
         assert not list(tmp_path.rglob("pwned"))
 
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            ({}, "not started"),
+            ({"pid": str(os.getpid())}, "running"),
+            ({"pid": "", "exit_code": "75"}, "ended with exit code 75"),
+            ({"pid": ""}, "ended without an exit code"),
+        ],
+    )
+    def test_status_says_on_every_worker_how_the_training_is(
+        self, fakes, tpu_vm, tmp_path, files, said
+    ):
+        assert tpu_vm("status", "pod").returncode == 0
+        (call,) = self.commands(fakes)
+        if files:
+            (tmp_path / "maxpipe").mkdir()
+        for name, text in files.items():
+            (tmp_path / "maxpipe" / name).write_text(f"{text}\n")
+        remote = ["bash", "-c", call[call.index("--command") + 1]]
+        done = subprocess.run(remote, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.stdout, done.stderr, done.returncode) == (f"{said}\n", "", 0)
+
     def test_resume_of_a_preempted_resource_recreates_it_and_runs(self, fakes, tpu_vm):
         fakes.add("git")
         fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
@@ -398,10 +420,16 @@ class TestJobSet:
             ("A_b", *WORDS[1:], "--", "a.yml"),
             (*WORDS, "--topology", "4", "--", "a.yml"),
             (*WORDS, "--env", "A B=1", "--", "a.yml"),
+            (*WORDS, "--chips-per-host", "0", "--", "a.yml"),
+            (*WORDS, "--slices", "0", "--", "a.yml"),
+            (*WORDS, "--max-restarts", "-1", "--", "a.yml"),
+            (*WORDS, "--grace-seconds", "-1", "--", "a.yml"),
         ],
     )
     def test_jobset_with_a_bad_command_line_exits_with_2(self, fakes, words):
-        assert self.jobset(fakes, *words).returncode == 2
+        done = self.jobset(fakes, *words)
+        assert done.returncode == 2
+        assert "jobset.py: error: " in done.stderr
 
 
 def test_shell_scripts_pass_shellcheck():

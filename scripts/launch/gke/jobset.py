@@ -20,7 +20,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -137,11 +137,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--topology", required=True, type=_topology, help="of a slice, such as 4x4x4"
     )
-    parser.add_argument("--chips-per-host", type=int, default=4)
-    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--chips-per-host", type=_at_least(1), default=4)
+    parser.add_argument("--slices", type=_at_least(1), default=1)
     parser.add_argument("--claim", default="", help=f"persistent volume claim, mounted at {SHARED}")
-    parser.add_argument("--grace-seconds", type=int, default=300, help="from SIGTERM to SIGKILL")
-    parser.add_argument("--max-restarts", type=int, default=20)
+    parser.add_argument(
+        "--grace-seconds", type=_at_least(0), default=300, help="from SIGTERM to SIGKILL"
+    )
+    parser.add_argument("--max-restarts", type=_at_least(0), default=20)
     parser.add_argument(
         "--env",
         type=_variable,
@@ -167,6 +169,15 @@ def _name(text: str) -> str:
             "lower-case letters, digits and '-', at most 40, beginning with a letter"
         )
     return text
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least}")
+        return int(text)
+
+    return number
 
 
 def _variable(text: str) -> tuple[str, str]:
