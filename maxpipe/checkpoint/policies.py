@@ -106,10 +106,12 @@ class Retention:
         if settings.keep_every:
             kept |= {step for step in steps if step % settings.keep_every == 0}
         if settings.keep_best:
-            losses = {step: self._loss(step) for step in steps}
-            known = [step for step in steps if not math.isnan(losses[step])]
+            # What cannot be judged may be the best; it stays, and is asked again next time.
+            known = {step: loss for step in steps if (loss := self._loss(step)) is not None}
+            kept |= {step for step in steps if step not in known}
+            good = [step for step, loss in known.items() if not math.isnan(loss)]
             # Of equal losses the newer step wins.
-            kept |= set(sorted(known, key=lambda s: (losses[s], -s))[: settings.keep_best])
+            kept |= set(sorted(good, key=lambda s: (known[s], -s))[: settings.keep_best])
         return kept
 
     def should_preserve(
@@ -119,12 +121,15 @@ class Retention:
         kept = self.kept([checkpoint.step for checkpoint in checkpoints])
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
-    def _loss(self, step: int) -> float:
+    def _loss(self, step: int) -> float | None:
+        """Return a step's loss, NaN if it has none or is damaged, None if it cannot be read now."""
         if step not in self._losses:
             try:
                 self._losses[step] = _loss(self._record_of(step).meta)
-            except (CheckpointDamaged, CheckpointUnreadable):
+            except CheckpointDamaged:
                 self._losses[step] = math.nan  # not known to be good
+            except CheckpointUnreadable:
+                return None
         return self._losses[step]
 
 

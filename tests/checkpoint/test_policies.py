@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import EVAL_LOSS, Retention, SaveTimer, step_to_resume
-from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.record import Record, record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig, ConfigError
 
@@ -77,12 +78,25 @@ def test_retention_steps_set_aside_neither_count_nor_are_deleted(save, directory
     assert (directory / "20.damaged").is_dir()
 
 
-def test_retention_unreadable_record_is_never_best(save, directory):
+def test_retention_damaged_record_is_never_best(save, directory):
     assert save({10: 1.0, 20: 2.0, 30: 3.0}, keep=3) == [10, 20, 30]
     record = json.loads(record_file(directory / "10").read_text())
     record["meta"][EVAL_LOSS] = 0.5  # the checksum no longer fits
     record_file(directory / "10").write_text(json.dumps(record))
     assert save({40: 4.0}, keep=1, keep_best=1) == [20, 40]
+
+
+def test_retention_record_that_cannot_be_read_now_is_kept_and_judged_later():
+    passing = [CheckpointUnreadable("record cannot be read: [Errno 116] Stale file handle")]
+
+    def record_of(step):
+        if step == 10 and passing:
+            raise passing.pop()
+        return Record(step, {EVAL_LOSS: LOSSES[step]}, {})
+
+    retention = Retention(CheckpointConfig(keep=1, keep_best=1), record_of)
+    assert retention.kept([10, 20, 30, 60]) == {10, 20, 60}
+    assert retention.kept([10, 20, 30, 60]) == {20, 60}
 
 
 def test_retention_nan_loss_is_never_best():
