@@ -302,12 +302,18 @@ def check_accept_changes(c: Config) -> None:
 
 @rule("checkpoint.mirror")
 def check_mirror(c: Config) -> None:
-    """Check that the mirror is a URL of an object store."""
+    """Check that the mirror is a URL of an object store, and no pattern."""
     url = c.checkpoint.mirror
     if url and not re.fullmatch(r"(s3|gs)://[^/]+(/.*)?", url):
         message = (
             f"{url!r} is not a place in an object store, such as s3://bucket/runs or "
             "gs://bucket/runs"
+        )
+        raise ConfigError(Problem("checkpoint.mirror", message))
+    if re.search(r"[*?[]", url):
+        message = (
+            f"{url!r} holds *, ? or [, which libraries of object stores take for a pattern, so "
+            "that steps of other runs could be deleted; give a place without them"
         )
         raise ConfigError(Problem("checkpoint.mirror", message))
 

@@ -44,6 +44,9 @@ def test_run_name_with_path_is_refused(problems, name):
             "checkpoint.keep_every",
             "expected 0, since",
         ),
+        (("checkpoint.mirror=s3://bucket/r[12]",), "checkpoint.mirror", "take for a pattern"),
+        (("checkpoint.mirror=s3://bucket/runs/*",), "checkpoint.mirror", "take for a pattern"),
+        (("checkpoint.mirror=gs://b?/runs",), "checkpoint.mirror", "take for a pattern"),
         (
             ("checkpoint.keep_best=1", "eval.every=0"),
             "checkpoint.keep_best",
