@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
@@ -33,6 +32,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.config.values import closest
 from maxpipe.storage.lease_places import LeaseObjects
+from maxpipe.storage.local_files import scratch_directory
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ class Mirror:
           CheckpointDamaged: as `download`.
           CheckpointUnreadable: the store or the file system does not allow the copy.
         """
-        with TemporaryDirectory(prefix="maxpipe-") as scratch:
-            copy = Path(scratch, str(step))
+        with scratch_directory() as scratch:
+            copy = scratch / str(step)
             try:
                 self.download(step, copy)
             except CheckpointDamaged:
@@ -221,7 +221,7 @@ class Mirror:
     @contextlib.contextmanager
     def local_files(self, name: str) -> Iterator[list[Path]]:
         """Yield temporary copies of the files in a directory of the run; [] if it is missing."""
-        with TemporaryDirectory(prefix="maxpipe-") as scratch:
+        with scratch_directory() as scratch:
             try:
                 entries = self._deadline.wait(
                     lambda: self._store.ls(self._in_run(name), detail=True)
@@ -229,7 +229,7 @@ class Mirror:
             except FileNotFoundError:
                 entries = []
             names = [entry["name"] for entry in entries if entry["type"] == "file"]
-            files = [Path(scratch, source.rpartition("/")[2]) for source in names]
+            files = [scratch / source.rpartition("/")[2] for source in names]
             if names:
                 targets = [str(file) for file in files]
                 self._deadline.wait(lambda: self._store.get(names, targets))

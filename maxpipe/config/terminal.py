@@ -1,4 +1,4 @@
-"""Guard a command's standard output: closed pipes, full disks, narrow encodings, Ctrl-C."""
+"""Guard a command's output and its end: closed pipes, full disks, narrow encodings, Ctrl-C."""
 
 import errno
 import io
@@ -14,6 +14,8 @@ INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has exited
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
+last_acts: list[Callable[[], None]] = []  # of `at_end`
+
 Note = Callable[[str], None]  # takes a line for the user, such as an automatic decision
 
 
@@ -24,6 +26,22 @@ def ignore_note(text: str) -> None:
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+@contextmanager
+def at_end(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` once: at the end of the context, or before a signal ends the process within it.
+
+    The latter is done by `maxpipe.supervision.ending.leave`.
+    """
+    last_acts.append(act)
+    try:
+        yield
+    finally:
+        # `leave` may have taken it, in another thread.
+        with suppress(ValueError):
+            last_acts.remove(act)
+            act()
 
 
 @contextmanager

@@ -9,15 +9,20 @@ import gzip
 import hashlib
 import os
 import secrets
+import shutil
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
+from maxpipe.config.terminal import at_end
 from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ GZIP, ZSTD = ".gz", ".zst"
 
 _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
+_SCRATCH = "maxpipe-copy-"  # how the names of directories for unfinished copies begin
+_ABANDONED_SECONDS = 24 * 3600  # since the last change of one whose process must have been killed
 _PIECE = 1 << 20  # bytes of a compressed file read at a time
 READ_LIMIT = 1 << 16  # bytes read of a file for its digest
 _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
@@ -107,15 +114,38 @@ def local_copy(
         return str(target)
     print(redacted(f"copying {origin} to {directory}"), file=sys.stderr, flush=True)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            partial = Path(scratch, "partial" + suffix)
-            write(partial)
-            os.replace(partial, target)
+        with scratch_directory(directory) as scratch:
+            unfinished = scratch / f"unfinished{suffix}"
+            write(unfinished)
+            os.replace(unfinished, target)
     except OSError as error:
         message = f"cannot keep a copy of {origin} in {directory}: {error.strerror or error}"
         raise ConfigError(Problem(_CACHE, message)) from error
     return str(target)
+
+
+@contextmanager
+def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new directory for large files, removed at the end, also if a signal ends the process.
+
+    Those that killed processes have left in the same place are removed after a day.
+
+    Args:
+      parent: where to make it, itself made if it does not exist; default: for temporary files.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    for other in parent.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # gone meanwhile, or another user's
+            changed = max(path.stat().st_mtime for path in (other, *other.rglob("*")))
+            if time.time() - changed > _ABANDONED_SECONDS:
+                shutil.rmtree(other)
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+    with at_end(partial(shutil.rmtree, scratch, ignore_errors=True)):
+        yield scratch
 
 
 def cache_directory(cache_dir: str) -> Path:

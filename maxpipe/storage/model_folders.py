@@ -9,13 +9,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.storage.local_files import cache_directory, sampled_digest
+from maxpipe.storage.local_files import cache_directory, sampled_digest, scratch_directory
 from maxpipe.storage.object_store import explained, open_store
 
 if TYPE_CHECKING:
@@ -194,9 +193,8 @@ def _digest_of(facts: object) -> str:
 
 def _write_directory(directory: Path, contents: Mapping[str, bytes]) -> None:
     """Write a directory that gets its name only when it is complete."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=directory.parent) as scratch:
-        complete = Path(scratch, "complete")
+    with scratch_directory(directory.parent) as scratch:
+        complete = scratch / "complete"
         complete.mkdir()
         for name, content in contents.items():
             (complete / name).write_bytes(content)

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from maxpipe.config.terminal import last_acts
+
 FAILED = 1
 LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
@@ -18,22 +20,8 @@ _KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prct
 
 Announce = Callable[[int, str], None]
 
-_last_acts: list[Callable[[], None]] = []
 _left_behind: list[threading.Thread] = []
 _announcers: list[Announce] = []
-
-
-@contextmanager
-def at_end(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` once: at the end of the context, or before `leave` ends the process within it."""
-    _last_acts.append(act)
-    try:
-        yield
-    finally:
-        # `leave` may have taken it, in another thread.
-        with suppress(ValueError):
-            _last_acts.remove(act)
-            act()
 
 
 @contextmanager
@@ -122,9 +110,9 @@ def is_one_of_several() -> bool:
 
 def _finish() -> None:
     _flush()
-    while _last_acts:
+    while last_acts:
         with suppress(Exception):
-            _last_acts.pop()()
+            last_acts.pop()()
         _flush()
 
 

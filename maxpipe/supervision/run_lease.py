@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.terminal import at_end
 from maxpipe.storage.lease import Lease, Owner, PlaceInUse, acquire
 from maxpipe.storage.lease_places import LeaseDirectory, LeasePlace
 from maxpipe.storage.object_store import explained
-from maxpipe.supervision.ending import at_end
 
 if TYPE_CHECKING:  # takes time to import, and most runs have none
     from maxpipe.checkpoint.mirror import Mirror

@@ -2,13 +2,22 @@
 
 import gzip
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.storage.local_files import READ_LIMIT, sampled_digest, unpacked, write_atomically
+from maxpipe.storage.local_files import (
+    READ_LIMIT,
+    sampled_digest,
+    scratch_directory,
+    unpacked,
+    write_atomically,
+)
 
 zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
 
@@ -68,6 +77,36 @@ def test_unpacked_copies_again_only_if_changed(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     path.write_bytes(gzip.compress(b"second"))
     assert Path(unpacked(str(path), str(cache))).read_bytes() == b"second"
+
+
+def test_local_copy_that_a_signal_ends_leaves_nothing(tmp_path):
+    code = f"""
+from maxpipe.storage.local_files import local_copy
+from maxpipe.supervision.ending import leave
+
+def write(path):
+    path.write_bytes(b"a part")
+    leave(75)
+
+local_copy("a.gz", 0, ".jsonl", {str(tmp_path)!r}, write)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 75
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_directory_removes_those_that_killed_processes_left_days_ago(tmp_path):
+    names = ("maxpipe-copy-old", "maxpipe-copy-live", "of_another_program")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "unfinished").touch()
+    days_ago = time.time() - 2 * 24 * 3600
+    os.utime(tmp_path / names[0] / "unfinished", (days_ago, days_ago))
+    for name in names:  # a file that is being written is younger than its directory
+        os.utime(tmp_path / name, (days_ago, days_ago))
+    with scratch_directory(tmp_path) as scratch:
+        assert scratch.parent == tmp_path
+        assert {path.name for path in tmp_path.iterdir()} == {scratch.name, *names[1:]}
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
 
 
 def test_unpacked_other_file_is_returned(tmp_path):

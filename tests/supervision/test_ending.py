@@ -8,11 +8,15 @@ import time
 
 import pytest
 
+from maxpipe.config.terminal import at_end
 from maxpipe.supervision import ending
-from maxpipe.supervision.ending import at_end, run_command
+from maxpipe.supervision.ending import run_command
 from maxpipe.supervision.signals import Interruption
 
-IMPORT = "from maxpipe.supervision.ending import at_end, leave, run_command"
+IMPORT = """
+from maxpipe.config.terminal import at_end
+from maxpipe.supervision.ending import leave, run_command
+"""
 WITH_A_THREAD_THAT_NEVER_ENDS = """
 import threading, time
 threading.Thread(target=time.sleep, args=(600,)).start()
