@@ -15,6 +15,7 @@ def recorder(
     tmp_path,
     *,
     start_step=0,
+    keeps_later=False,
     log_every=10,
     peak_seconds=None,
     is_main=True,
@@ -30,6 +31,7 @@ def recorder(
         config,
         tmp_path / "run",
         start_step=start_step,
+        keeps_later=keeps_later,
         tokens_per_step=4096,
         peak_seconds=peak_seconds,
         is_main=is_main,
@@ -227,6 +229,22 @@ class TestFilesThatCannotBeWritten:
         assert "metrics.jsonl lacks what could not be written 2 times" in said
         text = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in text if line] == [1, 4, 4, 4]
+
+    @pytest.mark.parametrize("keeps_later", [False, True])
+    def test_recorder_metrics_opened_later_have_no_stale_rows(
+        self, tmp_path, monkeypatch, keeps_later
+    ):
+        monkeypatch.setattr("maxpipe.telemetry.sink.REOPENING_SECONDS", 0)
+        path = tmp_path / "run" / "metrics.jsonl"
+        path.mkdir(parents=True)
+        r = recorder(tmp_path, start_step=1, keeps_later=keeps_later)
+        r.give_up_later()
+        r.step(2, 5.0, 1.5, 3e-4, 0.5)
+        path.rmdir()
+        path.write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 9.0}\n')
+        r.step(3, 5.0, 1.5, 3e-4, 0.5)
+        r.close()
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 
     def test_recorder_required_raises(self, tmp_path, full):
         (tmp_path / "run" / "tensorboard").unlink()

@@ -95,6 +95,45 @@ def test_sink_that_cannot_be_opened_is_said_and_training_continues(lines, text):
     assert line.startswith(f"warning: the log cannot be written: {text}; training continues")
 
 
+@pytest.fixture
+def opening(writer):
+    """Return a function that opens the writer, and fails while there are errors in its list."""
+
+    def _opening():
+        if _opening.errors:
+            raise _opening.errors.pop()
+        return writer
+
+    _opening.errors = [OSError(errno.ENOSPC, "No space left on device")]
+    return _opening
+
+
+def opened(opening, lines):
+    return Sink("the log", opening, is_required=False, print_line=lines.append, tries_again=True)
+
+
+@pytest.mark.parametrize(("failures", "said"), [(1, None), (2, "once"), (3, "2 times")])
+def test_sink_that_tries_again_is_opened_later_and_counts_uses(
+    writer, lines, opening, monkeypatch, failures, said
+):
+    monkeypatch.setattr("maxpipe.telemetry.sink.REOPENING_SECONDS", 0)
+    opening.errors *= failures
+    sink = opened(opening, lines)
+    write(sink, "a", "b", "c")
+    sink.close(Writer.close)
+    assert writer.asked == [*"abc"[failures - 1 :], "close"]
+    assert lines[0].startswith("warning: the log cannot be written: No space left on device; ")
+    assert lines[1:] == ([f"the log lacks what could not be written {said}"] if said else [])
+
+
+def test_sink_that_tries_again_does_not_open_for_every_use(writer, lines, opening):
+    sink = opened(opening, lines)
+    write(sink, "a", "b")
+    sink.close(Writer.close)
+    assert writer.asked == []
+    assert lines[1:] == ["the log lacks what could not be written 2 times"]
+
+
 @pytest.mark.parametrize("fails_at", ["open", "write", "close"])
 def test_required_sink_raises_whenever_it_fails(writer, lines, fails_at):
     def open_writer():
