@@ -43,7 +43,7 @@ class MirrorSync:
         return self._update is not None and not self._update.done()
 
     def start(self, on_success: Callable[[], None]) -> None:
-        """Start an update unless the newest step is in the mirror or its update has just failed.
+        """Start an update unless the mirror lacks no kept step, or the last update has just failed.
 
         `wait` must have been called after the previous update.
 
@@ -51,8 +51,12 @@ class MirrorSync:
           on_success: called by the update's thread when the mirror has all kept steps.
         """
         assert self._update is None
-        newest = max(self._directory.steps(), default=None)
-        if jax.process_index() != 0 or newest in (None, self._attempted, *self._mirror.steps()):
+        local = self._directory.steps()
+        newest = max(local, default=None)
+        if jax.process_index() != 0 or newest == self._attempted:
+            return
+        # A process may have been killed after the newest step, which it copies first.
+        if self._retention.kept(local).issubset(self._mirror.steps()):
             return
         self._update = Future()
         self._attempted = newest

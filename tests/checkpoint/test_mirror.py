@@ -238,6 +238,17 @@ def test_close_copies_step_that_earlier_process_could_not(start, samples, monkey
     assert mirror_of(start()).steps() == [10]
 
 
+def test_close_copies_older_step_that_killed_process_had_not_copied_yet(start, samples):
+    checkpointer = start(keep=2)
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    mirror_of(checkpointer).delete(10)
+    start(keep=1).close()
+    assert mirror_of(start()).steps() == [20]  # the directory has 10, but it is not kept
+    start(keep=2).close()
+    assert mirror_of(start()).steps() == [10, 20]
+
+
 def test_mirror_failed_deletion_warns_and_save_succeeds(start, samples, monkeypatch, messages):
     checkpointer = start(keep=1)
     with monkeypatch.context() as broken:
