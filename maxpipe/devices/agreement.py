@@ -23,6 +23,7 @@ from maxpipe.devices import processes
 PRIVATE_KEYS = ("output_dir", "data.cache_dir", "data.num_workers", "compile.cache_dir")
 
 _VALUE_LENGTH = 80
+_SHOWN_BEFORE = 20  # characters before the first difference
 _PROCESSES_SHOWN = 4
 _calls = itertools.count()
 
@@ -110,12 +111,19 @@ def compare(
         for index, text_of in texts.items():
             holders[text_of.get(key, "missing")] += same if index == 0 else [index]
         if len(holders) > 1:
-            sides = "; ".join(
-                f"{text[:_VALUE_LENGTH]} in {_named(p)}" for text, p in holders.items()
-            )
+            letters = zip(*holders, strict=False)
+            first = sum(1 for _ in itertools.takewhile(lambda same: len({*same}) == 1, letters))
+            sides = "; ".join(f"{_cut(text, first)} in {_named(p)}" for text, p in holders.items())
             remedy = "start all processes with the same command, code and data"
             differences.append((key, f"the processes of this run differ: {sides}; {remedy}"))
     return differences
+
+
+def _cut(text: str, first: int) -> str:
+    """Return at most `_VALUE_LENGTH` characters of a text, among them its first difference."""
+    start = first - _SHOWN_BEFORE if first > _VALUE_LENGTH - _SHOWN_BEFORE else 0
+    stop = start + _VALUE_LENGTH
+    return f"{'…' * (start > 0)}{text[start:stop]}{'…' * (stop < len(text))}"
 
 
 def _named(indices: Sequence[int]) -> str:

@@ -106,6 +106,21 @@ def test_compare_shows_few_of_many_processes_and_what_is_missing():
     assert "1 in processes 0, 1, 2, 3; missing in process 4" in message
 
 
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (("a" * 85 + "1", "a" * 85 + "2"), ("…" + "a" * 20 + "1", "…" + "a" * 20 + "2")),
+        (("a" * 85, "a" * 85 + "2"), ("…" + "a" * 20, "…" + "a" * 20 + "2")),
+        (("1" + "a" * 85, "2"), ("1" + "a" * 79 + "…", "2")),
+        (("a" * 59 + "1", "a" * 59 + "2"), ("a" * 59 + "1", "a" * 59 + "2")),
+    ],
+    ids=["late", "longer", "early", "short"],
+)
+def test_compare_cuts_long_values_around_their_first_difference(texts, shown):
+    ((_, message),) = compare({i: {"k": text} for i, text in enumerate(texts)})
+    assert f"differ: {shown[0]} in process 0; {shown[1]} in process 1; start all" in message
+
+
 def test_source_digest_depends_on_every_source_file(tmp_path):
     digest = agreement._source_digest
     (tmp_path / "a").mkdir()
