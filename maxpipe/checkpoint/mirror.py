@@ -330,8 +330,13 @@ def open_steps(run: str, key: str) -> StepStore:
         url = run.rstrip("/")
         return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
     inner = Path(run, CHECKPOINTS)
-    path = inner if inner.is_dir() else Path(run)
-    message = "" if path == inner else _misnamed(path)
+    try:
+        path = inner if inner.is_dir() else Path(run)
+        message = "" if path == inner else _misnamed(path)
+    except PermissionError:
+        raise
+    except OSError as error:  # such as a name that is too long
+        message = f"{run} cannot be read: {error.strerror}"
     if message:
         raise ConfigError(Problem(key, message))
     return StepsDirectory(path)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import isfile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -143,10 +144,10 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
     if part.startswith(SCHEME):
         return [Table(part, _from_hub(part, cache_dir))]
     directory = Path(part).expanduser()
-    if (directory / _SAVED).is_file():
+    if isfile(directory / _SAVED):
         with _reading(part):
             return [Table(part, library.load_from_disk(str(directory)))]
-    if (directory / _SAVED_SPLITS).is_file():
+    if isfile(directory / _SAVED_SPLITS):
         with _reading(part):
             splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
             choices = ", ".join(str(directory / split) for split in splits)

@@ -2,6 +2,7 @@
 
 import glob
 from collections.abc import Sequence
+from os.path import isdir, isfile
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +72,9 @@ def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
       ConfigError: a file is a link without a target, so part of the data would be missing.
     """
     path = Path(part).expanduser()
-    if path.is_file():
+    if isfile(path):  # unlike `Path.is_file`, false also for names that are too long
         return [str(path)]
-    is_directory = path.is_dir()
+    is_directory = isdir(path)
     pattern = glob.escape(str(path)) + "/**/*" if is_directory else str(path)
     endings = tuple(suffixes) if is_directory else ("",)
     matches = [name for name in glob.glob(pattern, recursive=True) if name.endswith(endings)]

@@ -8,6 +8,7 @@ imported when a file needs them.
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -103,9 +104,9 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     file = Path(_local_path(name_or_path, cache_dir))
     if file.suffix == ".model":
         return [file]
-    file = file / "tokenizer.json" if file.is_dir() else file
+    file = file / "tokenizer.json" if isdir(file) else file
     config = file.with_name(TOKENIZER_CONFIG)
-    return [file, config] if config.is_file() else [file]
+    return [file, config] if isfile(config) else [file]
 
 
 class TemplateFiles(NamedTuple):
@@ -299,7 +300,7 @@ class SentencePieceTokenizer:
         with optional("sentencepiece", "data", "data.tokenizer"):
             import sentencepiece
         file = Path(path)
-        if not file.is_file():
+        if not isfile(file):
             raise _problem(f"there is no file {path!r}")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
@@ -352,8 +353,8 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as FastTokenizer
 
         file = Path(path)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
+        file = file / "tokenizer.json" if isdir(file) else file
+        if not isfile(file):
             raise _problem(
                 f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
                 "or of a SentencePiece .model"

@@ -143,6 +143,7 @@ def test_show_closed_pipe_is_no_error(run):
     ("arguments", "message"),
     [
         (["ls", "nowhere"], "there is no directory nowhere"),
+        (["ls", "n" * 300], "nn cannot be read: File name too long"),
         (["verify", "."], "holds no checkpoints"),
         (["show", "leftover"], "holds no committed checkpoint"),
         (

@@ -183,12 +183,13 @@ def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:
             load_tokenizer(str(file))
 
 
-def test_load_tokenizer_missing_file_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none", f"{'n' * 300}/none"])
+def test_load_tokenizer_missing_file_raises(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"data\.tokenizer: '.*/none' is neither 'byte' nor .* SentencePiece \.model",
     ):
-        load_tokenizer(str(tmp_path / "none"))
+        load_tokenizer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no json"])

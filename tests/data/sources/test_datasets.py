@@ -209,6 +209,8 @@ def test_datasets_files_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.exe").write_text("x")
     with pytest.raises(ConfigError, match=r"c\.exe is none of \*\.arrow"):
         _open(tmp_path / "c.exe")
+    with pytest.raises(ConfigError, match=r"data\.path: no file at .*nnn"):
+        _open(tmp_path / ("n" * 300))
 
 
 def test_datasets_without_the_library_name_the_extra(
