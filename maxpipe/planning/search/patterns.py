@@ -1,7 +1,7 @@
 """Reduce a schedule to a few numbers: idle slots, and what is in flight, for any M.
 
 Tables grow with M, and what is read off them here grows linearly with it once the pipeline is full.
-So two small tables give the numbers for every multiple of S.
+So two small tables give the numbers for every M that leaves the same remainder, divided by S.
 
 Letters: S stages, V repeats, M microbatches.
 """
@@ -110,13 +110,17 @@ def pattern(
         # Every iteration waits for its transfer, unless that is delayed.
         waits = 2.0 * (microbatches * repeats + idle) if delay == 1 else 0.0
         return Pattern(idle_forward=idle, idle_backward=idle, idle_weight=idle, transfers=waits)
-    if microbatches % period or microbatches <= 2 * period:
+    remainder = microbatches % period
+    # Schedules of several chunks spread the remainder over the periods, one microbatch each.
+    periods = 2 + (remainder if repeats > 1 else 0)
+    more = microbatches // period - periods
+    if more <= 0:
         return _of_table(schedule, engine, stages, microbatches, repeats, *options)
+    full = periods * period + remainder
+    near = _of_table(schedule, engine, stages, full, repeats, *options)
     if ENGINES[engine].lockstep:  # none of its numbers depends on how many periods there are
-        return _of_table(schedule, engine, stages, 2 * period, repeats, *options)
-    near = _of_table(schedule, engine, stages, 2 * period, repeats, *options)
-    far = _of_table(schedule, engine, stages, 3 * period, repeats, *options)
-    more = microbatches / period - 2
+        return near
+    far = _of_table(schedule, engine, stages, full + period, repeats, *options)
     numbers = np.array(near[:-1]) + more * (np.array(far[:-1]) - np.array(near[:-1]))
     in_flight = near.in_flight.extrapolated(far.in_flight, more)
     return Pattern._make([*numbers.tolist(), in_flight])

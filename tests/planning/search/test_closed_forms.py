@@ -192,6 +192,7 @@ def test_more_stages_have_a_longer_bubble(priced):
     assert bubble(2) < bubble(4) < bubble(8)
 
 
+@pytest.mark.parametrize("many", [20, 33, 34, 35])
 @pytest.mark.parametrize(
     ("schedule", "engine", "repeats"),
     [
@@ -203,9 +204,18 @@ def test_more_stages_have_a_longer_bubble(priced):
         ("gpipe", "mpmd", 1),
     ],
 )
-def test_pattern_of_many_microbatches_is_that_of_the_whole_table(schedule, engine, repeats):
-    many, stages = 20, 4
+def test_pattern_of_many_microbatches_is_that_of_the_whole_table(
+    schedule, engine, repeats, many, monkeypatch
+):
+    stages, loaded = 4, []
+
+    def load(name, stages, microbatches, *sizes, **options):
+        loaded.append(microbatches)
+        return load_schedule(name, stages, microbatches, *sizes, **options)
+
+    monkeypatch.setattr("maxpipe.planning.search.patterns.load_schedule", load)
     extrapolated = pattern(schedule, engine, stages, many, repeats)
+    assert max(loaded, default=0) < many  # whole tables of many microbatches are slow
     table = load_schedule(schedule, stages, many, repeats)
     if engine == "mpmd":
         run = simulate(table, Costs())
