@@ -17,6 +17,9 @@ from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 PerStage = float | Sequence[float]
 
+# Times that differ by less than this part of the makespan differ by rounding alone.
+ROUNDING = 1e-9
+
 # The field of `Costs` that has the time of each kind of unit.
 COST_FIELDS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 
@@ -133,7 +136,7 @@ class Simulation:
         and end at different times; zero-bubble schedules count on it.
         """
         lost = float(self.span.max() - self.work.max())
-        return lost if lost > 1e-9 * self.makespan else 0.0
+        return lost if lost > ROUNDING * self.makespan else 0.0
 
     @property
     def bubble_fraction(self) -> float:
@@ -158,7 +161,10 @@ class Simulation:
         times = np.concatenate([finish, begin])
         change = np.concatenate([np.full(len(finish), -1), np.ones(len(begin), int)])
         # What ends when another begins is not in flight with it; rounding must not reorder the two.
-        order = np.lexsort((change, np.round(times, 9)))
+        by_time = np.argsort(times)
+        moment = np.empty(len(times), int)
+        moment[by_time] = np.cumsum(np.diff(times[by_time], prepend=0.0) > ROUNDING * self.makespan)
+        order = np.lexsort((change, moment))
         return times[order], np.cumsum(change[order])
 
 
