@@ -260,7 +260,7 @@ def solve_exactly(
 
 def scale_of(times: list[float]) -> int:
     """Return the model's units per unit of time: few that make all times whole, else many."""
-    for scale in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000):
+    for scale in (step * 10**power for power in range(6) for step in (1, 2, 5)):
         if all(abs(time * scale - round(time * scale)) < 1e-7 for time in times):
             return scale
     return MAX_SCALE

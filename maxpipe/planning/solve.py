@@ -51,7 +51,7 @@ class Solution:
     @property
     def is_optimal(self) -> bool:
         """Return whether the bound is reached, up to rounding."""
-        return self.run.makespan <= self.bound * (1 + 1e-6) + 1e-9
+        return self.run.makespan <= self.bound * (1 + 1e-6)
 
 
 def solve(task: Task, seconds: float, progress: Progress) -> Solution:
@@ -62,6 +62,18 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
       seconds: time limit of the search; 0 for the heuristics alone, without a limit.
       progress: function called with the best makespan and bound so far.
     """
+    unit = task.unit_of_time
+
+    def report(passed: float, makespan: float, bound: float) -> None:
+        progress(passed, makespan * unit, bound * unit)
+
+    solution = _solve(task.in_unit(unit), seconds, report)
+    run, *named = (simulate(run.table, task.costs) for run in (solution.run, *solution.named))
+    return replace(solution, run=run, bound=min(solution.bound * unit, run.makespan), named=named)
+
+
+def _solve(task: Task, seconds: float, progress: Progress) -> Solution:
+    """Do what `solve` does, for times that are neither tiny nor huge."""
     if task.lockstep is None:
         return _solve_forms(task, seconds, progress)
     begin = time.monotonic()
@@ -84,7 +96,7 @@ def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
     """
     free = replace(task, lockstep=False)
     if not task.costs.head or task.placement != "loop":
-        return solve(free, seconds, progress)
+        return _solve(free, seconds, progress)
     begin, fastest, least = time.monotonic(), math.inf, math.inf
 
     def report(_: float, makespan: float, bound: float) -> None:
@@ -93,9 +105,9 @@ def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
         progress(time.monotonic() - begin, fastest, min(bound, least, fastest))
 
     # There are fewer lockstep tables, and most tasks are solved in a short time.
-    in_lockstep = solve(replace(task, lockstep=True), seconds / 2, report)
+    in_lockstep = _solve(replace(task, lockstep=True), seconds / 2, report)
     least = in_lockstep.bound
-    running_free = solve(free, seconds / 2, report)
+    running_free = _solve(free, seconds / 2, report)
     return replace(
         min(running_free, in_lockstep, key=lambda solution: solution.run.makespan),
         bound=min(in_lockstep.bound, running_free.bound),

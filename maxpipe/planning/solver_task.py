@@ -1,12 +1,16 @@
 """Define what the schedule solver is asked for: sizes, placement, times of units, memory."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from maxpipe.pipeline.schedules.timed_orders import Workload
-from maxpipe.planning.simulate import Costs, Simulation
+from maxpipe.planning.simulate import COST_FIELDS, Costs, Simulation
 
 NAME = "solved"  # name of the tables that it finds
+_TIMES = (*COST_FIELDS.values(), "communication", "head")
 # Called with the seconds since the start, the best makespan and the bound.
 Progress = Callable[[float, float, float], None]
 
@@ -36,6 +40,17 @@ class Task:
         sizes = self.num_stages, self.num_microbatches, self.num_repeats
         times = self.costs.unit_times(self.num_stages, self.num_repeats, self.placement)
         return Workload(*sizes, self.placement, times, self.max_in_flight)
+
+    @property
+    def unit_of_time(self) -> float:
+        """Return a power of ten such that the longest of all times is 1 to 10 of it."""
+        longest = max(float(np.max(getattr(self.costs, name))) for name in _TIMES)
+        return 10.0 ** math.floor(math.log10(longest)) if longest else 1.0
+
+    def in_unit(self, unit: float) -> "Task":
+        """Return the task with times in another unit; the search compares them up to rounding."""
+        times = {name: (np.asarray(getattr(self.costs, name)) / unit).tolist() for name in _TIMES}
+        return replace(self, costs=replace(self.costs, **times))
 
     def fits(self, run: Simulation) -> bool:
         """Return whether no stage has more chunks in flight than it may."""

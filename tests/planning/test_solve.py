@@ -235,6 +235,14 @@ class TestExact:
             assert solution.run.makespan > known.makespan + 1
         validate(solution.run.table)
 
+    @pytest.mark.parametrize("unit", [1e-12, 1e-3, 1e6])
+    def test_solve_proves_the_least_makespan_in_every_unit_of_time(self, unit):
+        costs = Costs(1.234 * unit, 2.871 * unit, 1.4355 * unit, 1.4355 * unit)
+        solution = found(Task(4, 8, 1, "loop", None, 3, costs), seconds=20.0)
+        assert solution.is_optimal
+        assert solution.run.makespan == pytest.approx(42.0825 * unit, rel=1e-9)
+        assert solution.bound <= solution.run.makespan
+
     def test_solve_beats_named_schedules_and_its_csv_is_the_same_schedule(self, tmp_path):
         task = Task(3, 5, 1, "loop", False, 4, CHEAP_B)
         solution = found(task, seconds=3.0)
