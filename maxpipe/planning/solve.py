@@ -168,10 +168,13 @@ def _solve_free(
     if exact and _makespan(workload, best) > bound + 1e-9:
         from maxpipe.planning.cp_sat import solve_exactly  # an extra, slow to import
 
-        left = seconds - (time.monotonic() - begin)
+        def report(passed: float, makespan: float, proved: float) -> None:
+            progress(passed, makespan, max(proved, least))
+
+        left, least = seconds - (time.monotonic() - begin), bound
         exact = left > 0  # heuristics may take longer than their share
         if exact:
-            best, bound = solve_exactly(workload, best, left, progress)
+            best, bound = solve_exactly(workload, best, left, report)
     sizes = task.num_stages, task.num_microbatches, task.num_repeats
     return place(NAME, *sizes, workload.raw(best), task.placement), bound, exact
 

@@ -29,17 +29,23 @@ def solve_lockstep(
     for splits in (False, True):
         table = throttled(NAME, *sizes, task.placement, task.max_in_flight, splits)
         runs.append(simulate(table, task.costs))
-    bounds: list[float] = []
+    slots = [
+        {kind: float(task.costs.of(kind, task.num_stages).max()) for kind in kinds}
+        for kinds in ("FB", "FIW")
+    ]
+    bounds = [_tick_bound(task, each) for each in slots]
+
+    def report(passed: float, makespan: float, proved: float) -> None:
+        fastest = min(makespan, *(run.makespan for run in runs))
+        progress(passed, fastest, min(max(proved, bounds[splits]), bounds[not splits], fastest))
+
     for splits in (False, True):
         seed = min(
             (run for run in runs if ("W" in run.table.kinds) == splits), key=lambda r: r.makespan
         )
-        kinds = "FIW" if splits else "FB"
-        slots = {kind: float(task.costs.of(kind, task.num_stages).max()) for kind in kinds}
-        bounds.append(_tick_bound(task, slots))
-        if exact and seed.makespan > bounds[-1] + 1e-9:
-            ticks, proved = _solve_ticks(task, seed, slots, seconds / 2, progress)
-            bounds[-1] = max(bounds[-1], proved)
+        if exact and seed.makespan > bounds[splits] + 1e-9:
+            ticks, proved = _solve_ticks(task, seed, slots[splits], seconds / 2, report)
+            bounds[splits] = max(bounds[splits], proved)
             if ticks is not None:
                 runs.append(simulate(ticks, task.costs))
     best = min((run for run in runs if task.fits(run)), key=lambda run: run.makespan)

@@ -243,6 +243,16 @@ class TestExact:
         assert solution.run.makespan == pytest.approx(42.0825 * unit, rel=1e-9)
         assert solution.bound <= solution.run.makespan
 
+    @pytest.mark.parametrize("lockstep", [False, True])
+    def test_progress_of_exact_search_never_gets_worse(self, lockstep):
+        states = []
+        task = Task(4, 8, 1, "loop", lockstep, 3, Costs(1, 2, 1.4, 0.9, 0.3))
+        solution = solve(task, 2.0, lambda *state: states.append(state))
+        _, makespans, bounds = zip(*states, strict=True)
+        assert [*makespans] == sorted(makespans, reverse=True)
+        assert [*bounds] == sorted(bounds)
+        assert bounds[-1] <= solution.bound + 1e-6
+
     def test_solve_beats_named_schedules_and_its_csv_is_the_same_schedule(self, tmp_path):
         task = Task(3, 5, 1, "loop", False, 4, CHEAP_B)
         solution = found(task, seconds=3.0)
