@@ -419,7 +419,7 @@ def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     # B of stage 0 starts after F of both stages, then the head and B of stage 1.
     (backward,) = (title for title in titles if title.startswith("0B0: "))
     assert backward.endswith(
-        f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}"
+        f"stage 0, {16 + 12 + 19.3533 + 36:g} to {16 + 12 + 19.3533 + 36 + 48:g}"
     )
 
 

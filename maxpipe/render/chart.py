@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from maxpipe.pipeline.schedules.table import Unit
-from maxpipe.planning.simulate import Simulation
+from maxpipe.planning.simulate import ROUNDING, Simulation
 from maxpipe.render.colours import NAMES, ink, stage_colour, unit_colour
 
 LEFT, RIGHT, TOP = 64, 20, 52
@@ -215,7 +215,7 @@ def _overlapping(run: Simulation) -> bool:
     both = (table.microbatch["F"] >= 0) & (table.microbatch[backward] >= 0)
     ends, starts = np.zeros(table.num_ticks), np.full(table.num_ticks, np.inf)
     ends[table.ticks["F"]], starts[table.ticks[backward]] = run.end["F"], run.start[backward]
-    return bool((ends > starts + 1e-9)[both.any(axis=1)].any())
+    return bool((ends > starts + ROUNDING * run.makespan)[both.any(axis=1)].any())
 
 
 def _box(
@@ -234,10 +234,10 @@ def _box(
     if inset:
         shape += ' rx="2.5"'
     if not title:
-        return f'<rect data-unit="{unit}" data-at="{stage} {_n(times[0])} {_n(times[1])}" {shape}/>'
+        return f'<rect data-unit="{unit}" data-at="{stage} {times[0]:g} {times[1]:g}" {shape}/>'
     text = (
         f"{unit}: {NAMES[unit.kind]} of microbatch {unit.microbatch}, "
-        f"chunk {chunk} of stage {stage}, {_n(times[0])} to {_n(times[1])}"
+        f"chunk {chunk} of stage {stage}, {times[0]:g} to {times[1]:g}"
     )
     return f"<rect {shape}><title>{text}</title></rect>"
 
@@ -259,7 +259,7 @@ def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
                 title = f"<title>head of microbatch {microbatch}</title>"
                 parts.append(f"<rect {shape}>{title}</rect>")
             else:
-                times = f"{stage} {_n(start)} {_n(end)}"
+                times = f"{stage} {start:g} {end:g}"
                 parts.append(f'<rect {shape} data-unit="H{microbatch}" data-at="{times}"/>')
     return parts
 
@@ -284,9 +284,9 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
     for stage in range(table.num_stages):
         times, counts = run.in_flight(stage)
         # Several changes at the same time are one step, to the last value.
-        last = np.append(np.diff(np.round(times, 9)) > 0, True)
+        last = np.append(np.diff(times) > ROUNDING * run.makespan, True)
         times, counts = times[last].tolist(), counts[last].tolist()
-        steps.append([[round(t, 4) for t in times], counts])
+        steps.append([[float(f"{t:g}") for t in times], counts])
         path = "".join(
             f"H{_n(frame.x(t))}V{_n(bottom - CURVES * c / peak)}"
             for t, c in zip(times, counts, strict=True)
@@ -319,9 +319,9 @@ def _nice(limit: float, count: float) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     if limit >= 1:
         step = max(step, 1.0)
-    return [round(step * i, 9) for i in range(math.floor(limit / step + 1e-9) + 1)]
+    return [step * i for i in range(math.floor(limit / step + 1e-9) + 1)]
 
 
 def _n(value: float) -> str:
-    """Format a number with as few digits as a picture needs."""
+    """Format pixels with as few digits as a picture needs."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -71,7 +71,7 @@ for (const chart of document.querySelectorAll("svg.chart")) {
     for (const [key, value] of Object.entries(line)) cursor.setAttribute(key, value);
     chart.append(cursor);
     const counts = inFlight(steps, time).map((count, stage) => `stage ${stage}: ${count}`);
-    show(event, `in flight at time ${time.toFixed(1)}\\n` + counts.join("\\n"));
+    show(event, `in flight at time ${+time.toPrecision(4)}\\n` + counts.join("\\n"));
   });
   chart.addEventListener("pointerleave", () => {
     trace(null);

@@ -1,4 +1,5 @@
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -97,6 +98,27 @@ def test_a_chart_holds_a_box_for_every_unit(name):
 def test_a_chart_of_units_that_take_no_time_is_drawn(time):
     result = run("zb_h1", 2, 3, costs=Costs(time, time, time, time))
     assert ElementTree.fromstring(chart_svg(result)).tag == f"{SVG}svg"
+
+
+def test_times_in_a_chart_are_told_apart_in_every_unit_of_time():
+    seconds = run("1f1b", 2, 3, costs=Costs(0.00123, 0.00246))
+    assert "chunk 0 of stage 0, 0.00123 to 0.00246</title>" in chart_svg(seconds)
+    root = ElementTree.fromstring(chart_svg(seconds, standalone=False))
+    boxes = {box.get("data-unit"): box.get("data-at") for box in root.iter(f"{SVG}rect")}
+    assert boxes["1B2"] == "1 0.00984 0.0123"
+    (curves,) = filter(None, (box.get("data-curves") for box in root.iter(f"{SVG}rect")))
+    assert json.loads(curves)[1] == [[0.00123, 0.00492, 0.00861, 0.0123], [1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e8])
+def test_boxes_of_a_chart_are_alike_in_every_unit_of_time(unit):
+    def boxes(unit):
+        costs = Costs(unit, 2.1 * unit, collectives=0.1)
+        root = ElementTree.fromstring(chart_svg(run("lockstep_1f1b", 3, 5, slack=1, costs=costs)))
+        return [box.attrib for box in root.iter(f"{SVG}rect") if len(box)]
+
+    assert boxes(unit) == boxes(1.0)
+    assert {box["height"] for box in boxes(unit)} == {"13"}
 
 
 def test_boxes_are_where_their_times_are_and_no_two_on_a_stage_overlap():
