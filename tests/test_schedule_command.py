@@ -128,6 +128,8 @@ def test_schedule_with_delay_and_overlap_accepts_both_and_orders_by_them(capsys)
             "overlap_slots=true: no tick of schedule gpipe has an F and a B slot",
         ),
         (["gpipe", "forward=fast"], "forward=fast: must be a number, at least 0"),
+        (["gpipe", "forward=1e-320"], "forward=1e-320: must be 0, or from 1e-100 to 1e100"),
+        (["gpipe", "forward=1,1e308"], "forward=1e308: must be 0, or from 1e-100 to 1e100"),
         (["gpipe", "comm=nan"], "comm=nan: must be a number, at least 0"),
         (["gpipe", "collectives=2"], "collectives=2: must be a fraction from 0 to 1"),
         (

@@ -356,6 +356,8 @@ def parse_number(key: str, value: str) -> float:
         number = -1.0
     if not 0 <= number < float("inf"):
         raise UsageError(f"{key}={value}: must be a number, at least 0")
+    if number and not 1e-100 <= number <= 1e100:  # sums and quotients leave the range of floats
+        raise UsageError(f"{key}={value}: must be 0, or from 1e-100 to 1e100")
     if key == "collectives" and number > 1:
         raise UsageError(f"{key}={value}: must be a fraction from 0 to 1")
     return number
