@@ -148,8 +148,12 @@ def read_by(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, 
 
 
 def calls_back(eqn: JaxprEqn) -> bool:
-    """Return whether an equation calls the host for its side effect, even if it has no results."""
-    return eqn.primitive.name in _CALLBACKS
+    """Return whether an equation, or a loop or branch in it, calls the host for a side effect."""
+    if eqn.primitive.name in _CALLBACKS:
+        return True
+    # Effects of bodies are those of their equation too, so only few programs are searched.
+    inner = inner_jaxprs(eqn) if eqn.effects else ()
+    return any(calls_back(e) for jaxpr in inner for e in open_jaxpr(jaxpr).eqns)
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:

@@ -9,6 +9,7 @@ from maxpipe.pipeline.jaxprs import (
     CALLS,
     CHECKPOINTS,
     ancestors,
+    calls_back,
     inline,
     inner_jaxprs,
     is_cheap,
@@ -83,6 +84,28 @@ def test_is_cheap_of_products_calls_and_effects_is_false() -> None:
 
     equations = jax.make_jaxpr(f)(jnp.ones((2, 2))).jaxpr.eqns
     assert [eqn.primitive.name for eqn in equations if is_cheap(eqn)] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("construct", "expected"),
+    [
+        (lambda show, x: show(x), True),
+        (lambda show, x: jax.lax.cond(x > 0, show, lambda x: None, x), True),
+        (
+            lambda show, x: jax.lax.while_loop(lambda i: i < 2, lambda i: (show(x), i + 1)[1], 0),
+            True,
+        ),
+        (lambda show, x: jax.jit(jax.checkpoint(show))(x), True),
+        (lambda show, x: jax.pure_callback(lambda x: x, x, x), False),
+        (lambda show, x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), False),
+    ],
+    ids=["callback", "cond", "while_loop", "checkpoint", "pure_callback", "cond_of_arithmetic"],
+)
+def test_calls_back_of_callbacks_in_any_depth_is_true(construct, expected) -> None:
+    def f(x):
+        return construct(lambda x: jax.debug.callback(lambda _: None, x), x)
+
+    assert any(map(calls_back, jax.make_jaxpr(f)(1.0).jaxpr.eqns)) == expected
 
 
 def test_gathers_of_parts_are_cheap_or_collective_and_attention_over_parts_is_not() -> None:

@@ -7,6 +7,7 @@ from helpers.mpmd_programs import assert_computes, inputs, operations, sliced, w
 
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+from maxpipe.pipeline.jaxprs import calls_back
 
 
 def in_scan(w, x):
@@ -134,20 +135,29 @@ def test_chunks_have_the_order_of_the_calls_where_they_do_not_depend_on_each_oth
     assert_computes(program, loss, weights(2), inputs())
 
 
+def print_in_cond(x):
+    jax.lax.cond(x > 0, lambda: jax.debug.print("positive"), lambda: None)
+
+
+def print_in_scan(x):
+    jax.lax.scan(lambda c, i: (c, jax.debug.print("{}", i)), x, jnp.arange(2))
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
-def test_prints_stay_in_the_chunk_that_has_them(split):
+@pytest.mark.parametrize(
+    "show", [lambda x: jax.debug.print("largest {}", x), print_in_cond, print_in_scan]
+)
+def test_prints_stay_in_the_chunk_that_has_them(show, split):
     def loss(w, x):
         for i, matrix in enumerate(w):
             x = mark(jnp.sin(x @ matrix))
             if i == 0:
-                jax.debug.print("largest {}", jnp.max(x))
+                show(jnp.max(x))
         return jnp.sum(x)
 
     program = sliced(loss, weights(), inputs(), split_backwards=split)
     printing = [
-        str(name)
-        for name in program.computations
-        if any("debug" in operation for operation in operations(program, str(name)))
+        str(name) for name, c in program.computations.items() if any(map(calls_back, c.equations))
     ]
     assert printing == ["F1"]
     assert_computes(program, loss, weights(), inputs())
