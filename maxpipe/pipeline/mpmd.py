@@ -206,7 +206,7 @@ class Pipelined(Generic[ResultT]):
     def _program(self, arguments: Arguments) -> PipelinedProgram[ResultT]:
         shapes = arguments.shapes()
         leaves, tree = jax.tree.flatten(shapes)
-        key = tree, tuple((x.shape, x.dtype) for x in leaves)
+        key = tree, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
         if key not in self._programs:
             self._programs[key] = PipelinedProgram(self._function, shapes, self._settings)
         return self._programs[key]

@@ -226,6 +226,26 @@ def test_sum_with_a_shared_divisor_equals_a_weighted_mean():
     assert_close(step(*arguments), jax.value_and_grad(loss)(*arguments))
 
 
+def test_numbers_of_python_do_not_change_the_dtype_of_activations():
+    def loss(params, batch, scale):
+        x = batch["x"]
+        for matrix in params["w"]:
+            x, _ = jax.lax.scan(lambda x, _: (x * scale, None), x, length=2)
+            x = mark_stage_boundary(jnp.sin(x @ matrix))
+        return jnp.mean(x)
+
+    params, batch = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16), (chain_params(), chain_batch(MICROBATCHES))
+    )
+    step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1))
+    value, _ = step(params, batch, 0.5)
+    assert value.dtype == jnp.bfloat16
+    assert float(value) == pytest.approx(float(loss(params, batch, 0.5)), rel=0.05)
+    # An array has a dtype of its own, for which the function is traced anew.
+    with pytest.raises(TypeError, match="carry"):
+        step(params, batch, jnp.float32(0.5))
+
+
 def test_keys_are_folded_with_the_microbatch_and_legacy_ones_are_not():
     def loss(params, batch, key):
         x = batch["x"] * jax.random.bernoulli(key, shape=batch["x"].shape)

@@ -70,10 +70,10 @@ class Arguments(NamedTuple):
 
 def _shape(x: object) -> jax.ShapeDtypeStruct:
     """Return shape and dtype that JAX gives an argument; a traced program has no layouts yet."""
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        # NumPy arrays and Python numbers get the dtype that JAX would give them.
-        return _shape(jax.eval_shape(jnp.asarray, x))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    # NumPy arrays and Python numbers get the dtype that JAX would give them; the dtype of a number
+    # is weak, so that it does not change that of an array with which it is multiplied.
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 class Settings(NamedTuple):
