@@ -198,6 +198,38 @@ def test_batches_of_several_sizes_and_auxiliary_values_are_averaged():
         assert aux["rows"] == rows / MICROBATCHES
 
 
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        (
+            "mean",
+            {
+                "signed": jnp.float32(2e9),
+                "unsigned": jnp.float32(200),
+                "boolean": jnp.float32(1),
+            },
+        ),
+        (
+            "sum",
+            {
+                "signed": jnp.int32(-6),
+                "unsigned": jnp.uint32(600),
+                "boolean": jnp.int32(3),
+            },
+        ),
+    ],
+)
+def test_integers_are_averaged_in_float32_and_added_up_in_32_bits(reduction, expected):
+    def with_integers(params, batch):
+        signed = jnp.int32(2_000_000_000 if reduction == "mean" else -2)
+        integers = {"signed": signed, "unsigned": jnp.uint8(200), "boolean": True}
+        return chain(params, batch), integers
+
+    function = jax.value_and_grad(with_integers, has_aux=True)
+    step = pipelined(function, table(), meshes(1, 1, 1), reduction=reduction)
+    assert_close(step(chain_params(), chain_batch())[0][1], expected)
+
+
 def test_gradients_without_the_value_equal_those_of_the_plain_function():
     def with_rows(params, batch):
         return chain(params, batch), batch["x"].shape[0]

@@ -43,7 +43,7 @@ class PipelinedProgram(Generic[ResultT]):
 
     def __init__(self, function: Callable[..., ResultT], shapes: Arguments, settings: Settings):
         self._num_microbatches = settings.table.num_microbatches
-        self._divisor = self._num_microbatches if settings.is_mean else 1
+        self._is_mean = settings.is_mean
         # 1. Trace with one microbatch, and slice.
         micro = shapes.microbatch(self._num_microbatches)
         traced, results = jax.make_jaxpr(function, return_shape=True)(
@@ -125,7 +125,9 @@ class PipelinedProgram(Generic[ResultT]):
         """Return a program: `_varying` arrays -> (list of them by microbatch, zeros by output)."""
         varying = self._varying(stage)
         outputs = sorted(self._runner.outputs[stage])
-        sum_dtypes = {i: _sum_dtype(self._result_shapes[i].dtype) for i in outputs}
+        sum_dtypes = {
+            i: _sum_dtype(self._result_shapes[i].dtype, is_mean=self._is_mean) for i in outputs
+        }
 
         def prepare(arrays: list[jax.Array]) -> tuple[list[list[jax.Array]], dict[int, jax.Array]]:
             by_microbatch = [
@@ -180,9 +182,9 @@ class PipelinedProgram(Generic[ResultT]):
         return jax.jit(finish, donate_argnums=0, out_shardings=shardings)
 
     def _finished(self, output: int, total: jax.Array) -> jax.Array:
-        if self._divisor > 1:
-            total = total / self._divisor
-        # Integers keep the wider dtype of their sum, which holds larger counts.
+        if self._is_mean:
+            total = total / self._num_microbatches
+        # Integers have the dtype of their sum, which holds means and larger counts.
         dtype = self._result_shapes[output].dtype
         return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
@@ -193,9 +195,13 @@ def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> i
     return stage_of_chunk[next((name.chunk for name in readers), 0)]
 
 
-def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def _sum_dtype(dtype: jnp.dtype, *, is_mean: bool) -> jnp.dtype:
     """Return the dtype in which results are summed over microbatches."""
     # In bfloat16 a sum soon swallows small terms.
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)
-    return jnp.promote_types(dtype, jnp.int32)
+    # A mean of integers is in range where their sum may not be.
+    if is_mean:
+        return jnp.result_type(float)
+    is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return jnp.promote_types(dtype, jnp.uint32 if is_unsigned else jnp.int32)
