@@ -403,6 +403,18 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"without argnums"):
             step(chain_params(), chain_batch())
 
+    def test_gradients_of_integers(self):
+        function = jax.value_and_grad(chain, allow_int=True)
+        step = pipelined(function, table(), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match=r"result\[1\]\['ids'\] .* pass these after the batch"):
+            step(chain_params() | {"ids": jnp.arange(3)}, chain_batch())
+
+    def test_keys_among_results(self):
+        function = jax.value_and_grad(lambda p, b, k: (chain(p, b), {"key": k}), has_aux=True)
+        step = pipelined(function, table(), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match=r"result\[0\]\[1\]\['key'\] .* a PRNG key"):
+            step(chain_params(), chain_batch(), jax.random.key(0))
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

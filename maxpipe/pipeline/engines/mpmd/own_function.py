@@ -17,7 +17,13 @@ from maxpipe.pipeline.engines.mpmd.fitting import (
     fitted,
     layout,
 )
-from maxpipe.pipeline.engines.mpmd.own_inputs import Arguments, Settings, first_gradient, inputs
+from maxpipe.pipeline.engines.mpmd.own_inputs import (
+    Arguments,
+    Settings,
+    check_results,
+    first_gradient,
+    inputs,
+)
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
@@ -49,6 +55,7 @@ class PipelinedProgram(Generic[ResultT]):
         traced, results = jax.make_jaxpr(function, return_shape=True)(
             micro.params, micro.batch, *micro.shared
         )
+        check_results(results)
         check_layouts(traced, settings.meshes)
         has_gradients = settings.table.kinds != ("F",)
         self.sliced = slice_program(traced, split_backwards="W" in settings.table.kinds)
