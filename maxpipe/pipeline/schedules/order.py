@@ -15,7 +15,10 @@ Item = TypeVar("Item")
 
 
 class DeadlockError(Exception):
-    """Orders contradict each other: `unit` is next on its stage and waits for `needs` forever."""
+    """Orders contradict each other: `unit` is next on its stage and waits for `needs` forever.
+
+    If no unit is missing, the two are part of a circle of units that wait for each other.
+    """
 
     def __init__(self, unit: RawUnit, needs: RawUnit):
         super().__init__(f"{unit} waits for {needs}")
@@ -102,14 +105,35 @@ def place(
             position[stage] += 1
             if unit in waiting:
                 ready.append(waiting.pop(unit))
-    for needs, stage in waiting.items():
-        raise DeadlockError(queues[stage][position[stage]], needs)
+    heads = {s: queue[position[s]] for s, queue in enumerate(queues) if position[s] < len(queue)}
+    if heads:
+        needed = {s: u for s, head in heads.items() if (u := dependency(head, last, units))}
+        raise _deadlock(heads, needed, stage_of)
     ticks: dict[str, np.ndarray] = {}
     for (kind, microbatch, chunk), tick in done.items():
         if kind not in ticks:
             ticks[kind] = np.full((num_microbatches, last + 1), -1)
         ticks[kind][microbatch, chunk] = tick
     return from_ticks(name, num_stages, num_repeats, ticks, placement=placement)
+
+
+def _deadlock(
+    heads: dict[int, RawUnit], needs: dict[int, RawUnit], stage_of: list[int]
+) -> DeadlockError:
+    """Return the error for stages that all wait.
+
+    Args:
+      heads: by stage that has not ended, its next unit.
+      needs: for each of these stages, the unit for which it waits.
+      stage_of: the stage of each global chunk.
+    """
+    stage = max(heads)
+    seen: set[int] = set()
+    # Stages may wait for a circle without being part of it; those of the circle come again.
+    while stage not in seen and stage_of[needs[stage][2]] in heads:
+        seen.add(stage)
+        stage = stage_of[needs[stage][2]]
+    return DeadlockError(heads[stage], needs[stage])
 
 
 def stage_orders(table: Table) -> list[list[RawUnit]]:
