@@ -393,6 +393,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"value_and_grad\(loss\).* forward_only\(table\)"):
             pipelined(chain, table(), meshes(1, 1, 1))(chain_params(), chain_batch())
 
+    def test_parameters_after_the_last_mark_only(self):
+        def loss(params, batch):
+            x = chain(chain_params(), batch)
+            return jnp.mean(x * params["w"][0])
+
+        step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match="with trained parameters before the first mark"):
+            step(chain_params(), chain_batch())
+
     def test_gradients_with_a_table_of_forwards(self):
         step = pipelined(jax.value_and_grad(chain), forward_only(table()), meshes(1, 1, 1))
         with pytest.raises(ValueError, match="pass the loss itself"):

@@ -29,8 +29,9 @@ def check_program(program: SlicedProgram, table: Table) -> None:
     kinds = {name.kind for name in program.computations}
     if kinds == {"F"} and table.kinds != ("F",):
         raise ValueError(
-            "the function has no gradients, but the table has backwards; pass "
-            "jax.value_and_grad(loss), or for an evaluation the table forward_only(table)"
+            "no gradient passes through a stage mark, but the table has backwards; pass "
+            "jax.value_and_grad(loss) with trained parameters before the first mark, or for an "
+            "evaluation the table forward_only(table)"
         )
     if kinds != {"F"} and table.kinds == ("F",):
         raise ValueError(

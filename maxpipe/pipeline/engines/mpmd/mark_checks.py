@@ -82,7 +82,7 @@ def check_phases(flat: ClosedJaxpr) -> None:
 def _without_gradient(jaxpr: Jaxpr, marks: Sequence[JaxprEqn]) -> str:
     """Return why some forward mark has no backward one."""
     read = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)} | {*variables(jaxpr.outvars)}
-    # The two usual mistakes concern one mark; what is left concerns the function as a whole.
+    # The usual mistakes concern one mark; what is left concerns the function as a whole.
     forward = [eqn for eqn in marks if eqn.params["phase"] == FORWARD]
     for index, eqn in enumerate(forward):
         name = f"stage mark {index} of {len(forward)} (counted from 0 in the order of the calls)"
@@ -91,6 +91,12 @@ def _without_gradient(jaxpr: Jaxpr, marks: Sequence[JaxprEqn]) -> str:
             return f"nothing uses the result of {name}; write x = mark_stage_boundary(x)"
         if not any(jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in eqn.outvars):
             return f"{name} lets only integers through, which have no gradient; mark activations"
+        if "has_tangents" not in eqn.params:
+            return (
+                f"nothing before {name} depends on a trained parameter by differentiable code, "
+                f"outside of jax.lax.stop_gradient and jax.custom_vjp; put that code after the "
+                f"first trained parameter, or pass its weights in params"
+            )
     return (
         f"gradients pass through {len(marks) - len(forward)} of {len(forward)} stage marks; mark "
         f"what the loss depends on by differentiable code, outside of jax.lax.stop_gradient and "

@@ -14,6 +14,7 @@ Tangent: TypeAlias = jax.Array | ad.Zero
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 # Identity on any number of arrays; `phase` distinguishes the program's own marks from derived ones.
+# Marks of arrays that depend on what the program is differentiated for have `has_tangents=True`.
 mark_p = Primitive("stage_boundary")
 mark_p.multiple_results = True
 
@@ -47,15 +48,15 @@ def mark_stage_boundary(x: T) -> T:
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, phase: str
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, phase: str, **_: bool
 ) -> tuple[list[jax.Array], list[Tangent | None]]:
-    outputs = mark_p.bind(*primals, phase=phase)
+    outputs = mark_p.bind(*primals, phase=phase, has_tangents=True)
     # A mark of tangents that is differentiated again keeps its phase.
     return outputs, _mark_nonzero(tangents, TANGENT if phase == FORWARD else phase)
 
 
 def _transpose(
-    cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, phase: str
+    cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, **_: str | bool
 ) -> list[Tangent | None]:
     # Only linear operands have a cotangent; the others were known before.
     linear = [
@@ -80,19 +81,19 @@ def _mark_nonzero(tangents: Sequence[Tangent | None], phase: str) -> list[Tangen
 
 
 def _batch(
-    arrays: Sequence[jax.Array], dims: Sequence[int], *, phase: str
+    arrays: Sequence[jax.Array], dims: Sequence[int], **params: str | bool
 ) -> tuple[list[jax.Array], Sequence[int]]:
-    return mark_p.bind(*arrays, phase=phase), dims
+    return mark_p.bind(*arrays, **params), dims
 
 
-def _abstract(*avals: AbstractValue, phase: str) -> list[AbstractValue]:
+def _abstract(*avals: AbstractValue, **_: str | bool) -> list[AbstractValue]:
     return list(avals)
 
 
 # A mark computes nothing, however it is run: eagerly, abstractly, batched or compiled.
-mark_p.def_impl(lambda *args, phase: list(args))
+mark_p.def_impl(lambda *args, **_: list(args))
 mark_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[mark_p] = _jvp
 ad.primitive_transposes[mark_p] = _transpose
 batching.primitive_batchers[mark_p] = _batch
-mlir.register_lowering(mark_p, lambda ctx, *args, phase: args)
+mlir.register_lowering(mark_p, lambda ctx, *args, **_: args)

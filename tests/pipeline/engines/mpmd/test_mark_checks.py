@@ -50,6 +50,14 @@ def without_gradient(w, x):
     return jnp.sum(mark(x @ w[1]))
 
 
+def of_the_batch(w, x):
+    return jnp.sum(mark(mark(jnp.sin(x)) @ w[0]))
+
+
+def of_frozen_weights(w, x):
+    return jnp.sum(mark(jax.jit(lambda x: mark(jnp.sin(x @ weights()[1])))(x) @ w[0]))
+
+
 def around_a_gradient(w, x):
     gradient = jax.grad(lambda x: jnp.sum(mark(jnp.sin(x @ w[0]))))(x)
     return jnp.sum(mark(gradient @ w[1]))
@@ -66,6 +74,8 @@ def around_a_gradient(w, x):
         (unused, r"nothing uses the result of stage mark 0 of 2 .*x = mark_stage_boundary\(x\)"),
         (of_integers, r"stage mark 0 of 2 .* only integers"),
         (without_gradient, r"gradients pass through 1 of 2 .*outside of jax.lax.stop_gradient"),
+        (of_the_batch, r"nothing before stage mark 0 of 2 .* in params"),
+        (of_frozen_weights, r"nothing before stage mark 0 of 2 .* after the first trained"),
         (around_a_gradient, r"order forward, backward, forward, backward; .*no other gradient"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
