@@ -72,6 +72,7 @@ def execute_pipeline_step(
       ([11.0, 6.0], [0.0, 11.0])
     """
     index, size = _stage(model_axis_name)
+    input = jnp.asarray(input)
     result = module(jnp.where(index == 0, input, state), *args, **kwargs)
     _check_result(result, input)
     output = jnp.where(index == size - 1, result, 0)
@@ -102,8 +103,9 @@ def execute_pipeline(
       every device the result.
 
     Raises:
-      ValueError: the call is not inside a `shard_map` over that axis, M does not divide B, the
-        module's result is not like its input, or the module would change its own state.
+      ValueError: the call is not inside a `shard_map` over that axis, `x` is a scalar, M does not
+        divide B, the module's result is not like its input, or the module would change its own
+        state.
 
     Example:
       Two stages, parameters stacked along the axis.
@@ -123,16 +125,28 @@ def execute_pipeline(
       [30.0, 12.0]
     """
     index, _ = _stage(model_axis_name)
+    micro = _microbatches(x, num_microbatches)
+    with jax.named_scope("pipeline"):
+        stage = _pure(module, micro[0], index, args, kwargs)
+        outputs = _run(stage, micro, model_axis_name, args, kwargs)
+    return outputs.reshape(jnp.shape(x))  # [M, B / M, ...] -> [B, ...]
+
+
+def _microbatches(x: jax.Array, num_microbatches: int) -> jax.Array:
+    """Return a batch [B, ...] as [M, B / M, ...].
+
+    Raises:
+      ValueError: the batch is a scalar, or M does not divide B.
+    """
+    x = jnp.asarray(x)
+    if not x.ndim:
+        raise ValueError("the batch is a scalar; pass an array whose first dimension is its rows")
     if num_microbatches < 1 or x.shape[0] % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} "
             "rows here"
         )
-    micro = x.reshape(num_microbatches, -1, *x.shape[1:])  # [B, ...] -> [M, B / M, ...]
-    with jax.named_scope("pipeline"):
-        stage = _pure(module, micro[0], index, args, kwargs)
-        outputs = _run(stage, micro, model_axis_name, args, kwargs)
-    return outputs.reshape(x.shape)  # [M, B / M, ...] -> [B, ...]
+    return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
 
 def _run(
@@ -211,7 +225,7 @@ class PipelineModule(nn.Module):
         keys = {stream: self.make_rng(stream) for stream in self.scope.rngs}
         is_initializing = self.is_initializing()
         if is_initializing:
-            micro = x[: x.shape[0] // self.num_microbatches]  # [B / M, ...]
+            micro = _microbatches(x, self.num_microbatches)[0]
             own_keys = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
             for collection, values in stage.init(own_keys, micro, *args, **kwargs).items():
                 self.put_variable(collection, name, _stacked(values, axis))

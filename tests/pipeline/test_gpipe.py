@@ -380,6 +380,20 @@ def test_execute_pipeline_step_of_linen_modules_within_another_initialises_them(
             "must divide the batch",
         ),
         (
+            lambda x: execute_pipeline(
+                jnp.sin, x[0, 0], num_microbatches=1, model_axis_name="pipe"
+            ),
+            "is a scalar",
+        ),
+        (
+            lambda x: PipelineModule("pipe", 0, Layer).init(jax.random.key(0), x),
+            "num_microbatches=0 must divide the batch",
+        ),
+        (
+            lambda x: PipelineModule("pipe", 1, Layer).init(jax.random.key(0), x[0, 0]),
+            "is a scalar",
+        ),
+        (
             lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"),
             "array like its input",
         ),
@@ -408,6 +422,17 @@ def test_execute_pipeline_step_of_linen_modules_within_another_initialises_them(
 def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
     with pytest.raises(ValueError, match=says):
         shard_map(run, 2, (WHOLE,), STACKED)(batch())
+
+
+def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
+    def forward(x):
+        y = execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="pipe")
+        _, stepped = execute_pipeline_step(jnp.sin, x, x, model_axis_name="pipe")
+        return jax.lax.psum((y, stepped), "pipe")
+
+    x = np.asarray(batch(), np.float64)  # JAX reads it as float32
+    actual = shard_map(lambda: forward(x), 2, (), WHOLE)()
+    assert_close(actual, shard_map(forward, 2, (WHOLE,), WHOLE)(batch()))
 
 
 def test_execute_pipeline_outside_of_a_shard_map_is_refused():
