@@ -164,13 +164,12 @@ def _run(
         entering = micro[jnp.clip(t, 0, num_microbatches - 1)]
         # A stage that waits computes on real rows: at zeros a module's derivative may be infinite.
         waits = (t < index) | (t >= index + num_microbatches)
+        microbatch = jnp.clip(t - index, 0, num_microbatches - 1)
         return execute_pipeline_step(
-            partial(stage, jnp.clip(t - index, 0, num_microbatches - 1)),
+            lambda x: stage(microbatch, x, *args, **kwargs),
             jnp.where(waits, entering, state),
             entering,
-            *args,
             model_axis_name=model_axis_name,
-            **kwargs,
         )
 
     first = _varying_like(iterate, micro[0])
@@ -227,7 +226,9 @@ class PipelineModule(nn.Module):
         if is_initializing:
             micro = _microbatches(x, self.num_microbatches)[0]
             own_keys = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
-            for collection, values in stage.init(own_keys, micro, *args, **kwargs).items():
+            # Linen has keyword arguments of its own, which may be called like those of the stage.
+            method = _with_keywords(kwargs)
+            for collection, values in stage.init(own_keys, micro, *args, method=method).items():
                 self.put_variable(collection, name, _stacked(values, axis))
         variables = {
             collection: _unstacked(values[name], axis)
@@ -286,8 +287,13 @@ def _pure(
     return stage
 
 
+def _with_keywords(kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return a method of Linen modules that calls them with these keyword arguments."""
+    return lambda module, *args: module(*args, **kwargs)
+
+
 def _without_microbatch(function: Stage) -> PureStage:
-    def stage(microbatch: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+    def stage(microbatch: jax.Array, /, *args: object, **kwargs: object) -> jax.Array:
         return function(*args, **kwargs)
 
     return stage
@@ -318,24 +324,27 @@ def _pure_linen(
         if stream != "params"
     }
 
-    def apply(microbatch: jax.Array, *args: Any, mutable: CollectionFilter, **kwargs: Any) -> Any:
+    def apply(
+        mutable: CollectionFilter, microbatch: jax.Array, /, *args: Any, **kwargs: Any
+    ) -> Any:
         rngs = {stream: _folded(key, microbatch, index) for stream, key in keys.items()}
-        return unbound.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        method = _with_keywords(kwargs)
+        return unbound.apply(variables, *args, rngs=rngs, mutable=mutable, method=method)
 
     try:
         changed = {}
         if mutable:
-            trial = partial(apply, jnp.int32(0), mutable=mutable)
+            trial = partial(apply, mutable, jnp.int32(0))
             _, changed = jax.eval_shape(lambda x: trial(x, *args, **kwargs), x)
         else:
-            jax.eval_shape(lambda x: apply(jnp.int32(0), x, *args, mutable=False, **kwargs), x)
+            jax.eval_shape(lambda x: apply(False, jnp.int32(0), x, *args, **kwargs), x)
     except flax.errors.ModifyScopeVariableError as error:
         raise ValueError(_STATE_CHANGES.format(f"{type(module).__name__} does: {error}")) from None
     lost = sorted(name for name in changed if name != "params" and jax.tree.leaves(changed[name]))
     if lost:
         where = f"{type(module).__name__} writes {', '.join(lost)}, which are mutable in this call"
         raise ValueError(_STATE_CHANGES.format(where))
-    return partial(apply, mutable=False)
+    return partial(apply, False)
 
 
 def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
@@ -343,7 +352,7 @@ def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
     graph, *states = nnx.split(module, nnx.RngState, ...)
     rng_state, other_state = states
 
-    def stage(microbatch: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+    def stage(microbatch: jax.Array, /, *args: object, **kwargs: object) -> jax.Array:
         def fold(variable: nnx.Variable) -> nnx.Variable:
             if not isinstance(variable, nnx.RngKey):
                 return variable

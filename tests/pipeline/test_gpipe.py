@@ -424,6 +424,43 @@ def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
         shard_map(run, 2, (WHOLE,), STACKED)(batch())
 
 
+class Scaled(nn.Module):
+    """A stage whose keyword arguments are called like those of the functions around it."""
+
+    @nn.compact
+    def __call__(self, x, *, microbatch, mutable, rngs, method, state):
+        return nn.Dense(WIDTH)(x) * (microbatch + mutable + rngs + method + state)
+
+
+def test_execute_pipeline_passes_on_keyword_arguments_of_any_name():
+    names = {"microbatch": 1.0, "mutable": 2.0, "rngs": 3.0, "method": 4.0, "state": 5.0}
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return PipelineModule("pipe", 2, Scaled)(x, **names)
+
+    variables, y = on_two_devices(Model())
+    kernel = variables["params"]["PipelineModule_0"]["Scaled_0"]["Dense_0"]["kernel"]
+    assert_close(y, 15 * (15 * batch() @ kernel[0]) @ kernel[1])
+
+    def function(x, **kwargs):
+        return x * sum(kwargs.values())
+
+    class Graph(nnx.Module):
+        def __call__(self, x, **kwargs):
+            return function(x, **kwargs)
+
+    for stage in (function, Graph()):
+        run = on_two_stages(
+            lambda x, stage=stage: execute_pipeline(
+                stage, x, num_microbatches=2, model_axis_name="pipe", **names
+            ),
+            WHOLE,
+        )
+        assert_close(run(batch()), 15 * 15 * batch())
+
+
 def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
     def forward(x):
         y = execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="pipe")
