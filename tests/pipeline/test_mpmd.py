@@ -459,12 +459,28 @@ class TestRefusals:
         [
             ({"param_specs": P("data")}, r"params\['w'\]\[1\] \[4, 4\] .* on stage 1: the mesh"),
             ({"param_specs": P("fsdp")}, r"params\['w'\]\[0\] .*: its mesh has the axes data"),
+            (
+                {"param_specs": {"w": [P(), P(None, None, "data"), P()]}},
+                r"params\['w'\]\[1\] .* 3 entries for 2 dimensions",
+            ),
+            ({"batch_specs": P("data", "data")}, r"batch\['x'\] .* names an axis twice"),
+            ({"batch_specs": P(P.UNCONSTRAINED)}, r"batch\['x'\] .* instead of UNCONSTRAINED"),
             ({"batch_specs": P("fsdp")}, r"batch\['x'\] .*: its mesh has the axes data"),
             ({"batch_specs": {"z": P()}}, "batch_specs is no prefix of the tree"),
             ({"param_specs": {"w": "data"}}, "param_specs has 'data'; .*PartitionSpec"),
             ({"param_specs": P(), "reduction": "max"}, "reduction='max': must be"),
         ],
-        ids=["size", "axis", "axis_of_batch", "tree", "type", "reduction"],
+        ids=[
+            "size",
+            "axis",
+            "length",
+            "twice",
+            "unconstrained",
+            "axis_of_batch",
+            "tree",
+            "type",
+            "reduction",
+        ],
     )
     def test_options_that_do_not_fit(self, options, message):
         with pytest.raises(ValueError, match=message):

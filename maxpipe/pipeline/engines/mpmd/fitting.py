@@ -124,14 +124,23 @@ def layout(
       stage: the stage's index, for messages.
 
     Raises:
-      ValueError: the mesh has no such axis, or the axes do not divide the array.
+      ValueError: the spec is not one for the array, the mesh has no such axis, or the axes do not
+        divide the array.
     """
     where = f"{name} {list(x.shape)} with {spec} on stage {stage}"
-    unknown = [axis for axis in _axes(spec) if axis not in mesh.axis_names]
-    if unknown:
+    if PartitionSpec.UNCONSTRAINED in spec:
+        raise ValueError(f"{where}: give axes or None instead of UNCONSTRAINED")
+    if len(spec) > len(x.shape):
+        raise ValueError(
+            f"{where}: the spec has {len(spec)} entries for {len(x.shape)} dimensions; shorten it"
+        )
+    axes = _axes(spec)
+    if len({*axes}) < len(axes):
+        raise ValueError(f"{where}: the spec names an axis twice; name each once")
+    if any(axis not in mesh.axis_names for axis in axes):
         raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
     # The caller has asked for these axes, so none may be left out silently.
-    if len(spec) > len(x.shape) or fitted(spec, x.shape, mesh) != spec:
+    if fitted(spec, x.shape, mesh) != spec:
         raise ValueError(f"{where}: the mesh {dict(mesh.shape)} does not divide it")
     return NamedSharding(mesh, spec)
 
