@@ -124,6 +124,11 @@ class Pipelined(Generic[ResultT]):
         batch_specs: Specs | None,
         reduction: Literal["mean", "sum"],
     ):
+        if not isinstance(table, Table):
+            raise ValueError(
+                f"table={table!r} is no table; pass "
+                f"load_schedule({table!r}, num_stages, num_microbatches)"
+            )
         check_meshes(meshes, table)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")

@@ -450,6 +450,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             pipelined(jax.value_and_grad(chain), table(), stages)
 
+    def test_names_of_schedules_instead_of_tables(self):
+        with pytest.raises(ValueError, match=r"'1f1b' is no table; pass load_schedule\('1f1b', "):
+            pipelined(jax.value_and_grad(chain), "1f1b", meshes(1, 1, 1))
+
     def test_several_devices_without_a_spec(self):
         with pytest.raises(ValueError, match=r"batch_specs=PartitionSpec\('data'\)"):
             pipelined(jax.value_and_grad(chain), table(), meshes(2, 1, 1))

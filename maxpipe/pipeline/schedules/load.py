@@ -1,5 +1,7 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
+import os
+
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
 from maxpipe.config.rules.stages import chunk_layers, is_csv, misnamed_table, num_stages
@@ -53,7 +55,7 @@ def times_of_chunks(config: Config) -> UnitTimes | None:
 
 
 def load_schedule(
-    schedule: str,
+    schedule: str | os.PathLike[str],
     num_stages: int,
     num_microbatches: int,
     num_repeats: int = 1,
@@ -65,7 +67,7 @@ def load_schedule(
     """Build the table of a schedule of the catalogue, or read a CSV file's; the table is valid.
 
     Args:
-      schedule: value of `pipeline.schedule`.
+      schedule: value of `pipeline.schedule`, or the path of a CSV file.
       num_stages: S, at least 1.
       num_microbatches: M, at least 1; need not be a multiple of S.
       num_repeats: V, chunks per stage, at least 1.
@@ -78,6 +80,7 @@ def load_schedule(
       ValueError: there is no such schedule.
       ScheduleError: it does not support these sizes or options, or the file's table is invalid.
     """
+    schedule = os.fspath(schedule)
     if is_csv(schedule):
         return load_csv(
             schedule,

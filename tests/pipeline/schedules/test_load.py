@@ -1,6 +1,7 @@
 import pytest
 
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError
 
@@ -11,6 +12,12 @@ def test_load_schedule_has_w_units_if_the_catalogue_says_so(name):
     table = load_schedule(name, 2, 4, schedule.repeats_for(2))
     assert table.name == name
     assert ("W" in table.kinds) == schedule.splits_backward
+
+
+def test_load_schedule_of_a_path_reads_its_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(load_schedule("1f1b", 2, 3)))
+    assert to_csv(load_schedule(path, 2, 3)) == path.read_text()
 
 
 @pytest.mark.parametrize(
