@@ -16,6 +16,7 @@ from helpers.hf_models import recorded
 from maxpipe import plan
 from maxpipe.config import load, resolve
 from maxpipe.config.cli import CONFIG_ERROR
+from maxpipe.config.options import get
 from maxpipe.config.slices import num_chips
 from maxpipe.devices.chips import GIB
 from maxpipe.render import plan_notes
@@ -435,6 +436,23 @@ def test_batches_are_of_the_length_that_is_fixed(monkeypatch):
     assert requests[0].batches == (16,)
 
 
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("optimizer={name: muon}", "optimizer.name", "muon"),
+        ("optimizer.name =muon", "optimizer.name", "muon"),
+        ("data={sequence_length: 64, prefetch: 3}", "data.sequence_length", 64),
+    ],
+)
+def test_keys_that_are_not_searched_are_fixed_however_they_are_written(
+    word, key, value, monkeypatch
+):
+    requests = []
+    monkeypatch.setattr("maxpipe.compiling.plan.launch", lambda r, *_: requests.append(r) or 0)
+    assert plan.main([*FROM, "--fix", word]) == 0
+    assert get(requests[0].config, key) == get(requests[0].written, key) == value
+
+
 @pytest.mark.parametrize("flag", ["--fix", "--try"])
 def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
     requests = []
@@ -537,6 +555,11 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ([*FROM, "--fix", "model.num_kv_heads=3"], "model.num_kv_heads (--fix): 3 does not"),
         ([*FROM, "--fix", "model.num_query_heads=3"], "with --fix model.num_query_heads=3): "),
         ([*FROM, "--fix", "model.moe.dispatch=all_to_all"], "model.moe.dispatch (--fix): "),
+        (
+            [*FROM, "--fix", "pipeline={schedule: 1f1b, remat_layers: true}"],
+            "sets keys that the plan searches and others; give --fix for each of them",
+        ),
+        ([*FROM, "--fix", "pipeline={schedule: 1f1b, num_microbatches: 8}"], None),
         ([*FROM, "--fix", "model.lora.rank=4"], "model.lora.rank: a plan counts all parameters"),
         ([*FROM, "model.num_layers=3"], None),
         ([*FROM, "pipeline.outside_layers=before"], "pipeline.outside_layers: follows from what"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import COMMAND_LINE
+from maxpipe.config.files import COMMAND_LINE, read_overrides
 from maxpipe.config.load import derive_known, load
 from maxpipe.config.options import OPTIONS, get, update
 from maxpipe.config.rules.model import MODEL_RULES
@@ -164,9 +164,16 @@ def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
     """Return the configuration with what --fix sets of the keys that are not searched.
 
     Raises:
-      ConfigError: it breaks a rule; with all problems.
+      ConfigError: it breaks a rule; with all problems. Or a word sets searched keys as well.
     """
-    words = [word for word in arguments.flags.fix if word.partition("=")[0] in keys]
+    words = []
+    for word in arguments.flags.fix:
+        named = {setting.key for setting in read_overrides([word])[0]}
+        if named & keys and named & {*SEARCHED}:
+            message = "sets keys that the plan searches and others; give --fix for each of them"
+            raise ConfigError(Problem("", f"--fix {word}: {message}"))
+        if named and named <= keys:  # else it is wrong, which `values_of` says
+            words.append(word)
     if not words:
         return arguments.loaded.config
     try:
