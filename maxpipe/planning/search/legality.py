@@ -114,11 +114,12 @@ class Legality:
         if ENGINES[engine].has_stages and ENGINES[engine].whole_rounds:
             least = stages * self._config.pipeline.forwarding_delay
             fits_engine = (microbatches % stages == 0) & (microbatches >= least)
-        divides = batch % (microbatches * grid.batch_shards) == 0
-        evaluation = self._config.eval
-        if evaluation.every and evaluation.global_batch_size not in (-1, batch):
-            divides &= evaluation.global_batch_size % grid.batch_shards == 0
-        return fits_engine, divides
+        return fits_engine, batch % (microbatches * grid.batch_shards) == 0
+
+    def divides_evaluation(self, grid: Grid, batch: int) -> bool:
+        """Return whether the devices divide the batch of evaluations, if there are any."""
+        every, size = self._config.eval.every, self._config.eval.global_batch_size
+        return not every or size in (-1, batch) or size % grid.batch_shards == 0
 
     def of_layers(
         self, engine: str, schedule: str, stages: int, repeats: np.ndarray

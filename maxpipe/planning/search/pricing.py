@@ -56,6 +56,8 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
     stages = block.grid.size("stage")
     has_layers, _, _ = legality.of_layers(block.engine, block.schedule, stages, block.repeats)
     drop(along(has_layers, "repeats"), "model.num_layers: fewer layers than stages x repeats")
+    evaluates = np.array(legality.divides_evaluation(block.grid, block.batch))
+    drop(evaluates, "eval.global_batch_size: no multiple of the devices that divide it")
     fits, divides = legality.of_batch(block.engine, block.grid, block.batch, block.microbatches)
     drop(along(fits, "microbatches"), "pipeline.num_microbatches: not whole rounds of the stages")
     shares = "pipeline.num_microbatches x the devices that divide it"

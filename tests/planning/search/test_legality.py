@@ -93,6 +93,18 @@ def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(
     assert 20 < sum(outcomes) < count - 20  # both kinds are drawn
 
 
+def test_a_batch_of_evaluations_that_the_devices_do_not_divide_is_a_reason_of_its_own():
+    sizes = SIZES | {"eval.every": 10, "eval.global_batch_size": 3}
+    config = replace(Config(), **sizes)
+    legality, space = Legality(config, 1), Space(config, 4, 1, {})
+    reason = "eval.global_batch_size: no multiple of the devices that divide it"
+    for grid in (grid for grid in space.grids() if grid.size("stage") == 1):
+        fallen = Outcome().fallen
+        block = block_of(space, legality, grid, "sequential", "gpipe", 48)
+        assert legal_mask(block, legality, fallen).any() == (grid.batch_shards == 1)
+        assert [*fallen] == [reason] * (grid.batch_shards > 1)
+
+
 def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
     assert layout_of("scheduled", 126, 8, 3).updates(126)["pipeline.parallel_layers"] == 120
     assert layout_of("mpmd", 126, 8, 1).is_uneven
