@@ -10,6 +10,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.terminal import ignore_note
 from maxpipe.config.values import words_of
 from maxpipe.devices.chips import Tpu
+from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.auto_stages import choose_stages, fullest_stage_bytes
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import on_platform
@@ -181,7 +182,7 @@ def _effective(
             if ENGINES[changed.pipeline.engine].one_program != one_program:
                 continue  # the estimate is not made for the other kind of engine
             saves = now - memory_of(changed)
-        except ConfigError:
+        except (ConfigError, ScheduleError):  # a CSV file has sizes of its own
             continue
         if saves > LEAST_SAVING * now:
             effective.append(Knob(words_of(changes), saves))

@@ -2,9 +2,11 @@
 
 import pytest
 
-from maxpipe.compiling.knobs import gains, knobs
+from maxpipe.compiling.knobs import gains, knobs, stage_knobs
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import Tpu
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import with_gather_mode
@@ -98,6 +100,23 @@ def test_knobs_decide_again_how_often_a_changed_run_gathers():
     assert lockstep.pipeline.fsdp_gather == "once"
     saves = estimate(resolved, V5P).total - estimate(lockstep, V5P).total
     assert found[words] == pytest.approx(saves)
+
+
+@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
+def test_knobs_leave_out_changes_to_which_a_schedule_of_a_file_does_not_fit(tmp_path, engine):
+    path, is_scheduled = tmp_path / "own.csv", engine == "scheduled"
+    path.write_text(to_csv(load_schedule("lockstep_1f1b" if is_scheduled else "1f1b", 2, 4)))
+    own = {"pipeline.engine": engine, "pipeline.schedule": str(path), POLICY: "none"}
+    written = replace(Config(), **SIZES | own)
+    resolved = with_gather_mode(resolve(written, 2), V5P)
+    found = (
+        knobs(written, resolved, 2, 1, V5P)
+        if is_scheduled
+        else stage_knobs(written, resolved, (2, 1), V5P)
+    )
+    words = [knob.words for knob in found]
+    assert f"{POLICY}=full" in words
+    assert not any("num_microbatches" in word or "num_repeats" in word for word in words)
 
 
 def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
