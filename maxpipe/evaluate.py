@@ -19,7 +19,7 @@ from maxpipe.checkpoint.run_argument import (
     add_run_arguments,
     find_checkpoint,
 )
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.outputs import unwritable
@@ -30,6 +30,7 @@ from maxpipe.supervision.signals import INTERRUPTED
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
+    check_flags(flags, "include", "tokenizer", "json")
     if flags.json and (reason := unwritable(flags.json)):
         raise ConfigError(Problem("--json", reason))
     if flags.include and not Path(flags.include).is_dir():

@@ -20,7 +20,7 @@ from maxpipe.checkpoint.run_argument import (
     add_run_arguments,
     find_checkpoint,
 )
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.outputs import check_local
 from maxpipe.config.sections.model import DTYPES
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = _parser()
     flags = parser.parse_args(argv)
+    check_flags(flags, "hf", "safetensors", "adapter")
     if flags.safetensors and (flags.type or flags.file_size):
         parser.error("--type and --file-size are for --hf; --safetensors writes one file")
     if flags.adapter and flags.file_size:

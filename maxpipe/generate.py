@@ -21,7 +21,7 @@ from maxpipe.checkpoint.run_argument import (
     add_run_arguments,
     find_checkpoint,
 )
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections import MOST_SEED
 from maxpipe.supervision.signals import INTERRUPTED
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--prompt is required, or --chat")
     if flags.system and not flags.chat:
         parser.error("--system is for --chat")
+    check_flags(flags, "tokenizer")
     import_variants(flags.imports)
     try:
         checkpoint = find_checkpoint(flags)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from maxpipe.comparison.page import page_html
 from maxpipe.comparison.recorded import read_runs
 from maxpipe.comparison.table import comparison_text, run_text, runs_text
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_variants
 from maxpipe.config.outputs import unwritable, write_file
@@ -26,6 +26,8 @@ from maxpipe.config.outputs import unwritable, write_file
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
+    if flags.action == "plot":
+        check_flags(flags, "html")
     import_variants(())
     runs = read_runs(flags.directories)
     if flags.action == "compare" and len(runs) < 2:

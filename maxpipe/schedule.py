@@ -21,7 +21,7 @@ from types import ModuleType
 
 from maxpipe.api import schedules
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.config.cli import print_problems
+from maxpipe.config.cli import check_flags, print_problems
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.outputs import is_device, output_problems
@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError if a file cannot be written, or would replace another or what is read."""
+    check_flags(arguments, "csv", "svg", "html")
     files = {f"--{flag}": getattr(arguments, flag) for flag in ("csv", "svg", "html")}
     problems = [*output_problems(files, [*filter(os.path.isfile, arguments.words)])]
     if (table := arguments.csv) and not is_csv(table) and not is_device(table):
@@ -121,9 +122,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     parser.add_argument("--svg", metavar="FILE", help="write a chart as SVG")
-    parser.add_argument(
-        "--html", metavar="FILE", help="write charts of all schedules named as one page"
-    )
+    parser.add_argument("--html", metavar="FILE", help="write all schedules' charts as one page")
     parser.add_argument(
         "--compare", action="store_true", help="one line per schedule; all of them if none is named"
     )

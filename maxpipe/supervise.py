@@ -22,7 +22,7 @@ from pathlib import Path
 
 from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.comparison.recorded import METRICS, last_step
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import emit
 from maxpipe.devices.cluster import find_place
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     options = _parser().parse_args(words[:end])
+    check_flags(options, "status")
     command = words[end + 1 :]
     if options.status:
         for line in status(Path(options.status)):

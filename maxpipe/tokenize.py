@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.outputs import check_local
@@ -36,6 +36,7 @@ from maxpipe.telemetry.console import open_bar
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
+    check_flags(flags, "out")
     check_local("--cache-dir", flags.cache_dir)
     check_local("--out", flags.out)
     import_variants(flags.imports)

@@ -1,5 +1,6 @@
 """`maxpipe COMMAND`: every command under one name."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -45,6 +46,37 @@ def test_main_unknown_command_ends_with_2_and_lists_the_commands(capsys):
     shown = capsys.readouterr().err
     assert "there is no command 'trian'; did you mean train?" in shown
     assert "train" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compile base compile.topology=cpu --units",
+        "compile base compile.topology=cpu --profile-trace",
+        "compile base compile.topology=cpu --json",
+        "plan base --topology",
+        "schedule gpipe --csv",
+        "evaluate runs/base --tasks a --json",
+        "export runs/base --safetensors",
+        "generate runs/base --prompt a --tokenizer",
+        "runs plot runs/base --html",
+        "supervise --status",
+        "tokenize encode a.txt --tokenizer byte --out",
+    ],
+)
+@pytest.mark.parametrize("text", ["", " "])
+def test_flags_with_an_empty_text_are_refused_and_not_taken_as_left_out(
+    words, text, capsys, tmp_path, monkeypatch
+):
+    """As `--json "$FILE"` where the variable is not set."""
+    monkeypatch.chdir(tmp_path)
+    command, *words = words.split()
+    try:
+        code = importlib.import_module(f"maxpipe.{command}").main([*words, text])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert f"{words[-1]}: is empty; give a value, or leave it out" in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[1]

@@ -538,7 +538,7 @@ def test_gather_mode_auto_is_left_to_the_search(flag, monkeypatch):
         ([*SMALL, "--max-global-batch", "1Ki"], None),
         ([*SMALL, "--max-global-batch", "1Kib"], "--max-global-batch: expected a whole number"),
         ([*SMALL, "--max-global-batch", "31"], "the next batch to try has 32; give at least that"),
-        ([*SMALL, "--memory-margin", ""], "--memory-margin: expected a share"),
+        ([*SMALL, "--memory-margin", ""], "--memory-margin: is empty"),
         ([*SMALL, "--memory-margin", "20%"], "simulated devices do not have; leave it out"),
         ([*SMALL, "--max-global-batch", "1e14"], "1024 times the 16 sequences of a step, 16384"),
         ([*SMALL, "--no-compile", "--compile", "2"], "contradicts --compile 2"),

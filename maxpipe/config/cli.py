@@ -111,6 +111,7 @@ def parse_args(
         print(_help(parser, flags.help), end="")
         raise SystemExit(0)
     problems = [Problem("", message) for message in _unknown_flags(unknown, flags, parser)]
+    problems += empty_flags(flags, *(name for name in vars(flags) if name != "config"))
     path = flags.config
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
         names = ", ".join(shipped_configs())
@@ -126,6 +127,21 @@ def parse_args(
         print(redacted(print_config(loaded)), end="")
         raise SystemExit(0)
     return Arguments(path, loaded, flags)
+
+
+def empty_flags(flags: argparse.Namespace, *names: str) -> Iterator[Problem]:
+    """Yield a problem for each of these flags that is given an empty text, as in `--json ""`."""
+    for name in names:
+        value = getattr(flags, name)
+        if isinstance(value, str) and not value.strip():
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(flag, "is empty; give a value, or leave it out")
+
+
+def check_flags(flags: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError if one of these flags is given an empty text."""
+    if problems := [*empty_flags(flags, *names)]:
+        raise ConfigError(*problems)
 
 
 class _Parser(argparse.ArgumentParser):

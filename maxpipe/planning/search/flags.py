@@ -6,16 +6,10 @@ from collections.abc import Iterator
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import Problem
 from maxpipe.config.outputs import output_problems
-from maxpipe.planning.search.amounts import TOKENS
 
 
 def flag_problems(flags: argparse.Namespace) -> Iterator[Problem]:
     """Yield what is wrong with flags by themselves."""
-    texts = {"--topology": flags.topology, TOKENS: flags.tokens_per_step}
-    texts |= {"--write": flags.write, "--json": flags.json, "--html": flags.html}
-    for flag, text in texts.items():
-        if text is not None and not text.strip():
-            yield Problem(flag, "is empty; give a value, or leave it out")
     if flags.closed and flags.compile:
         yield Problem("--no-compile", f"contradicts --compile {flags.compile}; give one of them")
     if flags.probe and flags.closed:
