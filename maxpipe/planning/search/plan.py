@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import resolve
+from maxpipe.config.options import get
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.gather_mode import with_gather_mode
@@ -18,6 +19,7 @@ from maxpipe.planning.search.pricing import price
 from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
 from maxpipe.planning.search.search import Outcome, search
+from maxpipe.planning.search.space import DERIVED
 
 ROWS = 100
 CHECKS = 2000  # by the configuration's own rules; each takes about a millisecond
@@ -241,4 +243,5 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:
         return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"
-    return candidate_of(priced.block, 0, priced.memory, priced.seconds, facts)
+    candidate = candidate_of(priced.block, 0, priced.memory, priced.seconds, facts)
+    return replace(candidate, layout={key: get(config, key) for key in DERIVED})

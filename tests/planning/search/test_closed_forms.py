@@ -303,6 +303,7 @@ def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_large
     machine = machine_of("v6e:2x4", 1, config)
     request = SimpleNamespace(machine=machine)
     priced = priced_configuration(config, request)
+    assert update(config, priced.layout) == config  # the user's own stages
     # Of one program all stages hold as many, of several the fullest decides.
     is_one = config.pipeline.engine == "scheduled"
     chosen = on_platform(with_gather_mode(config, machine.tpu), "tpu")
