@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.migration.read import read_maxtext
 from maxpipe.migration.translate import translate
 
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [word for word in flags.words if not is_file[word]]
     translation = translate(read_maxtext(files, overrides), flags.devices or 0)
     for note in translation.notes:
-        print(f"note: {note}", file=sys.stderr)
-    command = f"python -m maxpipe.from_maxtext {shlex.join(words)}"
+        print(redacted(f"note: {note}"), file=sys.stderr)
+    command = redacted(f"python -m maxpipe.from_maxtext {shlex.join(words)}")
     print("\n".join(f"# {line}" for line in command.splitlines()))
     print(translation.yaml, end="")
     return 0

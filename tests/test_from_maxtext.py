@@ -24,6 +24,13 @@ def test_command_with_a_line_break_in_a_word_prints_a_file_that_loads(tmp_path, 
     assert load(str(file)).config.run_name == "a-steps-3"
 
 
+def test_command_at_the_top_of_the_file_has_no_secrets(capsys):
+    assert main(["vertex_tensorboard_project=https://me:hunter2@host/x", "--devices", "8"]) == 0
+    printed = capsys.readouterr()
+    assert "=https://***@host/x" in printed.out.splitlines()[0]
+    assert "hunter2" not in printed.out + printed.err
+
+
 @pytest.mark.parametrize(
     ("words", "problems"),
     [

@@ -62,6 +62,27 @@ def test_written_file_is_complete_and_resolves_for_the_topology(written, tmp_pat
     assert not any(".yml" in source for source in loaded.sources.values() if "best" not in source)
 
 
+def test_the_command_has_no_secrets_in_the_page_and_the_file(tmp_path, capsys):
+    page, file = tmp_path / "best.html", tmp_path / "best.yml"
+    words = [
+        "telemetry.mlflow=https://me:hunter2@host/x",
+        "--html",
+        str(page),
+        "--write",
+        str(file),
+    ]
+    assert plan.main([*SMALL, *words]) == 0
+    shown = "telemetry.mlflow=https://***@host/x"
+    assert shown in page.read_text()
+    assert "hunter2" not in page.read_text()
+    assert shown in file.read_text().splitlines()[0]
+    assert "mlflow: https://me:hunter2@host/x" in file.read_text(), "training sends to it"
+    wrong = ["--fix", words[0], "--fix", "model.num_query_heads=3"]
+    with pytest.raises(SystemExit):
+        plan.main([*FROM, *wrong])
+    assert "hunter2" not in capsys.readouterr().err
+
+
 def test_written_file_opens_with_its_command_prediction_and_versions(written):
     lines = (written / "best.yml").read_text().splitlines()
     comments = [line for line in lines if line.startswith("#")]

@@ -10,7 +10,7 @@ import jax
 
 from maxpipe.compiling.probing import probe
 from maxpipe.compiling.proof import is_provable, prove
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
 from maxpipe.devices.compile_cache import compile_cache
@@ -60,7 +60,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     if flags.json:
         write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
     if flags.html:
-        write_file("--html", flags.html, page_html(plan, words))
+        write_file("--html", flags.html, redacted(page_html(plan, words)))
     if plan.winner is None:
         if flags.write:
             print(f"not written {flags.write}: nothing fits")

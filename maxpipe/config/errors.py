@@ -30,10 +30,10 @@ class Problem:
     source: str = ""
 
     def __str__(self) -> str:
-        message = redacted(self.message)
-        if self.key and self.source:
-            return f"{self.key} ({self.source}): {message}"
-        place = self.key or self.source
+        message, source = redacted(self.message), redacted(self.source)
+        if self.key and source:
+            return f"{self.key} ({source}): {message}"
+        place = self.key or source
         return f"{place}: {message}" if place else message
 
 

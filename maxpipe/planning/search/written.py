@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.errors import redacted
 from maxpipe.config.from_hf import VOCABULARY
 from maxpipe.config.model_places import split_scheme
 from maxpipe.config.options import OPTIONS, get, is_set, update
@@ -45,7 +46,7 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
     memory = f"{row.memory / GIB:.3g} GiB a device"
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.3g}, of which closed forms leave {margin:.0%} free"
-    command = shlex.join(["python", "-m", "maxpipe.plan", *words])
+    command = redacted(shlex.join(["python", "-m", "maxpipe.plan", *words]))
     lines = [
         command,
         "",
