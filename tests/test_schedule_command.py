@@ -368,6 +368,28 @@ def test_schedule_of_manual_stages_uses_their_own_times(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "layer_pattern: [local, local, local, global], attention_window: 64",
+        "first_dense_layers: 1, moe: {experts: 4, per_token: 1, mlp_dim: 32}",
+    ],
+)
+def test_schedule_of_layers_that_differ_lists_the_times_that_it_simulates(kinds, capsys, tmp_path):
+    """With a window they take less than the average, and the first dense ones more."""
+    file = tmp_path / "own.yml"
+    layers = 8 + kinds.count("first")
+    file.write_text(
+        f"base: {CONFIGS / 'base.yml'}\nmodel: {{num_layers: {layers}, {kinds}}}\n"
+        "pipeline: {schedule: 1f1b, engine: mpmd, layers_per_stage: [5, 3]}\n"
+    )
+    text = output(capsys, str(file))
+    lines = re.findall(r"^  stage \d +\d layers: F (\S+), B ([^,]+)(?:, head ([^,]+))?", text, re.M)
+    totals = [sum(float(part) for part in parts if part) for parts in lines]
+    assert max(totals) == pytest.approx(figure(text, "slowest stage"), rel=1e-3)
+    assert [float(parts[0]) for parts in lines] != [5, 3]
+
+
 def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(capsys):
     words = "pipeline.num_repeats=1", "pipeline.parallel_layers=20"
     for place, chunks in (("after", "[10,18]"), ("before", "[18,10]")):

@@ -54,6 +54,12 @@ class PredictedStages:
         return np.bincount(stages, self.sizes).astype(int).tolist()
 
     @property
+    def times_of_stages(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of a microbatch on each stage, without the head: forward, backward."""
+        stages, costs = self.run.table.stage_of_chunk, self.times.costs(self.sizes, self.run.table)
+        return np.bincount(stages, costs.forward), np.bincount(stages, costs.backward)
+
+    @property
     def slowest(self) -> float:
         """Return the slowest stage's time for a microbatch: all chunks, forward and backward."""
         return float(self.run.work.max()) / self.run.table.num_microbatches
@@ -101,7 +107,7 @@ def predict(config: Config, sizes: Sequence[int], *, on_tpus: bool = False) -> P
         list(sizes),
         times,
         simulate(table, times.costs(sizes, table)),
-        np.array([memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]),
+        np.array([memory.bytes(s, of_stage(table, sizes, s)) for s in range(table.num_stages)]),
     )
 
 
@@ -261,7 +267,8 @@ def memory_limit(config: Config, chip_bytes: float | None) -> float:
     return GIB * config.pipeline.memory_limit_gib or chip_bytes or inf
 
 
-def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
+def of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
+    """Return the layers of a stage's chunks."""
     return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
 
 
@@ -316,11 +323,8 @@ def _reasons(
         f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
         f"a microbatch{against}"
     )
-    costs = times.costs(chosen.sizes, run.table)
-    stages = run.table.stage_of_chunk
     forward, backward = (
-        " ".join(f"{time:.4g}" for time in np.bincount(stages, of_chunks))
-        for of_chunks in (costs.forward, costs.backward)
+        " ".join(f"{time:.4g}" for time in of_stages) for of_stages in chosen.times_of_stages
     )
     memory = " ".join(f"{count / GIB:.3g}" for count in chosen.memory)
     if limit != inf:
@@ -344,7 +348,7 @@ def _does_not_fit(
         balanced = _distribute(config, table, lambda s, first, sizes: memory.bytes(s, sizes))
         assert balanced is not None, "too few layers for the chunks"
         sizes = balanced
-        needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
+        needed = [memory.bytes(s, of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
     excess = (needed[worst] - limit) / GIB

@@ -14,6 +14,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import (
     PredictedStages,
     memory_limit,
+    of_stage,
     plan_stages,
     predict,
     uniform_sizes,
@@ -98,12 +99,11 @@ def stages_text(
 
 
 def _stage(prediction: PredictedStages, stage: int) -> str:
-    table, times, layers = prediction.run.table, prediction.times, prediction.layers[stage]
-    chunks = [
-        str(n) for n, s in zip(prediction.sizes, table.stage_of_chunk, strict=True) if s == stage
-    ]
+    table, times = prediction.run.table, prediction.times
+    chunks = [str(layers) for layers in of_stage(table, prediction.sizes, stage)]
+    forward, backward = (of_stages[stage] for of_stages in prediction.times_of_stages)
     noun = "layer" if chunks == ["1"] else "layers"
-    text = f"{' + '.join(chunks)} {noun}: F {layers}, B {(times.layer - 1) * layers:.4g}"
+    text = f"{' + '.join(chunks)} {noun}: F {forward:.4g}, B {backward:.4g}"
     if table.lockstep:
         return f"{text}, head {times.head / table.num_stages:.4g}"
     return f"{text}, head {times.head:.4g}" if stage == table.stage_of_chunk[-1] else text
