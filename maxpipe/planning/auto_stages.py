@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import TypeAlias
 
@@ -21,7 +21,7 @@ from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Costs, Simulation, simulate
-from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
+from maxpipe.planning.stage_cut import balance_layers, chunk_sizes, lightened
 from maxpipe.planning.stage_memory import StageMemory
 from maxpipe.planning.stage_times import LayerTimes, layer_times
 
@@ -168,12 +168,8 @@ def _candidates(config: Config, limit: float) -> list[PredictedStages]:
     An order that follows the times of units, which depend on the stages, may need more memory.
     """
     table, times = run_table(config), layer_times(config)
-    memory = StageMemory(config, table)
+    weight = cache(StageMemory(config, table).bytes)
     first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
-
-    @cache
-    def fits(stage: int, sizes: Sizes) -> bool:
-        return memory.bytes(stage, sizes) <= limit
 
     def time(stage: int, first: int, sizes: Sizes) -> float:
         count, ends = sum(sizes), times.head if stage == head_stage else 0.0
@@ -183,11 +179,10 @@ def _candidates(config: Config, limit: float) -> list[PredictedStages]:
         layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
         return layers + ends
 
-    sizes = _distribute(
-        config,
-        table,
-        lambda s, first, sizes: time(s, first, sizes) if fits(s, sizes) else inf,
-    )
+    def cost(stage: int, first: int, sizes: Sizes) -> float:
+        return time(stage, first, sizes) if weight(stage, sizes) <= limit else inf
+
+    sizes = _distribute(config, table, cost, weight, limit)
     if sizes is None:
         return []
     predictions = [predict(config, sizes)]
@@ -273,24 +268,40 @@ def of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
 
 
 def _distribute(
-    config: Config, table: Table, cost: Callable[[int, int, Sizes], float]
+    config: Config,
+    table: Table,
+    cost: Callable[[int, int, Sizes], float],
+    weight: Callable[[int, Sizes], float],
+    limit: float,
 ) -> list[int] | None:
     """Distribute all layers by `balance_layers`; return the chunk sizes, or None if nothing fits.
+
+    The chunks of a stage are as equal as memory allows.
 
     Args:
       config: the resolved configuration.
       table: the schedule.
       cost: returns the cost of a stage, infinite if its chunks do not fit; its arguments are the
         stage, the first layer if it has one chunk, and the chunk sizes.
+      weight: returns the bytes of a stage with these chunk sizes.
+      limit: bytes that a device may use.
     """
     total, times = config.pipeline.parallel_layers, layer_times(config)
     first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
+
+    too_many: list[float] = [inf] * table.num_stages  # as many fit in no split
 
     @cache
     def chunks(stage: int, layers: int) -> Sizes:
         head = times.head / times.layer if stage == head_stage else 0.0
         first = times.first_layers / times.layer if stage == first_stage else 0.0
-        return tuple(chunk_sizes(layers, table.num_repeats, head, first))
+        sizes = tuple(chunk_sizes(layers, table.num_repeats, head, first))
+        if layers >= too_many[stage]:
+            return sizes
+        sizes = lightened(sizes, partial(weight, stage), limit)
+        if weight(stage, sizes) > limit:
+            too_many[stage] = layers
+        return sizes
 
     def cost_of(stage: int, first: int, count: int) -> float:
         return cost(stage, first, chunks(stage, count)) if count >= table.num_repeats else inf
@@ -300,7 +311,8 @@ def _distribute(
         return None
     sizes = [0] * table.num_chunks
     for stage, count in enumerate(layers):
-        for chunk, size in enumerate(chunks(stage, count)):
+        fitting = lightened(chunks(stage, count), partial(weight, stage), limit)
+        for chunk, size in enumerate(fitting):
             sizes[int(table.global_chunk(chunk, stage))] = size
     return sizes
 
@@ -344,16 +356,19 @@ def _does_not_fit(
         sizes, needed = least.sizes, least.memory.tolist()
     else:
         table = run_table(config)
-        memory = StageMemory(config, table)
-        balanced = _distribute(config, table, lambda s, first, sizes: memory.bytes(s, sizes))
+        weight = cache(StageMemory(config, table).bytes)
+        balanced = _distribute(
+            config, table, lambda s, first, sizes: weight(s, sizes), weight, limit
+        )
         assert balanced is not None, "too few layers for the chunks"
         sizes = balanced
-        needed = [memory.bytes(s, of_stage(table, sizes, s)) for s in range(table.num_stages)]
+        needed = [weight(s, tuple(of_stage(table, sizes, s))) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
     excess = (needed[worst] - limit) / GIB
+    tried = " that was tried" if config.pipeline.num_repeats > 1 else ""
     message = (
-        f"no choice of stages fits {limit / GIB:.3g} GiB a device ({source}): "
+        f"no choice of stages{tried} fits {limit / GIB:.3g} GiB a device ({source}): "
         f"with {str(sizes).replace(' ', '')} stage {worst} needs {needed[worst] / GIB:.3g} GiB "
         f"by estimate, {excess:.3g} GiB too much"
     )

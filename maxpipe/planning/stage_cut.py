@@ -3,8 +3,9 @@
 What a stage costs depends on which layers it holds: those with a window take less time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import permutations
 from math import inf
 
 
@@ -89,3 +90,31 @@ def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0, first: float = 
         least = min(range(num_chunks), key=lambda c: sizes[c] + extra[c])
         sizes[least] += 1
     return sizes
+
+
+def lightened(
+    sizes: tuple[int, ...], weight: Callable[[tuple[int, ...]], float], limit: float
+) -> tuple[int, ...]:
+    """Move layers between a stage's chunks, one by one, until it weighs at most the limit.
+
+    If it cannot, return sizes that no such move makes lighter; of two chunks, the lightest ones.
+
+    Args:
+      sizes: layers of each chunk, at least one.
+      weight: returns what the stage weighs; convex in the sizes.
+      limit: what the stage may weigh.
+    """
+    least = weight(sizes)
+    while least > limit:
+        lightest = min(_moves(sizes), key=weight, default=sizes)
+        if weight(lightest) >= least:
+            break
+        sizes, least = lightest, weight(lightest)
+    return sizes
+
+
+def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes after each move of one layer to another chunk."""
+    for source, target in permutations(range(len(sizes)), 2):
+        if sizes[source] > 1:
+            yield tuple(n - (c == source) + (c == target) for c, n in enumerate(sizes))

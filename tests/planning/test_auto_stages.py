@@ -161,6 +161,19 @@ def test_a_stage_is_all_its_chunks(schedule):
     )
 
 
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_two_chunks_of_a_stage_differ_where_equal_ones_do_not_fit(policy):
+    """What is in flight of each chunk differs, so that it matters which of them has a layer."""
+    values = {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2, "model.num_layers": 8}
+    config = config_of(2, **values, **{"pipeline.remat_policy": policy})
+    cuts = [predict(config, cut) for cut in every_cut(8, 4)]
+    for limit in sorted({max(cut.memory) for cut in cuts})[:4]:
+        fitting = [cut for cut in cuts if max(cut.memory) <= limit]
+        chosen = plan_stages(config, limit)
+        assert max(chosen.memory) <= limit
+        assert chosen.slowest == pytest.approx(min(cut.slowest for cut in fitting))
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("schedule", "repeats"),

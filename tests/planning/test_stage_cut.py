@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
+from maxpipe.planning.stage_cut import balance_layers, chunk_sizes, lightened
 
 
 def choices(total, stages):
@@ -65,3 +65,29 @@ def test_layers_that_cost_less_lie_together_on_a_longer_stage():
 )
 def test_chunks_of_a_stage_are_even(layers, chunks, last, sizes):
     assert chunk_sizes(layers, chunks, last) == sizes
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    columns=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
+    limit=st.integers(0, 90),
+)
+def test_two_chunks_are_moved_no_further_than_needed_to_fit(sizes, columns, limit):
+    """What a stage holds at its peak is the largest of several weighted sums."""
+
+    def weight(sizes):
+        return max(a * sizes[0] + b * sizes[1] for a, b in columns)
+
+    total, fitting = sum(sizes), lightened(sizes, weight, limit)
+    splits = [(n, total - n) for n in range(1, total)]
+    near = [split for split in splits if weight(split) <= limit]
+    if near:
+        moved = abs(fitting[0] - sizes[0])
+        assert weight(fitting) <= limit
+        assert moved == min(abs(split[0] - sizes[0]) for split in near)
+    else:
+        assert weight(fitting) == min(map(weight, splits))
+
+
+def test_one_chunk_that_is_too_heavy_stays():
+    assert lightened((3,), sum, 2) == (3,)
