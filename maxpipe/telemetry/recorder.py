@@ -206,7 +206,9 @@ class Recorder:
             values["bits_per_byte"] = bits_per_byte
             parts.append(f"{bits_per_byte:.4f} bits/byte")
         values |= {f"loss/{name}": loss for name, loss in losses.items()}
-        worst = sorted(losses, key=lambda name: -losses[name])[:SOURCES_SHOWN]
+        # NaN, which has no order, comes first.
+        worst = sorted(losses, key=lambda name: (losses[name] < math.inf, -losses[name]))
+        worst = worst[:SOURCES_SHOWN]
         parts += [f"{name} {loss:.4f}" for name, loss in losses.items() if name in worst]
         if len(losses) > len(worst):
             parts.append(f"and {len(losses) - len(worst)} lower")

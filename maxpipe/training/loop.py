@@ -257,6 +257,12 @@ def evaluate(run: Run) -> None:
         bits_per_byte = nats / math.log(2) / all_bytes if all_bytes else None
         losses = {name: _mean_loss(sums) for name, sums in by_source.items()}
         run.recorder.evaluation(run.step, loss, bits_per_byte, losses)
+        for name, sums in {"the evaluation": whole, **by_source}.items():
+            if not _weight(sums):
+                run.recorder.print_line(
+                    f"step {run.step}: no loss of {name}: its batches have no token to predict; "
+                    "are prompts longer than data.sequence_length?"
+                )
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
@@ -275,10 +281,15 @@ def _dispatch_evaluation(run: Run, loader: Loader, num_batches: int) -> list[Met
     return parts
 
 
+def _weight(parts: Sequence[Metrics]) -> float:
+    """Return the weight of all targets of batches, given the sums of each."""
+    return float(sum(sums["weight"] for sums in parts))
+
+
 def _mean_loss(parts: Sequence[Metrics]) -> float:
-    """Return the mean cross-entropy over batches, given the sums of each."""
-    weight = sum(sums["weight"] for sums in parts)
-    return float(sum(sums["cross_entropy"] for sums in parts) / max(weight, 1e-6))
+    """Return the mean cross-entropy over batches, given the sums of each; NaN without a target."""
+    weight = _weight(parts)
+    return float(sum(sums["cross_entropy"] for sums in parts) / weight) if weight else math.nan
 
 
 @jax.jit

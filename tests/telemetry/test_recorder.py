@@ -103,6 +103,16 @@ def test_recorder_has_losses_of_sources_everywhere_and_the_largest_on_the_consol
     assert tags == {"eval/loss", "eval/perplexity", *(f"eval/loss/{name}" for name in "abcd")}
 
 
+def test_recorder_shows_a_source_without_a_loss_before_the_largest(tmp_path, capsys):
+    losses = {"a": 2.0, "b": 1.0, "c": math.nan, "d": 3.0, "e": 5.0, "f": math.nan}
+    r = recorder(tmp_path, steps=9)
+    r.evaluation(9, 2.25, by_source=losses)
+    r.close()
+    assert "  c nan  d 3.0000  e 5.0000  f nan  and 2 lower\n" in capsys.readouterr().out
+    (row,) = rows(tmp_path)
+    assert row["eval_loss/c"] is None
+
+
 def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
     r = recorder(tmp_path)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)

@@ -1,14 +1,17 @@
 """Test the order of the loop with fakes that record their calls."""
 
+import math
+
 import numpy as np
 import pytest
 from helpers.engines import tiny
 
 from maxpipe.checkpoint.errors import CheckpointSaveError, StateNotFinite
+from maxpipe.config import replace
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervision import Supervision
 from maxpipe.training import loop
-from maxpipe.training.loop import DIVERGED, DONE, Run, run_and_close, train
+from maxpipe.training.loop import DIVERGED, DONE, Run, evaluate, run_and_close, train
 
 
 class Trainer:
@@ -25,6 +28,9 @@ class Trainer:
             ("loss", "grad_norm", "learning_rate"), np.float32(state + 1 if finite else np.nan)
         )
         return state + 1, numbers | {"finite": np.bool_(finite), "skipped": np.int32(not finite)}
+
+    def forward(self, state, batch):
+        return {"cross_entropy": np.float32(6 * batch), "weight": np.float32(2 * batch)}
 
     def stage_seconds(self):
         return []
@@ -44,6 +50,9 @@ class Loader:
 
     def close(self):
         self.notes.append("close loader")
+
+    def restart(self):
+        pass
 
     def __next__(self):
         self.at += 1
@@ -99,6 +108,9 @@ class Recorder:
 
     def step(self, step, loss, grad_norm, learning_rate, step_seconds, **extra):
         self.notes.append(f"log {step}: {loss:g}")
+
+    def evaluation(self, step, loss, bits_per_byte, losses):
+        self.notes.append({"step": step, "loss": loss, **losses})
 
     def print_line(self, text):
         self.notes.append(text)
@@ -287,6 +299,27 @@ def test_loop_that_begins_with_a_replica_and_takes_no_step_saves_it(run, notes):
 def test_loop_stores_the_evaluation_loss_of_the_saved_step_only(run):
     run(**{"steps": 7, "checkpoint.every": 2, "eval.every": 3})
     assert run.losses == {2: None, 4: None, 6: 0.6, 7: 0.7}
+
+
+@pytest.mark.parametrize(
+    ("batches", "losses"),
+    [((1, 3), {"loss": 3, "easy": 3, "hard": 3}), ((0, 0), {"loss": math.nan, "hard": math.nan})],
+)
+def test_evaluation_without_a_target_has_no_loss_and_says_so(run, notes, batches, losses):
+    parts = run.parts(start=4, **{"eval.batches": 1})
+    parts.config = replace(parts.config, **{"eval.batches_per_source": 1})
+    whole, hard = batches
+    parts.eval_loader = Loader(notes, whole)
+    parts.eval_sources = {"easy": Loader(notes, 1), "hard": Loader(notes, hard)}
+    evaluate(parts)
+    *lines, row = notes[::-1]
+    assert row == pytest.approx({"step": 4, "easy": 3} | losses, nan_ok=True)
+    assert parts.eval_losses == ({4: 3} if whole else {})
+    assert [line.partition(":")[0] for line in lines[::-1]] == (
+        [] if whole else ["step 4", "step 4"]
+    )
+    if lines:
+        assert lines[-1].startswith("step 4: no loss of the evaluation: its batches have no token")
 
 
 def test_loop_with_every_0_never_saves_or_evaluates_and_checks_the_last_state(run, notes):
