@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxpipe.checkpoint.errors import CheckpointMismatch
+from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
 from maxpipe.config.load import from_record
@@ -111,13 +112,15 @@ def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
     """
     if not isinstance(meta.get("config"), Mapping):
         return ""
+    finished = jnp.int32(step)
+    now = float(learning_rate(config, finished))
     try:
         earlier = from_record(meta["config"]).optimizer
+        if earlier.schedule not in LR_SCHEDULES:
+            return ""  # its module is not imported now; the changed key is said anyway
+        before = float(learning_rate(earlier, finished))
     except ConfigError:
-        return ""  # handmade: no run saved it
-    finished = jnp.int32(step)
-    before = float(learning_rate(earlier, finished))
-    now = float(learning_rate(config, finished))
+        return ""  # handmade: no run saved it; or a schedule that can no longer be imported
     if abs(now - before) <= _SAME_RATE * max(abs(now), abs(before)):
         return ""
     line = f"the learning rate of step {step + 1} is {now:.3g}; it was to be {before:.3g}"

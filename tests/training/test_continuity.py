@@ -12,7 +12,7 @@ from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.replicas import Replicas
-from maxpipe.config import CheckpointConfig, Config, ConfigError, replace
+from maxpipe.config import CheckpointConfig, Config, ConfigError, catalog, replace
 from maxpipe.config.identity import SHAPED
 from maxpipe.config.load import derive_known, resolve
 from maxpipe.config.options import OPTIONS, get, update
@@ -213,6 +213,15 @@ def test_rate_change_is_said_when_a_longer_run_raises_the_rate(config):
     constant = replace(longer, **{"optimizer.schedule": "constant"})
     meta = {"config": asdict(replace(config, **{"optimizer.schedule": "constant"}))}
     assert rate_change(constant.optimizer, meta, 180) == ""
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rate_change_of_a_schedule_that_is_gone_is_not_said(config, monkeypatch, is_known):
+    if is_known:
+        schedule = catalog.LearningRateSchedule("a_missing_module:halves")
+        monkeypatch.setitem(catalog.LR_SCHEDULES, "halves", schedule)
+    earlier = asdict(update(config, {"optimizer.schedule": "halves"}))
+    assert rate_change(config.optimizer, {"config": earlier}, 180) == ""
 
 
 def checkpointer_with(config, *steps):
