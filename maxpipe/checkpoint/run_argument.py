@@ -5,7 +5,7 @@ import argparse
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.catalog import BLOCKS, ROUTERS
 from maxpipe.config.imports import add_import_flag
 
 RUN_DIR = "RUN_DIR"  # the argument, for messages
@@ -87,9 +87,16 @@ def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     return steps[-1] if step is None else step
 
 
-def check_block(config: Config) -> None:
-    """Raise ConfigError if the run's block is unknown because its module was not imported."""
-    if config.model.block not in BLOCKS:
-        message = f"the run has {config.model.block!r}, which is not known here; "
-        remedy = "import the module that adds it, as training did: --import MODULE"
-        raise ConfigError(Problem("model.block", message + remedy))
+def check_variants(config: Config) -> None:
+    """Raise ConfigError if the run's block or router is unknown: its module was not imported."""
+    model, remedy = config.model, "import the module that adds it, as training did: --import MODULE"
+    problems = [
+        Problem(key, f"the run has {name!r}, which is not known here; {remedy}")
+        for key, name, is_known in (
+            ("model.block", model.block, model.block in BLOCKS),
+            ("model.moe.router", model.moe.router, model.moe.router in ROUTERS),
+        )
+        if not is_known
+    ]
+    if problems:
+        raise ConfigError(*problems)

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxpipe.checkpoint.average import naming_step
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import check_block, find_steps
+from maxpipe.checkpoint.run_argument import check_variants, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
@@ -61,7 +61,7 @@ class Model:
             self._meta = store.record(self.step).meta
         self._named_tokenizer = tokenizer
         self.config = from_record(self._meta.get("config", {}))
-        check_block(self.config)
+        check_variants(self.config)
 
     def __repr__(self) -> str:
         return f"<maxpipe model of {self._store}, step {self.step}>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from maxpipe.checkpoint.average import naming_step, not_read, open_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
-from maxpipe.checkpoint.run_argument import RUN_DIR, check_block
+from maxpipe.checkpoint.run_argument import RUN_DIR, check_variants
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
@@ -43,7 +43,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
         with naming_step(step, len(steps)):
             record = store.record(step)
         config = from_record(record.meta["config"])
-        check_block(config)
+        check_variants(config)
         dtype = flags.dtype or config.model.param_dtype
         if flags.safetensors:
             target = Path(flags.safetensors)

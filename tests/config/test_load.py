@@ -185,8 +185,10 @@ def test_from_record_of_a_saved_configuration_returns_it():
     assert from_record(recorded(config)) == config
     own = recorded(config)
     own["model"]["block"] = "one_that_a_module_adds"
+    own["model"]["moe"] |= {"experts": 4, "router": "one_of_its_own"}
     own["of_a_later_version"] = 3
-    assert from_record(own).model.block == "one_that_a_module_adds"
+    model = from_record(own).model
+    assert (model.block, model.moe.router) == ("one_that_a_module_adds", "one_of_its_own")
     assert from_record({"model": {"num_layers": 3}}) == replace(Config(), **{"model.num_layers": 3})
 
 
