@@ -13,6 +13,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 
 LARGEST_HEAD = 128  # size that every generation of GPUs takes; from Hopper on cuDNN takes 256
+LEAST_CAPABILITY = "8.0"  # Ampere; earlier GPUs, T4 and V100, have no such kernels
 UNIT = 8  # a head's size must be a multiple of it
 
 
@@ -40,6 +41,12 @@ class Cudnn:
         client = backend.get_backend()
         if client.platform == "gpu" and "cuda" not in client.platform_version:
             return "it runs on GPUs of NVIDIA"
+        # A machine without a GPU, which only plans, has devices without this attribute.
+        capability = getattr(client.local_devices()[0], "compute_capability", LEAST_CAPABILITY)
+        if float(capability) < float(LEAST_CAPABILITY):
+            return (
+                f"it needs compute capability {LEAST_CAPABILITY} (A100), this GPU has {capability}"
+            )
         return ""
 
     @staticmethod

@@ -118,8 +118,25 @@ def test_choose_kernel_on_gpus_says_why_cudnn_cannot_serve(choose, key, value, r
 
 
 def test_choose_kernel_on_gpus_of_another_maker_leaves_cudnn(choose, monkeypatch):
-    client = SimpleNamespace(platform="gpu", platform_version="rocm 7")
+    client = gpu_client(SimpleNamespace(), "rocm 7")
     monkeypatch.setattr("maxpipe.model.kernels.cudnn.backend.get_backend", lambda: client)
     assert choose("gpu")[0] == "dot_product"
     client.platform_version = "cuda 13000"
     assert choose("gpu")[0] == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [("7.0", "dot_product"), ("7.5", "dot_product"), ("8.0", "cudnn"), ("12.0", "cudnn")],
+)
+def test_choose_kernel_on_gpus_before_ampere_leaves_cudnn(choose, monkeypatch, capability, name):
+    client = gpu_client(SimpleNamespace(compute_capability=capability), "cuda 13000")
+    monkeypatch.setattr("maxpipe.model.kernels.cudnn.backend.get_backend", lambda: client)
+    chosen, said = choose("gpu")
+    assert chosen == name
+    assert ("compute capability 8.0 (A100), this GPU has" in said) == (name == "dot_product")
+
+
+def gpu_client(device, version):
+    """Return what JAX says of a machine with a GPU."""
+    return SimpleNamespace(platform="gpu", platform_version=version, local_devices=lambda: [device])
