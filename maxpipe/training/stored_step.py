@@ -38,6 +38,7 @@ PROGRAM = (
     "optimizer",
     "data.global_batch_size",
     "data.sequence_length",
+    "data.packing",  # the attention kernel of a GPU depends on it
 )
 # Distributions that hold compiler and runtime, besides jaxlib.
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}

@@ -78,6 +78,7 @@ def test_loaded_step_gives_the_results_of_the_compiled_step(config, mesh, file):
             "compiled with 0.0003, this run has 0.5",
         ),
         ({"data.sequence_length": 16}, "data.sequence_length", "compiled with 8, this run has 16"),
+        ({"data.packing": False}, "data.packing", "compiled with True, this run has False"),
     ],
 )
 def test_file_of_another_configuration_is_refused_by_key(config, mesh, file, values, key, words):
