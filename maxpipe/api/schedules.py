@@ -19,7 +19,7 @@ from maxpipe.render.terminal import (
 )
 
 _COLUMNS = 120  # width of a schedule's text
-Value = float | bool | Sequence[float]
+Value = str | float | bool | Sequence[float]
 
 
 class Schedules(Sequence[Simulation]):
@@ -106,6 +106,10 @@ def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:
 
 def _word(value: Value) -> str:
     """Return an option as it is written on the command line."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "tolist"):  # an array or number of NumPy
+        value = value.tolist()
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, Sequence) else str(value)

@@ -42,6 +42,22 @@ def test_schedule_takes_a_time_for_each_stage_and_switches():
     assert delayed.table.num_ticks > plain.table.num_ticks
 
 
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"stages": "16"}, {"stages": 16}),
+        (
+            {"stages": np.int64(4), "forward": np.array([1, 1, 1, 1.5])},
+            {"stages": 4, "forward": [1, 1, 1, 1.5]},
+        ),
+        ({"delay_activation_forwarding": np.True_}, {"delay_activation_forwarding": True}),
+    ],
+)
+def test_schedule_takes_words_and_numpy_values(given, plain):
+    schedules = (maxpipe.schedule("lockstep_1f1b", **options) for options in (given, plain))
+    assert repr(next(schedules)) == repr(next(schedules))
+
+
 @pytest.mark.parametrize("names", [["lockstep_1f1b"], ["lockstep_1f1b", "zb_v"]])
 def test_schedule_draws_a_chart_of_each_in_a_notebook(names):
     html = maxpipe.schedule(*names, stages=2, microbatches=3)._repr_html_()
