@@ -50,7 +50,9 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
             task_manager=manager,
             log_samples=False,
         )
-    except (OSError, ValueError) as error:  # data of a task, or what it asks of the model
+    except ConfigError:
+        raise
+    except Exception as error:  # of lm-eval or a task: data, packages, templates, the hub
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(Problem("--tasks", f"cannot be evaluated: {reason}")) from error
     assert results is not None  # this is the only process

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from maxpipe.generation.decoding import Decoder, Sampling
-from maxpipe.generation.model import Model, load_model
+from maxpipe.generation.model import Model, check_numbers, load_model
 from maxpipe.generation.text import check_known
 from maxpipe.model.parameters import Params
 
@@ -153,15 +153,19 @@ class ModelOfRun(TemplateLM):
             raise ValueError(f"generation_kwargs: {message}")
         ends = [end for end in wishes["until"] if end]
         max_tokens, is_drawn = wishes["max_gen_toks"], wishes["do_sample"]
-        sampling = Sampling(
-            temperature=float(wishes.get("temperature", 1.0)) if is_drawn else 0.0,
-            top_k=int(wishes.get("top_k", 0)) if is_drawn else 0,
-            top_p=float(wishes.get("top_p", 1.0)) if is_drawn else 1.0,
-        )
+        seed = self._num_written
+        temperature = float(wishes.get("temperature", 1.0)) if is_drawn else 0.0
+        top_k = int(wishes.get("top_k", 0)) if is_drawn else 0
+        top_k = 0 if top_k == -1 else top_k  # vLLM's -1 means all
+        top_p = float(wishes.get("top_p", 1.0)) if is_drawn else 1.0
+        try:
+            check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        except ValueError as error:
+            raise ValueError(f"generation_kwargs: {error}") from None
+        sampling = Sampling(temperature, top_k, top_p)
         # An answer may be longer than the model's window; half of that is kept for the context.
         room = max(self.max_length - max_tokens, self.max_length // 2, 1)
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        seed = self._num_written
         self._num_written += 1
         text = "".join(
             self.model.stream(

@@ -157,7 +157,7 @@ class Model:
         Raises:
           ValueError: an argument is out of range, or the prompt empty or too long.
         """
-        _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        check_numbers(max_tokens, temperature, top_k, top_p, seed)
         stops = [stop] if isinstance(stop, str) else stop
         if "" in stops:
             raise ValueError("stop: expected texts; one is empty, which every text contains")
@@ -192,7 +192,7 @@ class Model:
           ValueError: an argument is out of range, the run has no chat template, or the template
             refuses the conversation, or it is too long.
         """
-        _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        check_numbers(max_tokens, temperature, top_k, top_p, seed)
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             example = '[{"role": "user", "content": "Hi"}]'
             raise ValueError(f"messages: expected a list of them, such as {example}")
@@ -328,9 +328,7 @@ def _naming_arguments() -> Iterator[None]:
         raise ConfigError(*problems) from error
 
 
-def _check_numbers(
-    max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
-) -> None:
+def check_numbers(max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raise ValueError for an argument of `generate` that is out of range."""
     bounds = {
         "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),

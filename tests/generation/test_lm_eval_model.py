@@ -120,6 +120,28 @@ def test_generate_until_repeats_of_a_request_differ_and_another_evaluation_has_t
     assert ModelOfRun(model).generate_until(requests) == texts
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0}, "top_p: expected a number above 0"),
+        ({"top_k": -2}, "top_k: expected a number at least 0"),
+        ({"temperature": -1.0}, "temperature: expected a number at least 0"),
+        ({"max_gen_toks": 0}, "max_tokens: expected a number at least 1"),
+    ],
+)
+def test_generate_until_illegal_numbers_are_refused_and_top_k_minus_1_is_all(
+    model: maxpipe.Model, options: dict[str, float], message: str
+) -> None:
+    common = {"until": [], "max_gen_toks": 6, "do_sample": True}
+    every, none = (
+        ModelOfRun(model).generate_until([_request("def f(", {**common, "top_k": top_k})])
+        for top_k in (-1, 0)
+    )
+    assert every == none
+    with pytest.raises(ValueError, match=f"^generation_kwargs: {message}"):
+        ModelOfRun(model).generate_until([_request("a", {**common, **options})])
+
+
 @pytest.mark.parametrize(("max_tokens", "kept"), [(8, 24), (16, 16), (256, 16)])
 def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
     model: maxpipe.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int, kept: int
@@ -188,6 +210,27 @@ def test_command_prints_the_table_of_local_tasks(
     assert results["results"]["choose_locally"]["acc,none"] == pytest.approx(right / 6)
     bits = results["results"]["read_locally"]["bits_per_byte,none"]
     assert bits == pytest.approx(nats / np.log(2) / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'langdetect'"), KeyError("a field")]
+)
+def test_command_task_that_fails_is_refused_with_its_reason(
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def evaluate(*_: object, **__: object) -> None:
+        raise error
+
+    _write_tasks(tmp_path)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
+    with pytest.raises(SystemExit) as end:
+        main([str(run_dir), "--tasks", "choose_locally", "--include", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--tasks: cannot be evaluated: {type(error).__name__}: " in capsys.readouterr().err
 
 
 def test_registry_builds_the_model_from_arguments(run_dir: Path) -> None:
