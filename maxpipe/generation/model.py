@@ -158,9 +158,7 @@ class Model:
           ValueError: an argument is out of range, or the prompt empty or too long.
         """
         check_numbers(max_tokens, temperature, top_k, top_p, seed)
-        stops = [stop] if isinstance(stop, str) else stop
-        if "" in stops:
-            raise ValueError("stop: expected texts; one is empty, which every text contains")
+        stops = _stop_texts(stop)
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
             ids = read_prompt(prompt, self.tokenizer, self.config)
@@ -180,27 +178,35 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
     ) -> str:
         """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
 
         Args:
           messages: dicts {"role": ..., "content": ...}, with further keys of the chat template.
           tools: descriptions of the tools that may be called.
-          max_tokens, temperature, top_k, top_p, seed: as for `generate`.
+          max_tokens, temperature, top_k, top_p, seed, stop, stop_tokens: as for `generate`.
 
         Raises:
           ValueError: an argument is out of range, the run has no chat template, or the template
             refuses the conversation, or it is too long.
         """
         check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        stops = _stop_texts(stop)
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             example = '[{"role": "user", "content": "Hi"}]'
             raise ValueError(f"messages: expected a list of them, such as {example}")
         sampling = Sampling(temperature, top_k, top_p)
         with _naming_arguments():
-            prompt = self.read_conversation(messages, tools)
+            check_tokens(stop_tokens, self.config.model.num_token_ids)
             texts = self.answer(
-                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=(), stop_tokens=()
+                self.read_conversation(messages, tools),
+                sampling,
+                seed=seed,
+                max_tokens=max_tokens,
+                stop=stops,
+                stop_tokens=stop_tokens,
             )
             return "".join(texts).rstrip()
 
@@ -326,6 +332,14 @@ def _naming_arguments() -> Iterator[None]:
             for problem in error.problems
         ]
         raise ConfigError(*problems) from error
+
+
+def _stop_texts(stop: Sequence[str]) -> Sequence[str]:
+    """Return the texts of `stop`, which may be one; raise ValueError if one is empty."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if "" in stops:
+        raise ValueError("stop: expected texts; one is empty, which every text contains")
+    return stops
 
 
 def check_numbers(max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:

@@ -190,6 +190,20 @@ def test_chat_continues_what_the_model_says(own_dir):
     assert answer == text.strip()
 
 
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [({"stop": "it"}, "Do it"), ({"stop": ["x", "o"]}, "Do"), ({"stop_tokens": [105]}, "Do")],
+)
+def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch, options, answer):
+    loaded = maxpipe.load_model(run_dir)
+    _writes(monkeypatch, "Do it now<|im_end|>")
+    assert loaded.chat(ONE, **options) == answer
+    with pytest.raises(ValueError, match=r"^stop: expected texts; one is empty"):
+        loaded.chat(ONE, stop="")
+    with pytest.raises(ValueError, match=r"^stop_tokens: the model has no token 320"):
+        loaded.chat(ONE, stop_tokens=[320])
+
+
 def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     plain = shutil.copytree(run_dir, tmp_path / "plain")
     shutil.rmtree(plain / "tokenizer")  # as in a run of an earlier version
