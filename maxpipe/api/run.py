@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from maxpipe.builder import build_trainer
+from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.rules.run import check_trains
@@ -15,7 +16,7 @@ from maxpipe.devices.start import start_jax
 from maxpipe.supervision import supervise_in_program
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.training.launch import launch
-from maxpipe.training.loop import DIVERGED, OnStep
+from maxpipe.training.loop import DIVERGED, DONE, OnStep
 from maxpipe.training.loop import Run as LoopRun
 from maxpipe.training.run_directory import RunDirectory
 
@@ -101,6 +102,9 @@ class Run:
                 exit_code = launch(self._loaded, supervision, build_trainer, begin)
         finally:
             self._close()
+        if exit_code == DONE and self._state is None:  # an earlier start has finished the run
+            saved = committed_steps(RunDirectory(self.config).checkpoints)
+            self._step = max([self.config.steps, *saved])
         if exit_code == DIVERGED:
             raise Diverged(
                 f"the run in {self.directory} is not finite after step {self.step}; lower "

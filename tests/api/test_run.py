@@ -70,7 +70,8 @@ class TestTrainedRun:
         again = maxpipe.Run(maxpipe.load_config(*words))
         again.train(lambda *_: calls.append("again"))
         assert "step 4 is saved, and steps=4; nothing to do" in capsys.readouterr().out
-        assert again.state is None
+        assert (again.step, again.state) == (4, None)
+        assert repr(again) == repr(trained)
         assert "again" not in calls
 
 
