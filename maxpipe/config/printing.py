@@ -82,7 +82,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
         ]
         lines += _unused_options(before, resolved)
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
-    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
+    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved, before or resolved)]
     if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
         lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
     return lines
@@ -185,15 +185,15 @@ def _reason(c: Config, key: str) -> str:
     }.get(key, "")
 
 
-def _without_effect(c: Config) -> list[str]:
-    """Return a line for every key that another key leaves without effect."""
+def _without_effect(c: Config, before: Config) -> list[str]:
+    """Return a line for every key that was set `before`, and that another leaves without effect."""
     lines = _pipeline_notes(c)
     for (switch, value), keys in unused_keys().items():
         if get(c, switch) == value:
             lines += [
                 f"{key} has no effect with {switch}={as_written(value)}"
                 for key in keys
-                if is_set(c, key)
+                if is_set(before, key)
             ]
     lines += [*_idle_scaling(c), *_idle_axis_rules(c)]
     if c.stop_after >= c.steps:

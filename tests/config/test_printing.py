@@ -94,6 +94,13 @@ def test_notes_name_keys_that_another_key_switches_off(base, switch, key, value)
     assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
 
 
+def test_notes_name_no_key_without_effect_that_was_only_derived(base):
+    line = "eval.batches_per_source has no effect with eval.every=0"
+    for word, is_said in (("eval.batches=4", False), ("eval.batches_per_source=0", True)):
+        loaded = load(base, ["eval.every=0", word])
+        assert (line in notes(resolve(loaded, 4), loaded)) == is_said
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
