@@ -4,6 +4,7 @@ One leaf of the checkpoint is read at a time, and each tensor is written at its 
 so no more than the largest leaf is in memory.
 """
 
+import json
 import math
 import os
 import shutil
@@ -35,6 +36,8 @@ from maxpipe.hf.origin import (
 from maxpipe.hf.tensors import tensor_rules
 from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
+
+_CODE = "auto_map"  # names Python files, which are not exported
 
 
 def export(
@@ -119,6 +122,7 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
     kept = read_config_json(str(origin))
     longest = max(int(kept.get("max_position_embeddings") or 0), written["max_position_embeddings"])
     kept.pop("quantization_config", None)  # the export is not quantised
+    kept.pop(_CODE, None)
     return {**kept, **written, "max_position_embeddings": longest}
 
 
@@ -140,11 +144,25 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
     if origin is not None and keeps_origin:
         for kept in (GENERATION, *TOKENIZER_FILES):
             if (origin / kept).is_file():
-                (target / kept).write_bytes(read_kept(origin / kept))
+                (target / kept).write_bytes(_without_code(origin / kept))
     for file in companions:
         place = target / (name_in_folder(file) if file == trained_with else file.name)
         if file.name != CHAT_TEMPLATE and not place.exists():
-            place.write_bytes(read_kept(file))
+            place.write_bytes(_without_code(file))
     if trained := next((file for file in companions if file.name == CHAT_TEMPLATE), None):
         put_chat_template(read_kept(trained).decode(), target)
     return keeps_origin
+
+
+def _without_code(file: Path) -> bytes:
+    """Return a kept file's content, tokenizer_config.json without the names of Python files."""
+    content = read_kept(file)
+    if file.name != "tokenizer_config.json":
+        return content
+    try:
+        values = json.loads(content)
+    except ValueError:
+        return content
+    if not isinstance(values, dict) or values.pop(_CODE, None) is None:
+        return content
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

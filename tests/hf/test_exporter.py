@@ -62,6 +62,17 @@ def test_length_that_is_null_in_the_imported_file_becomes_that_of_the_run(tmp_pa
     assert content_of(target / "config.json")["max_position_embeddings"] == 24
 
 
+def test_names_of_python_files_that_are_not_exported_are_left_out(folder, tmp_path):
+    code = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}, "kept": 7}
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text(json.dumps(content_of(folder / name) | code))
+    target = tmp_path / "exported"
+    assert export.main([save_run(folder), "--hf", str(target)]) == 0
+    for name in ("config.json", "tokenizer_config.json"):
+        content = content_of(target / name)
+        assert (content["kept"], "auto_map" in content) == (7, False)
+
+
 def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_path, capsys):
     target = tmp_path / "exported"
     run = save_run(folder, init_from="")
