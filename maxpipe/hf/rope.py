@@ -22,22 +22,25 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     Args:
       c: content of config.json.
       theta, theta_local: bases to use if the file names none; `theta_local` is not 0 for types
-        whose local layers have a base of their own.
+        whose local layers have a base of their own, and `theta` for those that share `rope_theta`
+        unless `rope_parameters` has one for each kind.
 
     Raises:
       ValueError: there is no option for the kind of rotation.
     """
     parameters = _section(c, "rope_parameters")
+    default_local = c.get("rope_local_base_freq", theta_local)
     local: Json | None = None
     if _FULL in parameters or _SLIDING in parameters:
         full = _section(parameters, _FULL)
-        local = _section(parameters, _SLIDING) if _SLIDING in parameters else None
+        local = _section(parameters, _SLIDING) if theta_local or _SLIDING in parameters else None
     elif parameters:
         full = parameters
     else:
         full = {"rope_theta": c.get("rope_theta", theta), **_section(c, "rope_scaling")}
         if theta_local:
-            local = {"rope_theta": c.get("rope_local_base_freq", c.get("rope_theta", theta_local))}
+            shared = c.get("rope_theta", theta) if theta_local == theta else theta_local
+            local = {"rope_theta": c.get("rope_local_base_freq", shared)}
     base = float(full.get("rope_theta", c.get("rope_theta", theta)))
     values: dict[str, object] = {
         "rope_theta": base,
@@ -53,7 +56,7 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
         if dict(local) == dict(full):
             return values  # both kinds of layers are scaled alike
         raise ValueError("sliding layers have scaled rotary frequencies of their own")
-    base_local = float(local.get("rope_theta", theta_local))
+    base_local = float(local.get("rope_theta", default_local))
     if base_local != base or values.get("rope_scaling.factor", 1.0) != 1:
         values["rope_theta_local"] = base_local
     return values

@@ -201,6 +201,33 @@ def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, d
     assert np.abs(difference).max() <= 1e-6 * golden["largest"]
 
 
+FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e5}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": 7e5},
+        {"rope_theta": 7e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_theta": 7e5, "rope_local_base_freq": 2e4},
+        {"rope_parameters": {"full_attention": FULL}},
+        {"rope_parameters": {"full_attention": FULL}, "rope_local_base_freq": 2e4},
+        {"rope_parameters": {"full_attention": FULL, "sliding_attention": {}}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}},
+    ],
+)
+def test_bases_that_a_file_leaves_out_are_those_of_transformers(rope, tmp_path):
+    content = dict(recorded("gemma3")["config"])
+    del content["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(content | rope))
+    expected = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    values = implementation(MODEL_TYPES["gemma3_text"])().model(content | rope)
+    kinds = ("full_attention", "sliding_attention")
+    bases = tuple(expected[kind]["rope_theta"] for kind in kinds)
+    assert (values["rope_theta"], values["rope_theta_local"]) == bases
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "gpt_oss"])
 def test_config_json_without_windows_is_that_of_a_model_that_runs(name, tmp_path):
     family = implementation(MODEL_TYPES[CASES[name][0]])()
