@@ -13,7 +13,7 @@ import numpy as np
 from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.model_places import SCHEME
+from maxpipe.config.model_places import SCHEME, folder_of, is_directory, is_url
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.lora import ATTENTION_PROJECTIONS, LoRAConfig
 from maxpipe.hf.family import Family
@@ -161,16 +161,15 @@ def _write(file: Path, tensors: dict[str, np.ndarray], dtype: np.dtype) -> None:
 
 
 def _peft_config(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, object]:
-    model, weights = config.model, config.init_from
+    model, (base, revision) = config.model, _base_of(config.init_from)
     paths = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     # The last name alone would match experts' projections, too.
     targets = paths if model.moe.experts else {path.rpartition(".")[2] for path in paths}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": (
-            weights.removeprefix(SCHEME) if weights.startswith(SCHEME) else None
-        ),
+        "base_model_name_or_path": base,
+        "revision": revision,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
         "lora_dropout": model.lora.dropout,
@@ -179,3 +178,14 @@ def _peft_config(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, ob
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _base_of(init_from: str) -> tuple[str | None, str | None]:
+    """Return path or name of the base and its revision, where PEFT can read it itself."""
+    folder = folder_of(init_from)
+    if not init_from.startswith(SCHEME) or is_url(folder):
+        return None, None
+    if is_directory(folder):
+        return folder, None
+    name, _, revision = folder.partition("@")
+    return name, revision or None

@@ -12,6 +12,7 @@ from maxpipe import export
 from maxpipe.hf.safetensors import read_folder
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.model_folders import LocalFolder
+from maxpipe.training.run_directory import RunDirectory
 
 LORA = {"model.lora.rank": 3, "model.lora.alpha": 12.0, "model.param_dtype": "float32"}
 
@@ -53,6 +54,26 @@ def test_merged_weights_are_those_of_the_base_and_the_exported_adapter(folder, t
         assert np.abs(b).max() > 0, name
         expected = tensor + 12 / 3 * (b @ a)
         np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("init_from", "base", "revision"),
+    [
+        ("hf:org/name@v1.0", "org/name", "v1.0"),
+        ("hf:~/models/x@1", "/home/u/models/x@1", None),
+        ("hf:s3://bucket/model", None, None),
+        ("", None, None),
+    ],
+)
+def test_base_of_an_adapter_is_named_as_peft_finds_it(
+    init_from, base, revision, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", "/home/u")
+    monkeypatch.setattr(RunDirectory, "keep_origin", lambda *_: None)  # there is no such base
+    run, adapter = save_run(folder, init_from=init_from, **LORA), tmp_path / "adapter"
+    assert export.main([run, "--adapter", str(adapter)]) == 0
+    content = json.loads((adapter / "adapter_config.json").read_text())
+    assert (content["base_model_name_or_path"], content["revision"]) == (base, revision)
 
 
 def test_file_of_own_names_has_the_merged_model_without_adapters(folder, tmp_path):
