@@ -1,6 +1,7 @@
 """Print a config as YAML, plain or with the sources of values; explain automatic decisions."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 
 import yaml
 
@@ -12,7 +13,7 @@ from maxpipe.config.rules.batches import data_shards, least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.config.values import AUTO, as_written, nearest
+from maxpipe.config.values import AUTO, as_written, nearest, number
 
 _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
@@ -275,5 +276,21 @@ def _shown(key: str, value: object) -> str:
 
 
 def _flow(value: object) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=2**20, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings in mappings that would be read back as numbers, such as a path `4k`."""
+
+    def represent_mapping(
+        self, tag: str, mapping: Mapping[str, object], flow_style: bool | None = None
+    ) -> yaml.MappingNode:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        for _, item in node.value:
+            with suppress(ValueError):
+                if item.tag == "tag:yaml.org,2002:str" and number(item.value) is not None:
+                    item.style = "'"
+        return node
