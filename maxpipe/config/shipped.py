@@ -78,7 +78,7 @@ def names_config(word: str) -> bool:
 
 def locate_base(directory: str, text: str) -> str:
     """Return the path that `base: text` means in a file of `directory`, perhaps a shipped one."""
-    path = os.path.normpath(os.path.join(directory, text))
+    path = os.path.normpath(os.path.join(directory, os.path.expanduser(text)))
     configs = shipped_configs()
     return shown_path(configs[text]) if text in configs and not _is_file(path) else path
 

@@ -42,6 +42,14 @@ def test_a_file_inherits_from_a_preset_by_name(elsewhere):
     assert (loaded.config.run_name, loaded.config.steps) == ("qwen3-8b", 5)
 
 
+def test_a_file_inherits_from_one_below_the_home_directory(elsewhere, monkeypatch):
+    monkeypatch.setenv("HOME", str(elsewhere / "home"))
+    (elsewhere / "home").mkdir()
+    (elsewhere / "home" / "x.yml").write_text("steps: 7\n")
+    (elsewhere / "mine.yml").write_text("base: ~/x.yml\n")
+    assert load("mine.yml").config.steps == 7
+
+
 @pytest.mark.parametrize(
     ("word", "words"),
     [
