@@ -43,6 +43,7 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # Unicode reserves these noncharacters for use inside a program: no text may have them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "An answer."  # no template changes it
@@ -69,7 +70,7 @@ class ChatTemplate:
           BadDocument: the template refuses the conversation, or the assistant says nothing in it.
           ConfigError: the template does not show which text is the assistant's.
         """
-        if _GENERATION_TAG.search(self.source):
+        if _GENERATION_TAG.search(_COMMENT.sub("", self.source)):
             text, spans = _without_marks(self._text(messages, tools))
         else:
             text = self._text(messages, tools)

@@ -84,6 +84,11 @@ def test_template_with_marks_has_what_is_between_them(dashes: str) -> None:
     assert _targets(rendered) == ["1", "2"]
 
 
+@pytest.mark.parametrize("comment", ["{# no {% generation %} #}", "{#-\n{% generation %}\n-#}"])
+def test_mark_in_a_comment_is_none(comment: str) -> None:
+    assert _targets(_template(comment + CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
+
+
 def test_marks_inside_marks_are_one_stretch() -> None:
     source = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
     rendered = _template(source).render(TALK, None)
