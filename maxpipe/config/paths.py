@@ -86,17 +86,21 @@ def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
 
 def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
     scheme, folder = split_scheme(path)
-    if not folder or os.path.isabs(folder) or folder.startswith("~") or "://" in folder:
+    if not folder or os.path.isabs(folder) or folder.startswith(("~", ":")) or "://" in folder:
         return path
-    located = os.path.normpath(os.path.join(directory, folder))
+    # In a list `hf:` is a data set, whose configuration and split follow after colons.
+    name = folder.partition(":")[0] if scheme and key not in NAMES else folder
+    located = os.path.normpath(os.path.join(directory, name))
+    if not os.path.exists(located):
+        located = os.path.normpath(os.path.join(glob.escape(directory), name))
     if not exists(located):
         return path
-    if exists(folder):
+    if exists(name):
         remarks.append(
-            f"{key}={scheme}{located}: paths in a file are relative to it; {folder} in the working "
+            f"{key}={scheme}{located}: paths in a file are relative to it; {name} in the working "
             "directory is not read"
         )
-    return scheme + located
+    return scheme + located + folder.removeprefix(name)
 
 
 def exists(path: str) -> bool:

@@ -6,6 +6,7 @@ from maxpipe.config import load
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import resolve
 from maxpipe.config.printing import notes, to_yaml
+from maxpipe.data.files import find_files
 
 
 @pytest.fixture
@@ -75,6 +76,25 @@ def test_folder_of_a_model_is_relative_to_the_file(places):
     (beside / "run.yml").write_text("{init_from: hf:model, data: {tokenizer: hf:model}}\n")
     config = load("conf/run.yml").config
     assert (config.init_from, config.data.tokenizer) == ("hf:conf/model", "hf:conf/model")
+
+
+def test_pattern_in_a_file_whose_directory_has_brackets_finds_its_files(places):
+    here, _ = places
+    (here / "e[1]").mkdir()
+    (here / "e[1]" / "a.txt").touch()
+    (here / "e[1]" / "run.yml").write_text("data: {source: text, path: '*.txt, a.txt'}\n")
+    path = load("e[1]/run.yml").config.data.path
+    assert path == "e[[]1]/*.txt,e[1]/a.txt"
+    assert find_files(path) == ["e[1]/a.txt"]
+
+
+@pytest.mark.parametrize("selection", ["", ":en", "::train", ":en:train[:5%]"])
+def test_directory_of_a_data_set_is_relative_to_the_file_whatever_is_selected(places, selection):
+    _, beside = places
+    (beside / "set").mkdir()
+    assert path_of(beside, f"hf:set{selection}") == f"hf:conf/set{selection}"
+    for elsewhere in (f"hf:org/name{selection}", "hf::train"):
+        assert path_of(beside, elsewhere) == elsewhere
 
 
 def test_names_of_the_catalogue_are_no_paths(places):
