@@ -83,8 +83,9 @@ class Conversations:
           BadDocument: it is not a conversation, or the template refuses it.
           ConfigError: the template does not show what the assistant says. Both name the place.
         """
+        line = self._lines.line(index)  # its errors name the place
         try:
-            return self._template.render(*parse(self._lines.line(index)))
+            return self._template.render(*parse(line))
         except ConfigError as error:
             place = self._lines.place(index)
             problems = (

@@ -40,9 +40,12 @@ class Tables:
         return int(self._firsts[-1])
 
     def row(self, index: int) -> dict[str, object]:
-        """Return a row's values by column."""
+        """Return a row's values by column; raise BadDocument if a text in it is not UTF-8."""
         table, row = self._locate(index)
-        values: dict[str, object] = self._tables[table][row]
+        try:
+            values: dict[str, object] = self._tables[table][row]
+        except UnicodeDecodeError as error:
+            raise BadDocument(Problem(_PATH, f"{self.place(index)} is not UTF-8")) from error
         return values
 
     def place(self, index: int) -> str:

@@ -18,7 +18,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Spans
+from maxpipe.data.documents import BadDocument, Spans
 from maxpipe.data.files import find_files, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
@@ -30,10 +30,16 @@ COLUMNS = ("text", "tokens")
 
 
 class ArrowRows:
-    """The rows of Arrow files that have one column each."""
+    """The rows of Arrow files that have one column each.
 
-    def __init__(self, paths: list[str]):
+    Args:
+      paths: the Arrow files.
+      originals: the files that the user knows, of which these are copies.
+    """
+
+    def __init__(self, paths: list[str], originals: Sequence[str]):
         self._paths = paths
+        self._originals = originals
         numbers = (np.arange(len(_map_column(path))) for path in paths)
         self._rows = Spans([np.stack([rows, rows + 1], axis=1) for rows in numbers])
 
@@ -41,9 +47,16 @@ class ArrowRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        """Return text, or token ids; a row without a value is an empty text."""
+        """Return text, or token ids; a row without a value is an empty text.
+
+        Raises:
+          BadDocument: the text is not UTF-8.
+        """
         file, row, _ = self._rows.locate(index)
-        value = _map_column(self._paths[file])[row].as_py()
+        try:
+            value = _map_column(self._paths[file])[row].as_py()
+        except UnicodeDecodeError as error:
+            raise BadDocument(_not_utf8(self._originals[file], row)) from error
         return np.asarray(value) if isinstance(value, list) else value or ""
 
 
@@ -69,6 +82,10 @@ def _as_arrow(path: str, cache_dir: str) -> str:
                 writer.write_batch(pyarrow.record_batch([column], schema=schema))
 
     return local_copy(path, version_of(path), ".arrow", cache_dir, write)
+
+
+def _not_utf8(path: str, row: int) -> Problem:
+    return Problem("data.path", f"{path}: row {row} is not UTF-8")
 
 
 @contextmanager
@@ -141,7 +158,8 @@ def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[st
       needed: the column that must exist.
 
     Raises:
-      ConfigError: the file is damaged or has no such column, or pyarrow is not installed.
+      ConfigError: the file is damaged, has no such column or a text that is not UTF-8, or pyarrow
+        is not installed.
     """
     with _reading(path):
         file = _pyarrow().parquet.ParquetFile(path)
@@ -149,9 +167,23 @@ def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[st
     if needed not in names:
         message = f'{path} has the columns {", ".join(names)}; it needs "{needed}"'
         raise ConfigError(Problem("data.path", message))
+    first = 0
     with _reading(path), file:
         for batch in file.iter_batches(columns=[name for name in fields if name in names]):
-            yield from batch.to_pylist()
+            yield from _as_python(path, batch, first)
+            first += len(batch)
+
+
+def _as_python(path: str, batch: "pa.RecordBatch", first: int) -> list[dict[str, object]]:
+    """Return rows as Python values; raise ConfigError naming one that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            raise ConfigError(_not_utf8(path, first)) from error
+    return [
+        row for i in range(len(batch)) for row in _as_python(path, batch.slice(i, 1), first + i)
+    ]
 
 
 def _pyarrow() -> ModuleType:
@@ -169,4 +201,4 @@ def parquet(config: DataConfig) -> ArrowRows:
         its token ids, or pyarrow is not installed.
     """
     files = require_content(find_files(config.path, SOURCES["parquet"].suffixes, config.cache_dir))
-    return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])
+    return ArrowRows([_as_arrow(path, config.cache_dir) for path in files], originals=files)

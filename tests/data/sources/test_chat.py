@@ -132,6 +132,16 @@ def test_bad_row_is_named_with_its_parquet_file(tmp_path: Path) -> None:
         documents[1]
 
 
+def test_message_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+    contents = pa.array([b"good", b"\xff\xfe bad"], pa.binary()).buffers()
+    columns = [pa.array(["assistant"] * 2), pa.Array.from_buffers(pa.string(), 2, contents)]
+    turns = pa.StructArray.from_arrays(columns, ["role", "content"])
+    talks = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), turns)
+    pq.write_table(pa.table({"messages": talks}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"^data\.path: \S*a\.parquet: row 1 is not UTF-8"):
+        open_documents(_config(tmp_path), "train")
+
+
 def test_turn_that_cannot_be_told_is_named_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "last.jinja").write_text(
         "{% for m in messages %}{{ m.content }}"

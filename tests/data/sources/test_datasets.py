@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from maxpipe.config.errors import ConfigError
@@ -85,6 +87,16 @@ def test_datasets_null_is_empty_and_one_among_token_ids_is_named(tmp_path: Path)
     with pytest.raises(BadDocument, match=r"^data\.path: .*b: row 1: a null among the token ids"):
         documents[1]
     assert len(documents[2]) == 0
+
+
+def test_datasets_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+    stored = pa.array([b"good", b"\xff\xfe bad"], pa.binary()).buffers()
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 2, stored)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    documents = _open(tmp_path / "a.parquet")
+    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.parquet: row 1 is not UTF-8"):
+        documents[1]
+    assert documents[0] == "good"
 
 
 def test_datasets_parts_follow_each_other_in_sorted_order(tmp_path: Path) -> None:
@@ -380,6 +392,13 @@ def test_datasets_chat_reads_conversations(tmp_path: Path, column: str) -> None:
         "<|im_start|>assistant\n漢<|im_end|>\n",
     ]
     assert all(document.spans for document in _all(documents))
+
+
+def test_datasets_chat_row_that_json_cannot_hold_is_named_once(tmp_path: Path) -> None:
+    path = _save(tmp_path / "saved", {"messages": [[{"role": "user", "content": b"a"}]]})
+    documents = _open(path, source="datasets_chat", chat_template="chatml")
+    with pytest.raises(ConfigError, match=r"^data\.path: \S*saved: row 0: a conversation cannot be"):
+        documents[0]
 
 
 def test_datasets_chat_bad_conversation_names_its_row(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.documents import BadDocument
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -52,6 +53,17 @@ def test_parquet_null_among_token_ids_is_named(tmp_path, kind):
         ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"
     ):
         open_source(tmp_path)
+
+
+def test_parquet_text_that_is_not_utf8_is_a_bad_document_with_file_and_row(tmp_path):
+    stored = pa.array([b"\xff\xfe bad", b"x"], pa.binary()).buffers()
+    texts = pa.Array.from_buffers(pa.string(), 2, stored)
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": texts}), tmp_path / "b.parquet")
+    documents = open_source(tmp_path)
+    with pytest.raises(BadDocument, match=rf"^data\.path: {tmp_path}/b\.parquet: row 0 is not UTF"):
+        documents[1]
+    assert (documents[0], documents[2]) == ("a", "x")
 
 
 def test_parquet_row_without_value_is_empty(tmp_path):
