@@ -38,6 +38,10 @@ def test_command_at_the_top_of_the_file_has_no_secrets(capsys):
         ([], ["nothing to translate"]),
         (["steps=1", "--devices", "-1"], ["--devices: must be at least 1"]),
         (["steps=1", "--devices", "0"], ["--devices: must be at least 1; got 0"]),
+        (
+            ["dcn_data_parallelism=2", "--devices", "3"],
+            ["--devices: 3 devices do not divide into 2 slices; give a multiple of 2"],
+        ),
         (["nowhere.yml"], ["cannot read nowhere.yml"]),
     ],
 )

@@ -69,7 +69,10 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
     problems = [*theirs.problems, *t.problems]
     try:
         config = replace(Config(), **t.values)
-        if t.num_devices:
+        if t.num_devices % t.num_slices:
+            message = f"{t.num_devices} devices do not divide into {t.num_slices} slices"
+            problems.append(Problem("--devices", f"{message}; give a multiple of {t.num_slices}"))
+        elif t.num_devices:
             resolve(config, t.num_devices, t.num_slices)
     except ConfigError as error:
         refused = {problem.key for problem in problems}
