@@ -53,6 +53,15 @@ def test_one_text_file_without_lines_is_cut_between_characters(tmp_path):
         assert len(pieces) >= LEAST_PIECES - 1
 
 
+@pytest.mark.parametrize("text", ["héllo", "你好 world", "🙂 hello", "a🙂"])
+def test_one_text_file_of_a_few_bytes_is_cut_between_characters(tmp_path, text):
+    file = tmp_path / "input.txt"
+    file.write_text(text, encoding="utf-8")
+    config = config_of(file)
+    pieces = texts(config, "train") + texts(config, "eval")
+    assert sorted("".join(pieces)) == sorted(text)
+
+
 def test_one_text_file_with_carriage_returns_has_newlines_only(tmp_path):
     file = tmp_path / "input.txt"
     file.write_bytes(b"one\r\ntwo\rthree\n" * 500)

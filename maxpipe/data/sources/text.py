@@ -99,7 +99,11 @@ def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
             else:
                 # Do not cut inside a character, which has at most three continuation bytes.
                 inside = (content[max(start + 1, end - 3) : end + 1] & 0xC0) == 0x80
-                end -= int(np.argmin(inside[::-1])) if not inside.all() else 0
+                if inside.all():  # the piece is smaller than its first character
+                    after = (content[end : end + 3] & 0xC0) == 0x80
+                    end += int(np.argmin(np.append(after, False)))
+                else:
+                    end -= int(np.argmin(inside[::-1]))
         ends.append(end)
         start = end
     return np.stack([np.array([0, *ends[:-1]]), np.array(ends)], axis=1).astype(np.int64)
