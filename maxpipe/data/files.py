@@ -1,15 +1,17 @@
 """Find the files that `data.path` names, and check what sources ask of them."""
 
 import glob
+import os
 from collections.abc import Sequence
 from os.path import isdir, isfile
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
-from maxpipe.storage.local_files import fetch
+from maxpipe.storage.local_files import each_once, fetch
 from maxpipe.storage.object_store import is_remote
 
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
@@ -52,7 +54,7 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     if not local and not copies:
         message = "this data.source needs a file, a directory or a glob here"
         raise ConfigError(Problem("data.path", message))
-    return [*sorted(local), *copies]
+    return [*each_once(local), *copies]
 
 
 def parts_of(path: str) -> list[str]:
@@ -69,19 +71,50 @@ def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
     """Return the files of one entry of `data.path` on this machine; empty if there are none.
 
     Raises:
-      ConfigError: a file is a link without a target, so part of the data would be missing.
+      ConfigError: a directory cannot be read or a file is a link without a target, so part of the
+        data would be missing.
     """
     path = Path(part).expanduser()
     if isfile(path):  # unlike `Path.is_file`, false also for names that are too long
         return [str(path)]
-    is_directory = isdir(path)
-    pattern = glob.escape(str(path)) + "/**/*" if is_directory else str(path)
-    endings = tuple(suffixes) if is_directory else ("",)
-    matches = [name for name in glob.glob(pattern, recursive=True) if name.endswith(endings)]
-    if broken := next((name for name in matches if not Path(name).exists()), None):
-        message = f"{broken} is a link to nothing; mount what it links to, or remove it"
-        raise ConfigError(Problem("data.path", message))
-    return [name for name in matches if Path(name).is_file()]
+    if not isdir(path):
+        return [name for name in glob.glob(str(path), recursive=True) if _is_file(name)]
+    endings = tuple(suffixes)
+    return [name for name in _names_below(str(path)) if name.endswith(endings) and _is_file(name)]
+
+
+def _names_below(directory: str) -> list[str]:
+    """Return what is below a directory and not hidden, without its directories."""
+    names: list[str] = []
+    seen: set[str] = set()
+    tops = [directory]
+    for top in tops:  # links to directories are appended, so that those in the tree come first
+        for parent, directories, files in os.walk(top, onerror=_refuse_directory):
+            real = os.path.realpath(parent)
+            directories[:] = sorted(name for name in directories if not name.startswith("."))
+            if real in seen:
+                directories.clear()
+                continue
+            seen.add(real)
+            names += [os.path.join(parent, name) for name in files if not name.startswith(".")]
+            tops += filter(os.path.islink, (os.path.join(parent, name) for name in directories))
+    return names
+
+
+def _refuse_directory(error: OSError) -> None:
+    if Path(error.filename).name != "lost+found":  # of a file system's root; only root may read it
+        message = f"{error.filename} cannot be read: {error.strerror}"
+        raise ConfigError(Problem("data.path", message)) from error
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return S_ISREG(os.stat(name).st_mode)
+    except OSError as error:
+        reason = "is a link to nothing; mount what it links to, or remove it"
+        if isinstance(error, PermissionError):
+            reason = f"cannot be read: {error.strerror}"
+        raise ConfigError(Problem("data.path", f"{name} {reason}")) from error
 
 
 def require_content(paths: list[str]) -> list[str]:

@@ -25,6 +25,7 @@ from maxpipe.data.files import local_files, parts_of, sorted_parts
 from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
     cache_directory,
+    each_once,
     list_remote,
     sampled_digest,
     version_of,
@@ -395,6 +396,7 @@ def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
             remote += [_Listed(Path(f.name).name, f.size, "", f.etag) for f in files]
         else:
             local.update(local_files(part, facts.suffixes))
+    local = set(each_once(local))
     if facts.companion:
         companions = {str(Path(file).with_suffix(facts.companion)) for file in local}
         local |= {file for file in companions if os.path.isfile(file)}

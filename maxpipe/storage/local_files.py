@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -157,6 +157,26 @@ def version_of(path: str) -> tuple[int, int]:
     """Return size in bytes and modification time in nanoseconds of a local file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
+
+
+def each_once(names: Iterable[str]) -> list[str]:
+    """Return names sorted, one for each entry of a directory: that which passes the fewest links.
+
+    A link to a file is an entry of its own, so a file may be read several times by intention.
+    """
+    real_directory = cache(os.path.realpath)
+    of_entry: dict[str, str] = {}
+    for name in sorted(names):
+        parent, last = os.path.split(name)
+        entry = os.path.join(real_directory(parent), last)
+        other = of_entry.setdefault(entry, name)
+        if other != name:
+            of_entry[entry] = min(other, name, key=_num_links)
+    return sorted(of_entry.values())
+
+
+def _num_links(name: str) -> int:
+    return sum(path.is_symlink() for path in (Path(name), *Path(name).parents))
 
 
 def fetch(url: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:

@@ -1,7 +1,10 @@
 """What `data.path` may name, and the errors when it names nothing."""
 
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +47,72 @@ def test_find_files_refuses_a_link_to_nothing(tree: Path, part: str) -> None:
     (tree / "lost.txt").symlink_to(tree / "gone")
     with pytest.raises(ConfigError, match=r"lost\.txt is a link to nothing"):
         find_files(f"{tree}/{part}", (".txt",))
+
+
+def test_find_files_reads_a_linked_directory_once(tree: Path) -> None:
+    (tree / "latest").symlink_to(tree / "sub")
+    (tree / "sub" / "loop").symlink_to(tree)
+    for path in (
+        f"{tree}",
+        f"{tree}/s*/*.txt,{tree}/*/c.txt,{tree}/?.txt",
+        f"{tree}/latest,{tree}",
+    ):
+        assert _names(find_files(path, (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert _names(find_files(f"{tree}/latest/*.txt"), tree) == ["latest/c.txt"]
+    (tree / "sub" / "again").symlink_to(tree)  # two loops have a number of paths without bounds
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
+
+
+def test_find_files_reads_what_links_lead_to_elsewhere_under_their_names(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("0123", "more/d.txt"):
+        (elsewhere / name).parent.mkdir(exist_ok=True)
+        (elsewhere / name).write_text(name)
+    (tree / "sub" / "e.txt").symlink_to(elsewhere / "0123")
+    (tree / "sub" / "f.txt").symlink_to(tree / "a.txt")
+    (tree / "more").symlink_to(elsewhere / "more")
+    expected = ["a.txt", "b.txt", "more/d.txt", "sub/c.txt", "sub/e.txt", "sub/f.txt"]
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == expected
+
+
+@pytest.mark.parametrize("refused", ["", "sub", "sub/c.txt"])
+def test_find_files_names_what_it_may_not_read(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    path = str(tree / refused) if refused else str(tree)
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(name: Any, *args: Any, **keys: Any) -> Any:
+            if str(name) == path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            return function(name, *args, **keys)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    if refused.endswith(".txt"):  # in a directory that may be listed, but not entered
+        monkeypatch.setattr(os, "stat", refusing(os.stat))
+    with pytest.raises(
+        ConfigError, match=rf"^data\.path: {path} cannot be read: Permission denied"
+    ):
+        find_files(f"{tree}", (".txt",))
+
+
+def test_find_files_leaves_out_lost_and_found_that_only_root_may_read(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "lost+found").mkdir()
+
+    def scandir(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert _names(find_files(f"{tree}", (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
 
 
 def test_find_files_leaves_links_out_that_it_does_not_look_for(tree: Path) -> None:

@@ -13,6 +13,7 @@ from maxpipe.data.fingerprint import (
     CHANGED,
     REORDERED,
     SHORTENED,
+    SourceFiles,
     data_digests,
     fingerprint_data,
 )
@@ -227,3 +228,12 @@ def test_fingerprint_of_an_earlier_version_had_no_chat_template(config):
     saved = recorded(config)
     del saved["chat_template"]
     assert kinds(config, saved) == []
+
+
+def test_link_to_a_directory_of_the_data_leaves_its_fingerprint(tmp_path):
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    before = SourceFiles("text", str(tmp_path), 1.0, "").fingerprint.digest
+    (tmp_path / "latest").symlink_to(tmp_path / "v2")
+    assert SourceFiles("text", str(tmp_path), 1.0, "").fingerprint.digest == before

@@ -397,7 +397,9 @@ def test_datasets_chat_reads_conversations(tmp_path: Path, column: str) -> None:
 def test_datasets_chat_row_that_json_cannot_hold_is_named_once(tmp_path: Path) -> None:
     path = _save(tmp_path / "saved", {"messages": [[{"role": "user", "content": b"a"}]]})
     documents = _open(path, source="datasets_chat", chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"^data\.path: \S*saved: row 0: a conversation cannot be"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: \S*saved: row 0: a conversation cannot be"
+    ):
         documents[0]
 
 
