@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.training_process import inherited
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "launch"
 AWKWARD = 'run_name=it\'s $(touch pwned) "x"; rm -rf *'
@@ -117,14 +118,19 @@ class TestLocal:
             "print('ready', flush=True); time.sleep(60)\n"
         )
         program.chmod(0o755)
-        process = subprocess.Popen(
-            [SCRIPTS / "local.sh", "2", "a.yml"],
-            env={**os.environ, "PYTHON": str(program), "LOG_DIR": str(fakes.directory / "logs")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        with inherited(signal.SIGHUP, signal.SIG_DFL):
+            process = subprocess.Popen(
+                [SCRIPTS / "local.sh", "2", "a.yml"],
+                env={
+                    **os.environ,
+                    "PYTHON": str(program),
+                    "LOG_DIR": str(fakes.directory / "logs"),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
         assert process.stdout.readline() == "ready\n"
         log = fakes.directory / "logs" / "local-1.log"  # the directory is made
         until = time.monotonic() + 30
