@@ -43,7 +43,7 @@ class MirrorSync:
         return self._update is not None and not self._update.done()
 
     def start(self, on_success: Callable[[], None]) -> None:
-        """Start an update unless the mirror lacks no kept step, or the last update has just failed.
+        """Start an update if the mirror lacks a kept step and the last update has not just failed.
 
         `wait` must have been called after the previous update.
 

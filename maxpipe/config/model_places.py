@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 PLAIN_IDS = "ids:"  # in data.tokenizer, before a number of ids that stand for no text
 CHATML = "chatml"  # in data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
-_MOST_DIGITS = 9  # of that number
+_MOST_DIGITS = 9  # in a number of ids, which Python could otherwise refuse to convert
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
 _URL = re.compile(r"[a-z][a-z0-9]*://.+")

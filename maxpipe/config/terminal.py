@@ -14,7 +14,7 @@ INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has exited
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
-last_acts: list[Callable[[], None]] = []  # of `at_end`
+last_acts: list[Callable[[], None]] = []  # registered by `at_end`, called by `leave`
 
 Note = Callable[[str], None]  # takes a line for the user, such as an automatic decision
 

@@ -39,6 +39,7 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     else:
         full = {"rope_theta": c.get("rope_theta", theta), **_section(c, "rope_scaling")}
         if theta_local:
+            # Equal defaults: the type has one base for all layers.
             shared = c.get("rope_theta", theta) if theta_local == theta else theta_local
             local = {"rope_theta": c.get("rope_local_base_freq", shared)}
     base = float(full.get("rope_theta", c.get("rope_theta", theta)))

@@ -289,7 +289,8 @@ def _distribute(
     total, times = config.pipeline.parallel_layers, layer_times(config)
     first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
 
-    too_many: list[float] = [inf] * table.num_stages  # as many fit in no split
+    # Fewest layers of each stage that no split over its chunks made fit.
+    too_many: list[float] = [inf] * table.num_stages
 
     @cache
     def chunks(stage: int, layers: int) -> Sizes:

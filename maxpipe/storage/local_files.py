@@ -160,7 +160,7 @@ def version_of(path: str) -> tuple[int, int]:
 
 
 def each_once(names: Iterable[str]) -> list[str]:
-    """Return names sorted, one for each entry of a directory: that which passes the fewest links.
+    """Return sorted names, one for each entry of a directory: the one with the fewest links.
 
     A link to a file is an entry of its own, so a file may be read several times by intention.
     """
