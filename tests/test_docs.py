@@ -15,6 +15,7 @@ import tomllib
 from dataclasses import asdict
 
 import pytest
+from helpers.compile_command import tpu_aot
 from helpers.documentation import (
     COMMANDS,
     PAGES,
@@ -118,6 +119,7 @@ SCRIPTS = {
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
+NEEDS_LIBTPU = "memory_shares.py"
 FOLLOW = ("repeats", "executed", "batch")
 # Installing, testing and drawing are the business of other programs.
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
@@ -177,7 +179,13 @@ def test_readme_has_at_most_150_lines():
 
 
 @pytest.mark.parametrize(
-    "command", reversed(COMMANDS), ids=lambda command: f"{COMMANDS[command]}:{command}"
+    "command",
+    [
+        pytest.param(
+            command, id=f"{page}:{command}", marks=tpu_aot if NEEDS_LIBTPU in command else ()
+        )
+        for command, page in reversed(COMMANDS.items())
+    ],
 )
 def test_command(command, place, capfd, request):
     words = shlex.split(command)

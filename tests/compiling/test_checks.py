@@ -50,6 +50,7 @@ def test_mistakes_are_reported_before_jax_is_imported(
     tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.setitem(sys.modules, "maxpipe.compiling.launch", None)  # an import of it fails
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
     config = str(command.__file__).replace("maxpipe/compile.py", "configs/base.yml")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:

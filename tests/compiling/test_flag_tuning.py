@@ -150,6 +150,7 @@ def test_a_stop_loses_no_set_that_is_done(compiler, monkeypatch, tmp_path):
     compile_command = flag_tuning.compile_command
     monkeypatch.setattr(flag_tuning, "compile_command", compile_or_stop)
     monkeypatch.setattr(flag_tuning, "sets_to_try", lambda chip: SETS)
+    monkeypatch.setattr(flag_trials, "compiler_version", lambda: "1.2")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     file = tmp_path / "tuned.json"
     with pytest.raises(KeyboardInterrupt):
