@@ -91,6 +91,7 @@ def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp
     )
     monkeypatch.setitem(sys.modules, "fake_maxtext", module)
     monkeypatch.setattr(script, "mesh_of", lambda compiled: mesh())
+    monkeypatch.setattr("maxpipe.compiling.prediction.predict.compiler_version", lambda: "1.2")
     file = tmp_path / "report.json"
     seconds = {
         name: time_program(
