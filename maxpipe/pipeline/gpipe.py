@@ -91,7 +91,8 @@ def execute_pipeline(
 
     Args:
       module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array
-        like the microbatch. A Linen module must be bound, with `rngs` if it draws random numbers.
+        like the microbatch. A Linen module must be bound, with `rngs` if it draws random numbers. A
+        plain function cannot tell microbatches apart: with a key of its own all share a mask.
       x: batch [B, ...] for the first stage; B is a multiple of M. The other stages use its shape,
         and compute on it while they wait; those results are dropped.
       *args, **kwargs: passed to the module for every microbatch.

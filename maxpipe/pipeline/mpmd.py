@@ -40,6 +40,7 @@ from maxpipe.pipeline.engines.mpmd.runner import Runner
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import Table, forward_only
+from maxpipe.pipeline.schedules.validate import validate
 
 __all__ = [
     "Computation",
@@ -91,8 +92,8 @@ def pipelined(
       reduction: how results are combined over microbatches.
 
     Raises:
-      ValueError: meshes do not fit the table, or have several devices that no spec uses. At a call:
-        marks, table and layouts do not fit together; every message has a remedy.
+      ValueError: the table is invalid, meshes do not fit it, or have several devices that no spec
+        uses. At a call: marks, table and layouts do not fit together; every message has a remedy.
     """
     return Pipelined(function, table, meshes, param_specs, batch_specs, reduction)
 
@@ -129,6 +130,7 @@ class Pipelined(Generic[ResultT]):
                 f"table={table!r} is no table; pass "
                 f"load_schedule({table!r}, num_stages, num_microbatches)"
             )
+        validate(table)
         check_meshes(meshes, table)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")

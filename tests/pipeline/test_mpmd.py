@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.pipeline import mpmd
 from maxpipe.pipeline.mpmd import forward_only, load_schedule, mark_stage_boundary, pipelined
+from maxpipe.pipeline.schedules.table import from_ticks
 
 ROWS, MICROBATCHES = 24, 3
 
@@ -298,7 +299,8 @@ def test_keys_are_folded_with_the_microbatch_and_legacy_ones_are_not():
 
     assert_close(step(params, batch, key), average(lambda m: jax.random.fold_in(key, m)))
     old = jax.random.PRNGKey(3)
-    assert_close(step(params, batch, old), average(lambda m: old))
+    with pytest.warns(UserWarning, match=r"pass jax.random.key\(seed\)"):
+        assert_close(step(params, batch, old), average(lambda m: old))
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
@@ -453,6 +455,12 @@ class TestRefusals:
     def test_names_of_schedules_instead_of_tables(self):
         with pytest.raises(ValueError, match=r"'1f1b' is no table; pass load_schedule\('1f1b', "):
             pipelined(jax.value_and_grad(chain), "1f1b", meshes(1, 1, 1))
+
+    def test_tables_that_are_invalid(self):
+        ticks = {"F": np.ogrid[:2, :1][0] + [[0, 1]], "B": np.ogrid[:2, :1][0] + [[3, 4]]}
+        own = from_ticks("own", 2, 1, ticks)
+        with pytest.raises(ValueError, match="0B0 at tick 3, stage 0 is too early: it needs 1B0"):
+            pipelined(jax.value_and_grad(chain), own, meshes(1, 1))
 
     def test_several_devices_without_a_spec(self):
         with pytest.raises(ValueError, match=r"batch_specs=PartitionSpec\('data'\)"):

@@ -57,7 +57,7 @@ def load_csv(
     path: str | Path,
     num_stages: int,
     num_microbatches: int,
-    num_repeats: int,
+    num_repeats: int | None = None,
     *,
     forwarding_delay: int = 1,
     slack: int = 0,
@@ -66,7 +66,8 @@ def load_csv(
 
     Args:
       path: the file.
-      num_stages, num_microbatches, num_repeats: sizes that the table must have.
+      num_stages, num_microbatches, num_repeats: sizes that the table must have; any number of
+        repeats if it is None.
       forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.
 
     Raises:
@@ -75,6 +76,7 @@ def load_csv(
     """
     path = Path(path)
     file = read_cells(path)
+    num_repeats = num_repeats or file.sizes[2]
     if file.sizes != (num_stages, num_microbatches, num_repeats):
         stages, microbatches, repeats = file.sizes
         raise ScheduleError(

@@ -10,6 +10,7 @@ from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
 from maxpipe.pipeline.schedules.timed_orders import UnitTimes
+from maxpipe.pipeline.schedules.validate import validate
 
 
 def build_table(config: Config) -> Table:
@@ -58,19 +59,20 @@ def load_schedule(
     schedule: str | os.PathLike[str],
     num_stages: int,
     num_microbatches: int,
-    num_repeats: int = 1,
+    num_repeats: int | None = None,
     *,
     forwarding_delay: int = 1,
     slack: int = 0,
     times: UnitTimes | None = None,
 ) -> Table:
-    """Build the table of a schedule of the catalogue, or read a CSV file's; the table is valid.
+    """Build the table of a schedule of the catalogue, or read a CSV file's, and validate it.
 
     Args:
       schedule: value of `pipeline.schedule`, or the path of a CSV file.
       num_stages: S, at least 1.
       num_microbatches: M, at least 1; need not be a multiple of S.
-      num_repeats: V, chunks per stage, at least 1.
+      num_repeats: V, chunks per stage, at least 1; by default the schedule's or the file's own, 1
+        where any number is legal.
       forwarding_delay: ticks from sending to first use; 2 is
         `pipeline.delay_activation_forwarding`.
       slack: ticks between the last chunk's F and its B; 1 is `pipeline.overlap_slots`.
@@ -78,7 +80,7 @@ def load_schedule(
 
     Raises:
       ValueError: there is no such schedule.
-      ScheduleError: it does not support these sizes or options, or the file's table is invalid.
+      ScheduleError: it does not support these sizes or options, or the table is invalid.
     """
     schedule = os.fspath(schedule)
     if is_csv(schedule):
@@ -90,6 +92,8 @@ def load_schedule(
             forwarding_delay=forwarding_delay,
             slack=slack,
         )
+    if num_repeats is None:
+        num_repeats = SCHEDULES[schedule].repeats_for(1) if schedule in SCHEDULES else 1
     check_named(schedule, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     facts = SCHEDULES[schedule]
     options: dict[str, int | UnitTimes] = {}
@@ -101,8 +105,39 @@ def load_schedule(
         options["slack"] = slack
     if facts.timed and times:
         options["times"] = times
-    table: Table = implementation(facts)(num_stages, num_microbatches, **options)
+    table = implementation(facts)(num_stages, num_microbatches, **options)
+    given = num_stages, num_microbatches, num_repeats, forwarding_delay, slack
+    _check_table(schedule, facts.implementation, table, given)
     return table
+
+
+def _check_table(
+    schedule: str, function: str, table: Table, given: tuple[int, int, int, int, int]
+) -> None:
+    """Check what a schedule's function returned, which may be a user's.
+
+    Raises:
+      ScheduleError: it is no table, not as asked for (stages, microbatches, repeats, delay, slack),
+        or invalid.
+    """
+    if not isinstance(table, Table):
+        raise ScheduleError(
+            f"pipeline.schedule={schedule}: {function} returned {type(table).__name__}; return a "
+            f"Table, such as from_ticks and place make"
+        )
+    names = ("num_stages", "num_microbatches", "num_repeats", "forwarding_delay", "slack")
+    for name, value in zip(names, given, strict=True):
+        if getattr(table, name) != value:
+            raise ScheduleError(
+                f"pipeline.schedule={schedule}: {function} returned a table with "
+                f"{name}={getattr(table, name)}, but was asked for {value}"
+            )
+    validate(table)
+    if table.kinds == ("F",):
+        raise ScheduleError(
+            f"pipeline.schedule={schedule}: {function} returned a table without backward units; "
+            f"add B, or I and W"
+        )
 
 
 def check_named(

@@ -8,20 +8,30 @@ from typing import TypeVar
 
 import numpy as np
 
-from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
+from maxpipe.pipeline.schedules.table import (
+    KINDS,
+    ScheduleError,
+    Table,
+    Unit,
+    from_ticks,
+    stages_of_chunks,
+)
 
 RawUnit = tuple[str, int, int]
 Item = TypeVar("Item")
 
 
-class DeadlockError(Exception):
+class DeadlockError(ScheduleError):
     """Orders contradict each other: `unit` is next on its stage and waits for `needs` forever.
 
     If no unit is missing, the two are part of a circle of units that wait for each other.
     """
 
-    def __init__(self, unit: RawUnit, needs: RawUnit):
-        super().__init__(f"{unit} waits for {needs}")
+    def __init__(self, name: str, unit: RawUnit, needs: RawUnit, is_missing: bool):
+        other = "is missing" if is_missing else "waits for it in turn; reorder one of them"
+        super().__init__(
+            f"pipeline.schedule={name}: {Unit(*unit)} waits for {Unit(*needs)}, which {other}"
+        )
         self.unit = unit
         self.needs = needs
 
@@ -78,11 +88,13 @@ def place(
 
     Raises:
       DeadlockError: the orders contradict each other, or a unit is missing.
+      ScheduleError: a unit does not exist, is doubled, or is on a stage without its chunk.
     """
     queues = [list(order) for order in orders]
     units = {unit for queue in queues for unit in queue}
     last = num_repeats * num_stages - 1
     stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
+    _check_units(name, num_microbatches, queues, stage_of)
     done: dict[RawUnit, int] = {}
     position = [0] * num_stages  # in each stage's order
     free = [0] * num_stages  # the next tick of each stage
@@ -99,7 +111,6 @@ def place(
                     waiting[needs] = stage
                     break
                 tick = max(tick, done[needs] + 1)
-            assert stage_of[unit[2]] == stage
             done[unit] = tick
             free[stage] = tick + 1
             position[stage] += 1
@@ -108,7 +119,8 @@ def place(
     heads = {s: queue[position[s]] for s, queue in enumerate(queues) if position[s] < len(queue)}
     if heads:
         needed = {s: u for s, head in heads.items() if (u := dependency(head, last, units))}
-        raise _deadlock(heads, needed, stage_of)
+        unit, needs = _deadlock(heads, needed, stage_of)
+        raise DeadlockError(name, unit, needs, is_missing=needs not in units)
     ticks: dict[str, np.ndarray] = {}
     for (kind, microbatch, chunk), tick in done.items():
         if kind not in ticks:
@@ -117,10 +129,31 @@ def place(
     return from_ticks(name, num_stages, num_repeats, ticks, placement=placement)
 
 
+def _check_units(
+    name: str, num_microbatches: int, queues: list[list[RawUnit]], stage_of: list[int]
+) -> None:
+    seen: set[RawUnit] = set()
+    for stage, queue in enumerate(queues):
+        for unit in queue:
+            kind, microbatch, chunk = unit
+            is_unit = kind in KINDS and 0 <= microbatch < num_microbatches
+            if not is_unit or not 0 <= chunk < len(stage_of):
+                wrong = f"does not exist with {num_microbatches} microbatches and {len(stage_of)}"
+                problem = f"{wrong} chunks"
+            elif stage_of[chunk] != stage:
+                problem = f"is on stage {stage}; its chunk belongs to stage {stage_of[chunk]}"
+            elif unit in seen:
+                problem = "is doubled; drop one"
+            else:
+                seen.add(unit)
+                continue
+            raise ScheduleError(f"pipeline.schedule={name}: {Unit(*unit)} {problem}")
+
+
 def _deadlock(
     heads: dict[int, RawUnit], needs: dict[int, RawUnit], stage_of: list[int]
-) -> DeadlockError:
-    """Return the error for stages that all wait.
+) -> tuple[RawUnit, RawUnit]:
+    """Return a unit and the one that it waits for, of stages that all wait.
 
     Args:
       heads: by stage that has not ended, its next unit.
@@ -133,7 +166,7 @@ def _deadlock(
     while stage not in seen and stage_of[needs[stage][2]] in heads:
         seen.add(stage)
         stage = stage_of[needs[stage][2]]
-    return DeadlockError(heads[stage], needs[stage])
+    return heads[stage], needs[stage]
 
 
 def stage_orders(table: Table) -> list[list[RawUnit]]:
@@ -163,9 +196,8 @@ def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> Raw
         return "I", microbatch, chunk
     if chunk == last_chunk:
         return "F", microbatch, chunk
-    return next(
-        u for u in (("B", microbatch, chunk + 1), ("I", microbatch, chunk + 1)) if u in units
-    )
+    split = "I", microbatch, chunk + 1
+    return split if split in units else ("B", microbatch, chunk + 1)
 
 
 def group_microbatches(num_microbatches: int, smallest: int) -> np.ndarray:

@@ -100,12 +100,24 @@ class Table:
     note: str = ""
 
     def __post_init__(self) -> None:
-        assert self.placement in ("loop", "v")
-        assert self.forwarding_delay >= 1
-        assert self.slack >= 0
-        assert self.microbatch.keys() == self.chunk.keys()
-        for array in (*self.microbatch.values(), *self.chunk.values()):
-            assert array.shape == (self.num_ticks, self.num_stages)
+        # What users build: `validate` relies on it.
+        arrays = [*self.microbatch.values(), *self.chunk.values()]
+        legal = {
+            "placement must be loop or v": self.placement in ("loop", "v"),
+            "forwarding_delay must be at least 1": self.forwarding_delay >= 1,
+            "slack must be at least 0": self.slack >= 0,
+            "microbatch and chunk must have the same kinds, F and B, or F, I and W": (
+                {"F"} <= self.microbatch.keys() == self.chunk.keys() <= {*KINDS}
+            ),
+            "microbatch and chunk must be integers [ticks, stages]": all(
+                array.dtype.kind == "i" and array.shape == (len(arrays[0]), self.num_stages)
+                for array in arrays
+            ),
+        }
+        for requirement, holds in legal.items():
+            if not holds:
+                raise ScheduleError(f"pipeline.schedule={self.name}: {requirement}")
+        for array in arrays:
             # What is cached below, and plans made from a table, must stay valid.
             array.flags.writeable = False
 
@@ -196,9 +208,19 @@ def from_ticks(
       name: see `Table`, also for the arguments that are not listed here.
       ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global
         chunk runs, -1 if never.
+
+    Raises:
+      ScheduleError: arrays have other shapes, or two units of a kind are in one tick of a stage.
     """
+    num_microbatches = len(ticks.get("F", ()))
+    shape = (num_microbatches, num_repeats * num_stages)
+    for kind, tick in {"F": np.empty(0), **ticks}.items():
+        if 0 in shape or tick.shape != shape or tick.dtype.kind != "i":
+            raise ScheduleError(
+                f"pipeline.schedule={name}: the ticks of {kind} are {tick.dtype}{[*tick.shape]}; "
+                f"give integers [{num_microbatches} microbatches, {shape[1]} chunks], F among them"
+            )
     num_ticks = 1 + max(int(t.max()) for t in ticks.values())
-    num_microbatches = len(ticks["F"])
     stage = stages_of_chunks(num_stages, num_repeats, placement)
     microbatch, chunk = {}, {}
     for kind, tick in ticks.items():
@@ -206,8 +228,15 @@ def from_ticks(
         chunk[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
         # Scatter: [M, G] by microbatch and global chunk -> [N, S] by tick and stage.
         m, c = np.nonzero(tick >= 0)
-        microbatch[kind][tick[m, c], stage[c]] = m
-        chunk[kind][tick[m, c], stage[c]] = c // num_stages
+        at = tick[m, c], stage[c]
+        microbatch[kind][at], chunk[kind][at] = m, c // num_stages
+        # Of several units at one place the scatter keeps one.
+        lost = (microbatch[kind][at] != m) | (chunk[kind][at] != c // num_stages)
+        for i in np.flatnonzero(lost)[:1]:
+            raise ScheduleError(
+                f"pipeline.schedule={name}: {Unit(kind, int(m[i]), int(c[i]))} is not alone at "
+                f"tick {at[0][i]}, stage {at[1][i]}; give each {kind} of a stage its own tick"
+            )
     return Table(
         name=name,
         num_stages=num_stages,

@@ -3,6 +3,7 @@
 Letters: M microbatches, B rows of a batch.
 """
 
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -141,6 +142,12 @@ def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
     for path, x in tree_leaves_with_path(arguments.shared):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         name = f"further argument {keystr(path)}"
+        if x.dtype == jnp.uint32 and x.shape[-1:] == (2,):  # as of jax.random.PRNGKey
+            warnings.warn(
+                f"{name} looks like a key of jax.random.PRNGKey, with which all microbatches draw "
+                f"the same numbers; pass jax.random.key(seed)",
+                stacklevel=2,
+            )
         entries.append(Input(name, x, PartitionSpec(), "key" if is_key else "shared"))
     return entries
 
