@@ -3,32 +3,28 @@
 A chat template is Jinja text, as in Hugging Face tokenizers. What the assistant writes is found by
 marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without them, by rendering
 the conversation up to each of the assistant's turns. Templates are untrusted; they run in Jinja's
-sandbox and see nothing but the conversation and names of special tokens.
+sandbox, in a process of their own (`maxpipe.data.template_renderer`), and see nothing but the
+conversation, names of special tokens and a date.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.template_process import Answer, ProcessEnded, ask
 from maxpipe.data.tokenizers import (
     CHAT_TEMPLATE,
     TemplateFiles,
     pick_template_files,
     template_files,
 )
-
-if TYPE_CHECKING:
-    import jinja2
 
 Message = Mapping[str, object]  # "role", "content", and whatever else the template knows
 
@@ -42,49 +38,42 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-# Unicode reserves these noncharacters for use inside a program: no text may have them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_PROBE = "An answer."  # no template changes it
+_RESERVED = "\ufdd0\ufdd1"  # mark the assistant's turns in `maxpipe.data.template_renderer`
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template; picklable, compiled once in each process.
+    """A chat template; picklable, compiled once by each process that renders.
 
     Attributes:
       source: the template's Jinja text.
       special_tokens: name and text of the tokens that it may write, such as `bos_token`.
       name: the template's name in messages.
+      date: the date that `strftime_now` writes, in ISO format; "" is today.
     """
 
     source: str
     special_tokens: tuple[tuple[str, str], ...]
     name: str
+    date: str = ""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None) -> MarkedText:
-        """Return a conversation as text in which the assistant's turns are targets.
+        """Return a conversation as text in which the assistant's turns are targets, except those
+        whose `weight` is 0.
 
         Raises:
-          BadDocument: the template refuses the conversation, or the assistant says nothing in it.
+          BadDocument: the template refuses the conversation or does not end, or nothing in it is
+            learned.
           ConfigError: the template does not show which text is the assistant's.
         """
-        if _GENERATION_TAG.search(_COMMENT.sub("", self.source)):
-            text, spans = _without_marks(self._text(messages, tools))
-        else:
-            text = self._text(messages, tools)
-            spans = tuple(self._turns(text, messages, tools))
-        if not any(end > start for start, end in spans):
-            message = f"the assistant says nothing in it, laid out by {self.name}"
-            raise BadDocument(Problem("data.path", message))
-        return MarkedText(text, spans)
+        answer = self._ask("conversation", messages, tools)
+        return MarkedText(answer.text, tuple((start, end) for start, end in answer.spans))
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
         """Return a conversation as text that ends where the assistant's answer begins; raises
         BadDocument if the template refuses it.
         """
-        return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
+        return self._ask("prompt", messages, tools).text
 
     def end_of_turn(self) -> str:
         """Return what the template writes after an answer; "" if it writes nothing.
@@ -92,60 +81,41 @@ class ChatTemplate:
         Raises:
           BadDocument: the template refuses a conversation of a question and an answer.
         """
-        talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
-        return _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
+        return self._ask("end_of_turn").text
 
-    def _text(
+    def check(self) -> None:
+        """Raise ConfigError if the template cannot be compiled."""
+        self._ask("compiled", key=_KEY)
+
+    def _ask(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[object] | None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        template = _compile(self.source, self.name)
+        wanted: str,
+        messages: Sequence[Message] = (),
+        tools: Sequence[object] | None = None,
+        key: str = "data.path",
+    ) -> Answer:
+        """Return what the process that renders templates answers; `key` names what is to blame if
+        it does not.
+        """
+        request = {
+            "wanted": wanted,
+            "source": self.source,
+            "special_tokens": self.special_tokens,
+            "name": self.name,
+            "date": self.date or date.today().isoformat(),
+            "messages": messages,
+            "tools": tools,
+        }
         try:
-            return template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,  # transformers defines this name, too
-                add_generation_prompt=add_generation_prompt,
-                **dict(self.special_tokens),
-            )
-        # A template is a program, which may fail with any error.
-        except Exception as error:
-            message = f"{self.name} cannot lay it out: {type(error).__name__}: {error}"
-            raise BadDocument(Problem("data.path", message)) from error
-
-    def _turns(
-        self, text: str, messages: Sequence[Message], tools: Sequence[object] | None
-    ) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each turn of the assistant in the whole `text`."""
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._before(index, messages, tools)
-            after = self._text(messages[: index + 1], tools)
-            if not (after.startswith(before) and text.startswith(after)):
-                problem = (
-                    f"{self.name} lays out message {index + 1}, a turn of the assistant, "
-                    "differently when others follow, so what is to be learned cannot be told: give "
-                    "a copy of the template with {% generation %} before and {% endgeneration %} "
-                    "after what the assistant writes"
-                )
-                raise ConfigError(Problem(_KEY, problem))
-            yield len(before), len(after)
-
-    def _before(
-        self, index: int, messages: Sequence[Message], tools: Sequence[object] | None
-    ) -> str:
-        """Return the text before turn `index`, which is the assistant's."""
-        try:
-            return self._text(messages[:index], tools, add_generation_prompt=True)
-        except BadDocument:
-            if index:
-                raise
-            # Many templates refuse a conversation without messages.
-            talk = [{"role": "assistant", "content": _PROBE}]
-            return self._text(talk, tools).rpartition(_PROBE)[0]
+            answer = ask(request)
+        except ProcessEnded as error:
+            answer = Answer(document=f"{self.name} cannot lay it out: {error}")
+        if answer.template:
+            raise ConfigError(Problem(_KEY, answer.template))
+        if answer.document:
+            kind = ConfigError if key == _KEY else BadDocument
+            raise kind(Problem(key, answer.document))
+        return answer
 
 
 def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:
@@ -173,7 +143,7 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
             "common one, or give a file with a Jinja template"
         )
         raise ConfigError(Problem(_KEY, message))
-    _compile(template.source, template.name)
+    template.check()
     return template
 
 
@@ -195,7 +165,7 @@ def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
     """
     template = _template_of(pick_template_files(files))
     if template is not None:
-        _compile(template.source, template.name)
+        template.check()
     return template
 
 
@@ -229,91 +199,9 @@ def _template_of(files: TemplateFiles) -> ChatTemplate | None:
     return ChatTemplate(source, _special_tokens(config), name) if source else None
 
 
-def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return a rendered text without marks, and start and end of what was between them."""
-    pieces = re.split(f"([{_OPEN}{_CLOSE}])", text)
-    spans = []
-    length = depth = start = 0
-    for piece in pieces:
-        if piece == _OPEN:
-            start = start if depth else length
-            depth += 1
-        elif piece == _CLOSE:
-            depth -= 1
-            if depth == 0:
-                spans.append((start, length))
-        else:
-            length += len(piece)
-    return "".join(pieces[::2]), tuple(spans)
-
-
 def has_reserved_characters(text: str) -> bool:
     """Return whether a text has one of the characters that mark the assistant's turns."""
-    return _OPEN in text or _CLOSE in text
-
-
-@lru_cache(maxsize=16)
-def _compile(source: str, name: str) -> "jinja2.Template":
-    """Compile a template in a sandbox, where it sees nothing but its arguments.
-
-    Raises:
-      ConfigError: it cannot be compiled, or jinja2 is not installed.
-    """
-    with optional("jinja2", "chat", "data.source"):
-        import jinja2
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The block `{% generation %}`, whose content is put between marks."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("_mark")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: "jinja2.runtime.Macro") -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json  # jinja2's own filter escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        message = f"{name} is not a Jinja template: line {error.lineno}: {error.message}"
-        raise ConfigError(Problem(_KEY, message)) from error
-    # Jinja translates to Python, which has bounds of its own, and `break` for loops only.
-    except (SyntaxError, ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error  # lines are those of Python
-        message = f"{name} cannot be compiled: {type(error).__name__}: {reason}"
-        raise ConfigError(Problem(_KEY, message)) from error
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return any(character in text for character in _RESERVED)
 
 
 def _read(file: Path) -> str:

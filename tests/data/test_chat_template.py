@@ -1,12 +1,18 @@
 """Conversations laid out by templates, and what of them the assistant writes."""
 
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from maxpipe.config.errors import ConfigError
+from maxpipe.data import template_process
 from maxpipe.data.chat_template import ChatTemplate, load_chat_template
 from maxpipe.data.documents import BadDocument, MarkedText
 
@@ -159,6 +165,94 @@ def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
 def test_template_stays_in_its_sandbox(source: str) -> None:
     with pytest.raises(BadDocument, match="SecurityError"):
         _template(source + "{% generation %}a{% endgeneration %}").render(TALK, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+            " s of",
+        ),
+        ("{% macro m(n) %}{{ m(n-1) + m(n-1) if n else 'x' }}{% endmacro %}{{ m(40) }}", " s of"),
+        ("{{ 'a' | center(10**10) }}", "MemoryError"),
+        ("{{ '%10000000000d' % 1 }}", "MemoryError"),
+        ("{{ 'a' * 10**8 }}", "OverflowError: more than"),
+    ],
+    ids=range(5),
+)
+def test_template_without_end_makes_a_bad_document(
+    source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 0.2 if " s" in reason else 9.0)
+    with pytest.raises(BadDocument, match=f"the template cannot lay it out: .*{reason}"):
+        _template(source + CLOSED).render(TALK, None)
+    assert _targets(_template(CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
+
+
+def test_template_that_never_compiles_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 0.2)
+    (tmp_path / "mine.jinja").write_text("{{ 9**(9**7) }}")
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja .*0\.2 s of"):
+        load_chat_template(str(tmp_path / "mine.jinja"), "byte")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_that_renders_is_replaced_and_ends_with_its_parent() -> None:
+    program = (
+        "import sys; from maxpipe.data.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('{{ messages[0].content }}', (), 't')\n"
+        "for line in sys.stdin:\n"
+        "    print(template.render_prompt([{'content': line}], None).strip(), flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def ask(word: str) -> int:
+        print(word, file=process.stdin, flush=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{word}\n"
+        return int(children.read_text())
+
+    first = ask("one")
+    os.kill(first, signal.SIGKILL)
+    last = ask("two")
+    process.kill()
+    process.communicate()
+    assert first != last
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{last}/cmdline").exists() and Path(f"/proc/{last}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("source", "learned"), [(CLOSED, "2</s>\n"), (MARKED, "2")])
+def test_turn_of_weight_0_is_not_learned(source: str, learned: str) -> None:
+    talk = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+    assert _targets(_template(source).render(talk, None)) == [learned]
+    talk[4]["weight"] = 0
+    with pytest.raises(BadDocument, match="every turn has weight 0"):
+        _template(source).render(talk, None)
+    del talk[4]["weight"]
+    odd = "{% generation %}{% endgeneration %}" + MARKED
+    with pytest.raises(BadDocument, match="marks 3 stretches for 2 turns"):
+        _template(odd).render(talk, None)
+
+
+def test_date_of_a_template_is_that_of_its_run() -> None:
+    source = "{{ strftime_now('%d %b %Y') }}" + CLOSED
+    template = ChatTemplate(source, (), "t", date="2024-07-26")
+    assert template.render(TALK, None).text.startswith("26 Jul 2024<")
 
 
 def _folder(directory: Path, **config: object) -> str:

@@ -9,7 +9,7 @@ from helpers.training_process import BASE, TINY_MODEL
 
 from maxpipe import export, train
 from maxpipe.config import replace
-from maxpipe.data.chat_template import load_chat_template
+from maxpipe.data.chat_template import ChatTemplate, load_chat_template
 from maxpipe.data.documents import encode_marked
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.hf.exporter import copy_companions
@@ -80,6 +80,20 @@ def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, fo
     np.testing.assert_array_equal(ids, expected["input_ids"])
     np.testing.assert_array_equal(weights, expected["assistant_masks"])
     assert 0 < weights.sum() < len(weights)
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_transformers_gives_it(read, folder):
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<think>"
+        "{{ m.READ }}</think>{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    ).replace("READ", read)
+    names = ("reasoning_content", "thinking", "reasoning")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for given in [*((name,) for name in names), names[1:], names[::-1], ()]:
+        turn = {"role": "assistant", "content": "a", **{name: f"{name}!" for name in given}}
+        expected = theirs.apply_chat_template([turn], chat_template=source, tokenize=False)
+        assert ChatTemplate(source, (), "t").render([turn], None).text == expected
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "chatml"])
