@@ -234,6 +234,8 @@ class Report:
         of = f"{size(self.needed)} of {size(self.capacity)}"
         if self.fits:
             return f"verdict     fits: {of} on each device"
+        if self.compiler is None:  # all that it says when it gives up, apart from shapes
+            of += " by the compiler's own count"
         excess = size(self.needed - self.capacity)
         return f"verdict     does NOT fit: {of}, {excess} too much on each device"
 

@@ -1,26 +1,34 @@
-"""Give simulated devices enough threads that no collective waits for one that another holds.
+"""Give simulated devices enough threads that no work waits for a thread which waits for that work.
 
-A collective on a CPU blocks a thread until all devices have joined it. XLA starts the collectives
-of a program in the same order on all devices, with two exceptions: a collective next to a loop that
-has others inside, such as a gather of weights of layers outside the pipeline, and an executable
-from a file, which has lost that order altogether. Devices then wait in different collectives. If n
-are ready at once they block up to n * (devices - 1) threads, and if no thread is left XLA ends the
-process after 40 seconds. By default XLA has as many threads as devices or cores, whichever is more.
+XLA runs the programs of all simulated devices of a process on one pool of threads, by default as
+many as devices or cores, whichever is more. Two kinds of work hold a thread while they wait.
 
-How many collectives are ready at once is not known before compiling. Measured with sequential FSDP
-on 8 devices: with 8 threads two of three starts from a cache hung; with `THREADS_PER_DEVICE` none
-of 45 did, 20 of them sequential, the others circular and scheduled. Threads cost time: those of 8
-devices raised CPU time per step by up to 30 % on two cores.
+A launch waits on a thread for each of its devices once 32 programs are in flight there. A program
+runs on a thread for each of its devices, which wait for each other, and in other processes, in
+collectives. What they wait for comes with transfers from other processes, which need a thread of
+the same pool to store it. XLA runs one program of several devices at a time, and one of a single
+device on each of them: with a thread more than `HELD_PER_DEVICE` for each device one is free.
+
+XLA starts the collectives of a program in the same order on all devices, with two exceptions: a
+collective next to a loop that has others inside, such as a gather of weights of layers outside the
+pipeline, and an executable from a file, which has lost that order altogether. Devices then wait in
+different collectives. If n are ready at once they block up to n * (devices - 1) threads, and if no
+thread is left XLA ends the process after 40 seconds. How many are ready at once is not known before
+compiling. Measured with sequential FSDP on 8 devices: with 8 threads two of three starts from a
+cache hung; with `THREADS_PER_DEVICE` none of 45 did, 20 of them sequential, the others circular and
+scheduled. Threads cost time: those of 8 devices raised CPU time per step by up to 30 % on two
+cores.
 """
 
 import os
 
 import jax
 
+from maxpipe.config import Config, replace
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.sections import Config
 
-THREADS_PER_DEVICE = 16
+HELD_PER_DEVICE = 3  # by a launch, a program of several devices, and one of this device alone
+THREADS_PER_DEVICE = 16  # where collectives may be out of order
 MOST_THREADS = 256  # XLA makes no larger pool
 
 
@@ -49,16 +57,15 @@ def check_simulated(devices: int) -> None:
 
 
 def start_threads(config: Config, devices: int, processes: int) -> None:
-    """Set NPROC, which XLA reads, where collectives may be out of order; before JAX makes devices.
+    """Set NPROC, which XLA reads, where it needs more threads; before JAX makes devices.
 
     Args:
       config: the configuration.
-      devices: number of devices that this process simulates.
+      devices: number of CPU devices that this process has.
       processes: number of processes of the run.
     """
-    if devices > 1 and _needs_threads(config, devices, processes):
-        threads = max(min(THREADS_PER_DEVICE * devices, MOST_THREADS), os.cpu_count() or 1)
-        os.environ.setdefault("NPROC", str(threads))
+    if (needed := _needed(config, devices, processes)) > _cores():
+        os.environ.setdefault("NPROC", str(needed))
 
 
 def hindrance() -> str:
@@ -104,21 +111,27 @@ def explain_threads(config: Config) -> list[str]:
         )
     elif cache_dir != "off" and (reason := hindrance()):
         lines.append(f"compile.cache_dir=off: {reason}")
-    devices = jax.device_count()
-    needs_threads = _needs_threads(config, devices, jax.process_count())
-    if needs_threads and _threads() >= THREADS_PER_DEVICE * devices:
+        config = replace(config, **{"compile.cache_dir": "off"})
+    needed = _needed(config, jax.local_device_count(), jax.process_count())
+    if _threads() < needed:
         lines.append(
-            f"{_threads()} threads, so that collectives out of order do not block all: steps take "
-            "longer"
+            f"NPROC={_threads()} threads are too few, and the run may hang: unset it, or set it to "
+            f"{needed}"
         )
     return lines
 
 
-def _needs_threads(config: Config, devices: int, processes: int) -> bool:
-    """Return whether collectives may be out of order: layers outside, or programs from files."""
+def _needed(config: Config, devices: int, processes: int) -> int:
+    """Return the least threads with which no work waits for ever; 0 if any number will do.
+
+    Args:
+      config, devices, processes: as for `start_threads`.
+    """
     loads_programs = bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
     can_load = processes == 1 and THREADS_PER_DEVICE * devices <= MOST_THREADS
-    return config.pipeline.parallel_layers > 0 or (loads_programs and can_load)
+    if devices > 1 and (config.pipeline.parallel_layers > 0 or (loads_programs and can_load)):
+        return min(THREADS_PER_DEVICE * devices, MOST_THREADS)
+    return min(HELD_PER_DEVICE * devices + 1, MOST_THREADS) if processes > 1 else 0
 
 
 def _are_several_cpus() -> bool:
@@ -130,4 +143,11 @@ def _threads() -> int:
     for name in ("PJRT_NPROC", "NPROC"):
         if (value := os.environ.get(name, "")).isdecimal() and int(value) > 0:
             return min(int(value), MOST_THREADS)
+    return _cores()
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -43,7 +43,8 @@ def start_jax(config: Config) -> None:
             check_simulated(devices)
         else:
             jax.config.update("jax_num_cpu_devices", devices)
-            start_threads(config, devices, announced_processes())
+    if not has_started():
+        start_threads(config, max(1, jax.config.jax_num_cpu_devices), announced_processes())
     name_machine()
     start_processes(config.mesh.heartbeat_timeout_seconds)
     engine = ENGINES.get(derive_known(config).pipeline.engine)

@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -174,7 +173,6 @@ def run(
         for line in _describe_finished(config, directory, checkpointer, last_step):
             log(line)
         return DONE
-    started = time.perf_counter()
     with naming_all_inputs(config):
         ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
         trainer = ready or build_trainer(config, mesh, note=decisions.add)
@@ -191,7 +189,8 @@ def run(
         current.recorder.print_line("compiling   the first step, minutes for a large model")
     on_start(current)
     exit_code = run_and_close(current, lambda: train(current))
-    log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
+    seconds = sum(supervision.time.seconds().values())  # as the account of time adds up to
+    log(_farewell(current, exit_code, str(directory.root), seconds))
     return exit_code
 
 

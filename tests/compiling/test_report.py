@@ -161,6 +161,9 @@ def test_report_of_a_step_that_does_not_fit_says_by_how_much_and_what_helps():
     assert not found.fits
     assert "does NOT fit: 97 GiB of 95 GiB, 2 GiB too much" in text
     assert [line.endswith("enough") for line in found.lines()[-2:]] == [True, False]
+    assert "of 95 GiB by the compiler's own count" not in text
+    given_up = report(97 * GIB, compiler=None).lines()
+    assert any("97 GiB of 95 GiB by the compiler's own count" in line for line in given_up)
 
 
 def test_report_without_a_knob_advises_more_devices():

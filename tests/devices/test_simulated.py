@@ -17,7 +17,7 @@ OUTSIDE = replace(Config(), **{"pipeline.parallel_layers": 6})
 def _two_cores(monkeypatch):
     monkeypatch.delenv("NPROC")
     monkeypatch.delenv("PJRT_NPROC", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
 
 
 class TestStart:
@@ -30,7 +30,10 @@ class TestStart:
             (LOAD, 8, 1, "128"),
             (CACHE, 8, 1, "128"),
             (CACHE, 1, 1, None),
-            (CACHE, 8, 2, None),
+            (CACHE, 8, 2, "25"),
+            (Config(), 2, 2, "7"),
+            (Config(), 1, 4, "4"),
+            (Config(), 100, 2, "256"),
             (CACHE, 17, 1, None),
             (Config(), 8, 1, None),
             (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
@@ -47,6 +50,11 @@ class TestStart:
         monkeypatch.setenv("NPROC", "3")
         start_threads(CACHE, 64, 1)
         assert os.environ["NPROC"] == "3"
+
+    def test_start_threads_leaves_a_machine_with_enough_cores_alone(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+        start_threads(Config(), 2, 2)
+        assert "NPROC" not in os.environ
 
 
 class TestProgramsFromFiles:
@@ -75,13 +83,22 @@ class TestProgramsFromFiles:
         monkeypatch.setenv("NPROC", "128")
         assert hindrance() == ""
         assert uses_cache(CACHE)
-        (said,) = explain_threads(CACHE)
-        assert said.startswith("128 threads")
+        assert explain_threads(CACHE) == []
 
     def test_hindrance_with_several_processes_names_them(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert "several processes" in hindrance()
+
+    @pytest.mark.parametrize(("config", "processes"), [(Config(), 2), (OUTSIDE, 1), (CACHE, 2)])
+    def test_explain_threads_with_too_few_of_the_users_names_the_number(
+        self, config, processes, monkeypatch
+    ):
+        monkeypatch.setenv("NPROC", "6")
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        *_, said = explain_threads(config)
+        assert said.startswith("NPROC=6 threads are too few")
+        assert said.endswith("set it to 128" if processes == 1 else "set it to 25")
 
     def test_hindrance_with_more_devices_than_threads_names_the_limit(self, monkeypatch):
         monkeypatch.setenv("NPROC", "1024")
