@@ -13,6 +13,8 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import short_name
 from maxpipe.planning.estimate import Bounds, Memory
 
+NO_KNOB = "no single change of batch, schedule or mesh helps on these devices; take more of them"
+
 
 @dataclass(frozen=True)
 class CompilerMemory:
@@ -264,10 +266,7 @@ def device_line(count: int, kind: str, slices: int, mesh: Mapping[str, int]) -> 
 def knob_lines(knobs: Sequence[Knob], missing: float) -> list[str]:
     """Return lines about ways to save the missing bytes, for people."""
     if not knobs:
-        return [
-            "            no single change of batch, schedule or mesh helps on these devices; "
-            "take more of them"
-        ]
+        return [f"            {NO_KNOB}"]
     lines = ["            what would help, by estimate:"]
     for knob in knobs:
         enough = "  enough" if knob.saves >= missing else ""

@@ -21,7 +21,7 @@ from maxpipe.config.terminal import Note
 
 PROGRESS_SECONDS = 15.0
 LONGEST_SILENCE = 240.0
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class StepTrainer(Protocol):
@@ -191,6 +191,6 @@ def out_of_memory(message: str, program: str = "") -> OutOfMemory | None:
         rf"\({amount}\) exceeds available HBM \({amount}\)",
     ):
         if match := re.search(pattern, message):
-            needed, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
+            needed, available = (float(match[i]) * UNITS[match[i + 1]] for i in (1, 3))
             return OutOfMemory(needed, available, program)
     return None

@@ -27,6 +27,11 @@ from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
 
+
+class MemoryTooSmall(Exception):
+    """A device cannot hold what the run asks for; says what helps."""
+
+
 # Errors whose messages say all that a user can act on.
 EXPLAINED = (
     CheckpointDamaged,
@@ -34,6 +39,7 @@ EXPLAINED = (
     CheckpointSaveError,
     CheckpointUnreadable,
     LeaseLost,
+    MemoryTooSmall,
     TelemetryError,
 )
 

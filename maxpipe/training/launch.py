@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -80,6 +81,7 @@ from maxpipe.training.initial_weights import (
 )
 from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
+from maxpipe.training.out_of_memory import explaining_memory
 from maxpipe.training.resuming import (
     continue_loader,
     followed_once,
@@ -173,7 +175,8 @@ def run(
         for line in _describe_finished(config, directory, checkpointer, last_step):
             log(line)
         return DONE
-    with naming_all_inputs(config):
+    memory_checked = partial(explaining_memory, loaded.config, config, mesh)
+    with memory_checked(), naming_all_inputs(config):
         ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
         trainer = ready or build_trainer(config, mesh, note=decisions.add)
         if supervision.memory is not None and config.checkpoint.replica_every:
@@ -188,7 +191,7 @@ def run(
     if not (ready or config.compile.load):
         current.recorder.print_line("compiling   the first step, minutes for a large model")
     on_start(current)
-    exit_code = run_and_close(current, lambda: train(current))
+    exit_code = run_and_close(current, memory_checked()(partial(train, current)))
     seconds = sum(supervision.time.seconds().values())  # as the account of time adds up to
     log(_farewell(current, exit_code, str(directory.root), seconds))
     return exit_code

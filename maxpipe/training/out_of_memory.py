@@ -1,0 +1,88 @@
+"""Say what helps when a device's memory is not enough for a run."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import jax
+from jax.sharding import Mesh
+
+from maxpipe.compiling.knobs import knobs, stage_knobs
+from maxpipe.compiling.report import NO_KNOB, size
+from maxpipe.compiling.step import UNITS, out_of_memory
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import tpu_of
+from maxpipe.devices.host_memory import free_memory
+from maxpipe.devices.mesh import num_slices
+from maxpipe.planning.footprint import on_platform
+from maxpipe.planning.gather_mode import with_gather_mode
+from maxpipe.supervision.failure import MemoryTooSmall
+
+_MOST_KNOBS = 3
+_KERNELS = ("attention", "rotation", "gating")
+# Of CPUs "allocating 8 bytes"; of GPUs "to allocate 8 bytes", "to allocate 3.4GiB" and "request for
+# 3.4GiB (8B)"; of TPUs "to allocate 1.5G" and "to reserve 1.5G"; of NumPy "to allocate 3.4 GiB".
+_REQUEST = re.compile(r"(?:allocating|to allocate|to reserve|request for) ([\d.]+) ?([KMGT]?)")
+_FREE = re.compile(r"There are ([\d.]+)([KMGT]?)B? free")  # of TPUs
+
+
+@contextmanager
+def explaining_memory(written: Config, config: Config, mesh: Mesh) -> Iterator[None]:
+    """Turn an error of JAX for lack of memory into one with sizes and remedies.
+
+    Args:
+      written: the configuration as loaded; alternatives derive from it.
+      config: the resolved configuration, with its stages chosen.
+      mesh: the mesh of all devices.
+
+    Raises:
+      MemoryTooSmall: a device, or the host, cannot hold what was asked for.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        sizes = _sizes(str(error), mesh.devices.flat[0])
+        if not sizes:
+            raise
+        message = f"out of memory: {sizes}\n{_remedies(written, config, mesh)}"
+        raise MemoryTooSmall(message) from None
+
+
+def _sizes(message: str, device: jax.Device) -> str:
+    """Return what was asked for and what there is; "" if an error is about something else."""
+    if program := out_of_memory(message):
+        return f"the program needs {size(program.needed)} of {size(program.available)} on a device"
+    if not (request := _REQUEST.search(message)):
+        return ""
+    sizes = f"{_bytes(request)} asked for at once"
+    if free := _FREE.search(message):
+        return f"{sizes}, {_bytes(free)} free on a device"
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return f"{sizes}, a device has {size(limit)} in all"
+    with suppress(OSError):  # not on Linux
+        return f"{sizes}, the host has {size(free_memory())} free"
+    return sizes
+
+
+def _bytes(match: re.Match[str]) -> str:
+    return size(float(match[1]) * UNITS[match[2]])
+
+
+def _remedies(written: Config, config: Config, mesh: Mesh) -> str:
+    """Return the changes that save most on these devices, by estimate, in a line."""
+    devices = mesh.devices.reshape(-1).tolist()
+    tpu, count = tpu_of(devices), (mesh.size, num_slices(devices))
+    config = with_gather_mode(on_platform(config, devices[0].platform), tpu)
+    chosen = {f"model.{name}": getattr(config.model, name) for name in _KERNELS}
+    written = update(written, chosen)
+    if ENGINES[config.pipeline.engine].one_program:
+        helpful = knobs(written, config, *count, tpu)
+    else:
+        helpful = stage_knobs(written, config, count, tpu)
+    if not helpful:
+        return NO_KNOB
+    saves = [f"{knob.words} saves {size(knob.saves)}" for knob in helpful[:_MOST_KNOBS]]
+    more = "; `python -m maxpipe.compile` lists all" if helpful[_MOST_KNOBS:] else ""
+    return f"what would help, by estimate: {'; '.join(saves)}{more}"

@@ -1,0 +1,77 @@
+"""A run that a device cannot hold ends with sizes and remedies."""
+
+import re
+
+import jax
+import pytest
+from helpers.runs import write_config
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.supervision.failure import MemoryTooSmall
+from maxpipe.train import main
+from maxpipe.training import launch
+from maxpipe.training.out_of_memory import explaining_memory
+
+# As written by XLA for CPUs, GPUs (three times) and TPUs (compiling, allocating, loading).
+MESSAGES = [
+    ("Out of memory allocating 115628717136 bytes.", "108 GiB asked for at once, the host has"),
+    ("Out of memory while trying to allocate 4770354232 bytes.", "4.44 GiB asked for at once"),
+    ("Out of memory while trying to allocate 3.37GiB.", "3.37 GiB asked for at once"),
+    (
+        "Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0",
+        "6.27 GiB asked for at once",
+    ),
+    (
+        "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 63.80G of "
+        "30.75G hbm. Exceeded hbm capacity by 33.05G.",
+        "the program needs 63.8 GiB of 30.8 GiB",
+    ),
+    (
+        "Error allocating device buffer: Attempting to allocate 129.50M. That was not possible. "
+        "There are 78.17M free.; (0x0x0_HBM0)",
+        "130 MiB asked for at once, 78.2 MiB free",
+    ),
+    (
+        "Error loading program: Attempting to reserve 10.51G at the bottom of memory. That was not "
+        "possible. There are 8.97G free, 0B reserved, and 8.97G reservable.",
+        "10.5 GiB asked for at once, 8.97 GiB free",
+    ),
+]
+
+
+@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "1f1b"])
+@pytest.mark.parametrize(("message", "sizes"), MESSAGES)
+def test_lack_of_memory_is_told_with_sizes_and_what_helps(message, sizes, schedule):
+    written = replace(
+        Config(), **{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.schedule": schedule}
+    )
+    config = resolve(written, 8)
+    with (
+        pytest.raises(MemoryTooSmall) as told,
+        explaining_memory(written, config, build_mesh(config)),
+    ):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+    first, remedies = str(told.value).split("\n")
+    assert sizes in first
+    assert re.search(r"pipeline.num_microbatches=\d+ saves [\d.]+ [KMG]iB;", remedies)
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: a"), MemoryError()])
+def test_other_errors_stay_what_they_are(error):
+    config = resolve(replace(Config(), **{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}), 8)
+    with pytest.raises(type(error)), explaining_memory(config, config, build_mesh(config)):
+        raise error
+
+
+def test_train_without_memory_ends_with_1_and_no_traceback(tmp_path, monkeypatch, capsys):
+    def fail(run):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    monkeypatch.setattr(launch, "train", fail)
+    with pytest.raises(SystemExit) as end:
+        main([*write_config(tmp_path), "mesh.simulated_devices=8", "mesh.ici.fsdp=4"])
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert "error: out of memory: 9 B asked for" in said
+    assert "Traceback" not in said
