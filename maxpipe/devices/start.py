@@ -44,7 +44,9 @@ def start_jax(config: Config) -> None:
         else:
             jax.config.update("jax_num_cpu_devices", devices)
     if not has_started():
-        start_threads(config, max(1, jax.config.read("jax_num_cpu_devices")), announced_processes())
+        start_threads(
+            config, max(1, jax.config.values["jax_num_cpu_devices"]), announced_processes()
+        )
     name_machine()
     start_processes(config.mesh.heartbeat_timeout_seconds)
     engine = ENGINES.get(derive_known(config).pipeline.engine)
