@@ -9,8 +9,8 @@ conversation, names of special tokens and a date.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from maxpipe.config.catalog import SOURCES
@@ -57,6 +57,11 @@ class ChatTemplate:
     name: str
     date: str = ""
 
+    @property
+    def writes_date(self) -> bool:
+        """Return whether the template can write a date."""
+        return "strftime_now" in self.source
+
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None) -> MarkedText:
         """Return a conversation as text in which the assistant's turns are targets, except those
         whose `weight` is 0.
@@ -102,7 +107,7 @@ class ChatTemplate:
             "source": self.source,
             "special_tokens": self.special_tokens,
             "name": self.name,
-            "date": self.date or date.today().isoformat(),
+            "date": self.date or datetime.now().date().isoformat(),
             "messages": messages,
             "tools": tools,
         }
@@ -118,16 +123,19 @@ class ChatTemplate:
         return answer
 
 
-def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:
+def load_chat_template(
+    value: str, tokenizer: str, cache_dir: str = "", date: str = ""
+) -> ChatTemplate:
     """Return the chat template of a run.
 
     Args:
       value: `data.chat_template`: "chatml", a file, or "" for the tokenizer's own.
       tokenizer: `data.tokenizer`.
       cache_dir: `data.cache_dir`.
+      date: `data.chat_date`.
 
     Raises:
-      ConfigError: there is no template, or it is invalid.
+      ConfigError: there is no template, it is invalid, or it does not write the given date.
     """
     files = template_files(tokenizer, cache_dir)
     special_tokens = _special_tokens(_read_config(files.config))
@@ -143,8 +151,23 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
             "common one, or give a file with a Jinja template"
         )
         raise ConfigError(Problem(_KEY, message))
+    if date:
+        _check_date(date, template)
+    template = replace(template, date=date)
     template.check()
     return template
+
+
+def _check_date(date: str, template: ChatTemplate) -> None:
+    """Raise ConfigError if `data.chat_date` is no date, or the template writes none."""
+    try:
+        datetime.fromisoformat(date)
+    except ValueError:
+        message = f"{date!r} is no date such as 2024-07-26"
+        raise ConfigError(Problem("data.chat_date", message)) from None
+    if not template.writes_date:
+        message = f"{template.name} writes no date with strftime_now; leave it out"
+        raise ConfigError(Problem("data.chat_date", message))
 
 
 def trained_template(data: DataConfig) -> ChatTemplate | None:
@@ -154,7 +177,7 @@ def trained_template(data: DataConfig) -> ChatTemplate | None:
     read = [entry["source"] for entry in data.mixture] or [data.source]
     if not any(SOURCES[source].is_chat for source in read):
         return None
-    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)
 
 
 def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:

@@ -1,6 +1,7 @@
 """Talk to a model: its run's chat template, the prompt of a conversation, and where answers end."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from maxpipe.checkpoint.steps import StepStore
@@ -40,7 +41,7 @@ class EndOfTurn(NamedTuple):
 
 
 def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
-    """Return the chat template that a run was trained with, or its tokenizer's own.
+    """Return the chat template that a run was trained with, with its date, or its tokenizer's own.
 
     Raises:
       ConfigError: there is none.
@@ -51,9 +52,11 @@ def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
         # Runs of earlier versions have no copy of a template that is not the tokenizer's own.
         own = chat_template_among(files) if is_kept or not data.chat_template else None
     if own is not None:
-        return own
+        return replace(own, date=data.chat_date)
     if data.chat_template:
-        return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+        return load_chat_template(
+            data.chat_template, data.tokenizer, data.cache_dir, data.chat_date
+        )
     original = template_files(data.tokenizer, data.cache_dir)
     if (own := chat_template_among([file for file in original if file])) is not None:
         return own

@@ -84,6 +84,7 @@ from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.out_of_memory import explaining_memory
 from maxpipe.training.resuming import (
     continue_loader,
+    dated,
     followed_once,
     live_state,
     restore,
@@ -167,6 +168,8 @@ def run(
     with naming_all_inputs(config):
         config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config, supervision.memory)
+    with naming_all_inputs(config):
+        config = dated(config, directory)
     mark = followed(config.checkpoint.resume, job_of_process())
     config = followed_once(config, checkpointer, job_of_process(), log)
     last_step = finished_step(config, checkpointer)

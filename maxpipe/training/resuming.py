@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date, datetime
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
+from maxpipe.data.chat_template import trained_template
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.devices import processes
 from maxpipe.training.batches import BatchPlacer
@@ -20,7 +22,7 @@ from maxpipe.training.continuity import (
     has_other_optimizer,
     optional_parts,
 )
-from maxpipe.training.run_directory import Meta
+from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
 
@@ -43,6 +45,19 @@ def followed_once(
         f"{step}: this one continues from the newest step"
     )
     return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO))
+
+
+def dated(config: Config, directory: RunDirectory) -> Config:
+    """Return the configuration with the date that its chat template writes: that of the run's
+    earlier starts, or today. All processes call this.
+    """
+    template = None if config.data.chat_date else trained_template(config.data)
+    if template is None or not template.writes_date:
+        return config
+    text = directory.chat_date()
+    day = datetime.fromisoformat(text) if text else datetime.now()
+    day = date.fromordinal(processes.of_first_process(day.toordinal()))
+    return replace(config, data=replace(config.data, chat_date=day.isoformat()))
 
 
 def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:

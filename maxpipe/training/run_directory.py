@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ class RunDirectory:
         if problems := refusals(config, changed, place):
             raise ConfigError(*problems, self.advice(place))
         return changed
+
+    def chat_date(self) -> str:
+        """Return the date that the chat template of the run's earlier starts wrote; "" if none."""
+        places = [self._recorded(committed_steps(self.checkpoints))]
+        if self._mirror is not None:
+            places.append(self._mirrored(self._mirror))
+        sections = (meta["config"].get("data") or {} for meta in chain.from_iterable(places))
+        return next(filter(None, (section.get("chat_date") for section in sections)), "")
 
     def keep_config(self, config: Config, step: int) -> None:
         """Add the configuration to `config_history/`, unless the newest one there is equal.

@@ -255,6 +255,14 @@ def test_date_of_a_template_is_that_of_its_run() -> None:
     assert template.render(TALK, None).text.startswith("26 Jul 2024<")
 
 
+@pytest.mark.parametrize(
+    ("date", "reason"), [("July", "'July' is no date"), ("2024-07-26", "chatml writes no date")]
+)
+def test_date_that_is_of_no_use_is_refused(date: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.chat_date: .*{reason}"):
+        load_chat_template("chatml", "byte", date=date)
+
+
 def _folder(directory: Path, **config: object) -> str:
     (directory / "tokenizer.json").touch()
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

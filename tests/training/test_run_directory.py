@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import date, timedelta
 from pathlib import Path
 
 import fsspec
@@ -12,8 +13,9 @@ import pytest
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.record import record_file
-from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace
+from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace, to_yaml
 from maxpipe.storage.object_store import Deadline
+from maxpipe.training.resuming import dated
 from maxpipe.training.run_directory import RunDirectory
 
 
@@ -47,6 +49,22 @@ def test_claim_of_a_new_directory_writes_only_a_config_that_loads_back(config):
     run = RunDirectory(config)
     assert [path.name for path in run.root.iterdir()] == ["config.yml"]
     assert load(run.config_file).config == config
+
+
+def test_date_of_a_chat_template_is_that_of_the_first_start(config, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ strftime_now('%Y') }}")
+    keys = {"data.source": "chat", "data.chat_template": str(tmp_path / "mine.jinja")}
+    config = replace(config, **keys)
+    run = RunDirectory(config)
+    today = dated(config, run)
+    assert abs(date.fromisoformat(today.data.chat_date) - date.today()) <= timedelta(days=1)
+    claim(replace(today, **{"data.chat_date": "2024-07-26"}))
+    commit(config)
+    claim(config)  # a date that is not given is no change
+    run.config_file.write_text(to_yaml(replace(config, **{"data.chat_date": "2024-07-26"})))
+    assert dated(config, run).data.chat_date == "2024-07-26"
+    (tmp_path / "mine.jinja").write_text("no date")
+    assert dated(config, run) == config
 
 
 def test_claim_with_checkpoints_accepts_the_same_config_and_records_changes(config):

@@ -183,16 +183,19 @@ def check_data_path(c: Config) -> None:
         raise ConfigError(Problem("data.path", message))
 
 
-@rule("data.chat_template", "data.source", "data.mixture", "data.tokenizer")
+@rule("data.chat_template", "data.chat_date", "data.source", "data.mixture", "data.tokenizer")
 def check_chat_template(c: Config) -> None:
     """Check that conversations have a template, and that one is given for conversations only."""
     read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
     chats = [source for source in read if source in SOURCES and SOURCES[source].is_chat]
     value = c.data.chat_template
-    if value and not chats:
-        names = ", ".join(name for name, facts in SOURCES.items() if facts.is_chat)
-        message = f"lays out conversations, which data.source={read[0]} has not; these do: {names}"
-        raise ConfigError(Problem("data.chat_template", message))
+    for key, given in (("data.chat_template", value), ("data.chat_date", c.data.chat_date)):
+        if given and not chats:
+            names = ", ".join(name for name, facts in SOURCES.items() if facts.is_chat)
+            message = (
+                f"is for conversations, which data.source={read[0]} has not; these do: {names}"
+            )
+            raise ConfigError(Problem(key, message))
     if chats and not value and c.data.tokenizer in TOKENIZERS:
         message = (
             f"data.tokenizer={c.data.tokenizer} has no chat template of its own: set "

@@ -56,6 +56,11 @@ class DataConfig:
         "the Jinja template that formats conversations: a file, or chatml; empty = the "
         "tokenizer's own",
     )
+    chat_date: str = option(
+        "",
+        "the date that strftime_now of a chat template writes, such as 2024-07-26; empty = the day "
+        "on which the run begins",
+    )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24
     )

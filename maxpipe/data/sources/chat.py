@@ -189,4 +189,4 @@ def template_of(data: DataConfig) -> ChatTemplate:
       ConfigError: there is no template, or the tokenizer cannot encode conversations.
     """
     require_offsets(load_tokenizer(data.tokenizer, data.cache_dir))
-    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.chat_template import ChatTemplate, Message, load_chat_template
-from maxpipe.data.documents import MarkedText, read_text, require_offsets
+from maxpipe.data.chat_template import ChatTemplate, Message
+from maxpipe.data.documents import MarkedText, read_text
+from maxpipe.data.sources.chat import template_of
 from maxpipe.data.sources.text import stdlib_modules
-from maxpipe.data.tokenizers import load_tokenizer
 
 
 class Questions:
@@ -65,10 +65,7 @@ def python_help(config: DataConfig) -> Questions:
       ConfigError: this Python comes without the source of its library, there is no chat template,
         or the tokenizer cannot encode conversations.
     """
-    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
-    questions = Questions(
-        load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
-    )
+    questions = Questions(template_of(config))
     if not len(questions):
         message = "this Python has no source of its library; choose another source"
         raise ConfigError(Problem("data.source", message))
