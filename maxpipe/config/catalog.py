@@ -335,10 +335,17 @@ class DataSource:
     summary: str = ""
 
 
-_TABLES = (".arrow", ".parquet", ".json", ".jsonl", ".csv")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zstd")  # endings of files that are unpacked
+_MAY_BE_PACKED = ("", *PACKED)
+_JSON_LINES = (
+    *(ending + packed for ending in (".jsonl", ".ndjson") for packed in _MAY_BE_PACKED),
+    *(".json" + packed for packed in PACKED),  # a plain .json rather describes the others
+)
+_TABLES = (".json", ".jsonl", ".ndjson", ".csv")
 _TABLE_FILES = (
-    *_TABLES,
-    *(f"{ending}{packed}" for ending in _TABLES[2:] for packed in (".gz", ".zst")),
+    ".arrow",
+    ".parquet",
+    *(ending + packed for ending in _TABLES for packed in _MAY_BE_PACKED),
 )
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
@@ -349,7 +356,7 @@ SOURCES: dict[str, DataSource] = {
     ),
     "chat": DataSource(
         _SOURCES + "chat:chat",
-        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"),
+        suffixes=(*_JSON_LINES, ".parquet"),
         is_chat=True,
         summary="conversations, `messages` in JSON lines or parquet",
     ),
@@ -370,7 +377,7 @@ SOURCES: dict[str, DataSource] = {
     ),
     "jsonl": DataSource(
         _SOURCES + "text:jsonl",
-        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"),
+        suffixes=_JSON_LINES,
         summary="files of JSON lines, their `text`",
     ),
     "parquet": DataSource(
@@ -395,7 +402,9 @@ SOURCES: dict[str, DataSource] = {
         needs_tokenizer=False,
         summary="random tokens, made as they are read",
     ),
-    "text": DataSource(_SOURCES + "text:text", summary="text files, each a document"),
+    "text": DataSource(
+        _SOURCES + "text:text", suffixes=_MAY_BE_PACKED, summary="text files, each a document"
+    ),
     "token_bin": DataSource(
         _SOURCES + "tokens:token_bin",
         suffixes=(".bin", ".npy"),

@@ -66,7 +66,7 @@ def find_corpus(
     """
     path = ",".join(words)
     with naming_files():
-        files = find_files(path, cache_dir=cache_dir)
+        files = find_files(path, SOURCES[TEXT].suffixes, cache_dir)
     endings = {
         source: facts.suffixes
         for source, facts in SOURCES.items()
@@ -77,7 +77,7 @@ def find_corpus(
     }
     kinds: dict[str, str] = {}
     for file in files:
-        kind = next((name for name, ends in endings.items() if file.endswith(ends)), TEXT)
+        kind = next((name for name, ends in endings.items() if file.lower().endswith(ends)), TEXT)
         kinds.setdefault(kind, file)
     if "token_bin" in kinds:
         raise ConfigError(Problem(FILES, f"{kinds['token_bin']} {HOLDS_TOKENS}"))

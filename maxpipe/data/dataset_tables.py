@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxpipe.config.catalog import SOURCES
+from maxpipe.config.catalog import PACKED, SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
@@ -34,6 +34,7 @@ _BUILDERS = {  # the library's builders, by file ending
     ".parquet": "parquet",
     ".json": "json",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".csv": "csv",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -83,12 +84,13 @@ class HubName(NamedTuple):
         return f"{SCHEME}{self.name}{revision}:{self.configuration or ''}:{self.split}"
 
 
-def open_tables(path: str, cache_dir: str) -> list[Table]:
+def open_tables(path: str, cache_dir: str, limit: int = 0) -> list[Table]:
     """Return the data sets of `data.path`, entries in sorted order, the hub's last.
 
     Args:
       path: `data.path`.
       cache_dir: `data.cache_dir`; if empty, the library chooses where Arrow files go.
+      limit: `data.cache_limit`, which applies to copies of remote files.
 
     Raises:
       ConfigError: a data set is missing or cannot be read, or the library is not installed.
@@ -101,7 +103,7 @@ def open_tables(path: str, cache_dir: str) -> list[Table]:
         )
         raise ConfigError(Problem(_PATH, message))
     library = _library()
-    tables = [_open(part, cache_dir, library) for part in parts]
+    tables = [_open(part, cache_dir, limit, library) for part in parts]
     return [table for tables_of_part in tables for table in tables_of_part]
 
 
@@ -140,7 +142,7 @@ def _commits(rows: "Dataset") -> list[str]:
     return sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
 
 
-def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
+def _open(part: str, cache_dir: str, limit: int, library: ModuleType) -> list[Table]:
     if part.startswith(SCHEME):
         return [Table(part, _from_hub(part, cache_dir))]
     directory = Path(part).expanduser()
@@ -153,10 +155,10 @@ def _open(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
             choices = ", ".join(str(directory / split) for split in splits)
         message = f"{part} is a data set of splits; give one of {choices}"
         raise ConfigError(Problem(_PATH, message))
-    return _from_files(part, cache_dir, library)
+    return _from_files(part, cache_dir, limit, library)
 
 
-def _from_files(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
+def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> list[Table]:
     """Return the table of an entry's files, which must all be of one kind."""
     if is_remote(part):
         stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
@@ -165,7 +167,7 @@ def _from_files(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
                 f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
             )
             raise ConfigError(Problem(_PATH, message))
-    files = require_content(find_files(part, _SUFFIXES, cache_dir))
+    files = require_content(find_files(part, _SUFFIXES, cache_dir, limit))
     builders: dict[str, list[str]] = {}
     for file in files:
         builders.setdefault(_builder(file), []).append(file)
@@ -182,7 +184,8 @@ def _from_files(part: str, cache_dir: str, library: ModuleType) -> list[Table]:
 
 
 def _builder(file: str) -> str:
-    ending = Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
+    name = file.lower()
+    ending = Path(name.removesuffix(Path(name).suffix) if name.endswith(PACKED) else name).suffix
     if ending not in _BUILDERS:
         message = f"{file} is none of {', '.join(f'*{kind}' for kind in _BUILDERS)}"
         raise ConfigError(Problem(_PATH, message))

@@ -74,8 +74,14 @@ class Encoded(NamedTuple):
 _EMPTY = Encoded(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-def read_text(path: str, start: int = 0, end: int | None = None) -> str:
+def read_text(path: str, start: int = 0, end: int | None = None, name: str = "") -> str:
     """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
+
+    Args:
+      path: the file; a mark of byte order at its start is no part of the text.
+      start: first byte.
+      end: end of the bytes; None = of the file.
+      name: the file in messages, if `path` is a copy of it.
 
     Raises:
       BadDocument: the bytes are not UTF-8; the message names file and byte.
@@ -86,26 +92,34 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
             file.seek(start)
             text = file.read(-1 if end is None else end - start).decode("utf-8")
     except UnicodeDecodeError as error:
-        message = f"{path} is not UTF-8 text: byte {start + error.start}"
+        message = f"{name or path} is not UTF-8 text: byte {start + error.start}"
         raise BadDocument(Problem("data.path", message)) from error
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}"
         raise ConfigError(Problem("data.path", message)) from error
+    if start == 0:
+        text = text.removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class FileDocuments:
-    """One document per UTF-8 text file, read on access."""
+    """One document per UTF-8 text file, read on access.
 
-    def __init__(self, paths: Sequence[str]):
+    Args:
+      paths: the files.
+      originals: the files that the user knows, of which these may be copies.
+    """
+
+    def __init__(self, paths: Sequence[str], originals: Sequence[str]):
         self._paths = paths
+        self._originals = originals
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> str:
         """Return the text of a file; errors are those of `read_text`."""
-        return read_text(self._paths[index])
+        return read_text(self._paths[index], name=self._originals[index])
 
 
 class Spans:

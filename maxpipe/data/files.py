@@ -9,15 +9,20 @@ from stat import S_ISREG
 
 import numpy as np
 
+from maxpipe.config.catalog import PACKED, SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
-from maxpipe.storage.local_files import each_once, fetch
+from maxpipe.config.sections import DataConfig
+from maxpipe.storage.local_files import each_once, fetch, shown, with_endings
 from maxpipe.storage.object_store import is_remote
 
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", *(f".tar{e}" for e in PACKED))
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
 
 
-def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") -> list[str]:
+def find_files(
+    path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "", limit: int = 0
+) -> list[str]:
     """Return the files of a comma-separated list of files, directories and globs, each once.
 
     Local files come first, sorted, then copies of remote files in the order of their names.
@@ -25,36 +30,51 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     Args:
       path: value of `data.path`. A directory stands for all files below it except hidden ones.
       suffixes: endings that a file in a directory must have; files that are named or matched by a
-        glob may have any.
+        glob may have any, unless their contents are packed in a way that the source cannot read.
       cache_dir: `data.cache_dir`, which holds the copies of remote files.
+      limit: `data.cache_limit`.
 
     Raises:
-      ConfigError: `path` is empty, or one of its parts matches no file.
+      ConfigError: `path` is empty, or one of its parts matches no file, or one that is packed.
     """
     local: set[str] = set()
     copies: dict[str, None] = {}  # an ordered set
     problems = []
     for part in parts_of(path):
         if is_remote(part):
-            files = fetch(part, suffixes, cache_dir)
+            files = fetch(part, suffixes, cache_dir, limit)
             copies.update(dict.fromkeys(files))
         else:
             files = local_files(part, suffixes)
             local.update(files)
         if not files:
-            endings = " or ".join(f"*{suffix}" for suffix in suffixes if suffix) or "files"
-            message = (
-                f"no file at {part!r}; give a file, a glob, or a directory that holds {endings}"
-            )
+            holds = shown(suffixes)
+            message = f"no file at {part!r}; give a file, a glob, or a directory that holds {holds}"
             if "," in path:
                 message += "; commas separate several paths"
             problems.append(Problem("data.path", message))
+    for file in _unreadable([*local, *copies], suffixes):
+        message = f"{file} is packed in a way that this data.source does not read; unpack it"
+        problems.append(Problem("data.path", message))
     if problems:
         raise ConfigError(*problems)
     if not local and not copies:
         message = "this data.source needs a file, a directory or a glob here"
         raise ConfigError(Problem("data.path", message))
     return [*each_once(local), *copies]
+
+
+def files_of(config: DataConfig, source: str) -> list[str]:
+    """Return the files of `data.path` for a source of the catalogue; errors as `find_files`."""
+    return find_files(config.path, SOURCES[source].suffixes, config.cache_dir, config.cache_limit)
+
+
+def _unreadable(files: list[str], suffixes: Sequence[str]) -> list[str]:
+    """Return the packed files that a source with these endings cannot read."""
+    packed = any(suffix.endswith(PACKED) for suffix in suffixes)
+    endings = _ARCHIVES if packed else (*_ARCHIVES, *PACKED)
+    # A user's own source that names no endings may read anything.
+    return [file for file in files if any(suffixes) and file.lower().endswith(endings)]
 
 
 def parts_of(path: str) -> list[str]:
@@ -77,10 +97,11 @@ def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
     path = Path(part).expanduser()
     if isfile(path):  # unlike `Path.is_file`, false also for names that are too long
         return [str(path)]
-    if not isdir(path):
-        return [name for name in glob.glob(str(path), recursive=True) if _is_file(name)]
-    endings = tuple(suffixes)
-    return [name for name in _names_below(str(path)) if name.endswith(endings) and _is_file(name)]
+    if isdir(path):
+        names = with_endings(_names_below(str(path)), suffixes, str(path))
+    else:
+        names = with_endings(glob.glob(str(path), recursive=True), ("", *PACKED), part)
+    return [name for name in names if _is_file(name)]
 
 
 def _names_below(directory: str) -> list[str]:

@@ -4,9 +4,12 @@ Rows of a batch read documents in any order, one at a time, which neither object
 compressed files allow. Such files are copied once to `data.cache_dir` and read from there.
 """
 
+import bz2
 import errno
 import gzip
 import hashlib
+import io
+import lzma
 import os
 import secrets
 import shutil
@@ -18,23 +21,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from maxpipe.config.catalog import PACKED
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
 from maxpipe.config.terminal import at_end
 from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from fsspec import AbstractFileSystem
-
-GZIP, ZSTD = ".gz", ".zst"
 
 _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
+_LIMIT = "data.cache_limit"
+_NAMES_SHOWN = 10  # of the files that are left out
+_SHARE_OF_FREE_SPACE = 0.9  # that copies may take without a limit
 _SCRATCH = "maxpipe-copy-"  # how the names of directories for unfinished copies begin
 _ABANDONED_SECONDS = 24 * 3600  # since the last change of one whose process must have been killed
-_PIECE = 1 << 20  # bytes of a compressed file read at a time
+_PIECE = 1 << 20  # bytes of a file unpacked at a time
+_ZSTD_PIECE = 1 << 10  # bytes of a .zst file read at a time, which may become 32 MiB
+_ZSTD = (".zst", ".zstd")
+_OPENERS: dict[str, Callable[[str], io.BufferedIOBase]] = {
+    ".gz": gzip.GzipFile,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
 READ_LIMIT = 1 << 16  # bytes read of a file for its digest
 _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
 
@@ -90,7 +103,9 @@ def local_copy(
     version: object,
     suffix: str,
     cache_dir: str,
-    write: Callable[[Path], None],
+    write: Callable[[BinaryIO], object],
+    limit: int = 0,
+    size: int = 0,
 ) -> str:
     """Return the path of a file's copy in the cache, made unless this version is already there.
 
@@ -102,26 +117,68 @@ def local_copy(
       version: value that changes whenever the content does, such as size and time.
       suffix: ending of the copy's name.
       cache_dir: `data.cache_dir`; `~/.cache/maxpipe` if empty.
-      write: function that writes the copy to a path; its OSErrors are taken for the cache's.
+      write: function that writes the copy; its OSErrors are taken for the cache's.
+      limit: `data.cache_limit`.
+      size: least size of the copy in bytes, if that is known.
 
     Raises:
-      ConfigError: the copy cannot be written to the cache.
+      ConfigError: the copy cannot be written to the cache, or takes more than the limit.
     """
     directory = cache_directory(cache_dir)
     name = hashlib.sha256(f"{origin}\0{version}\0{suffix}".encode()).hexdigest()[:24]
     target = directory / (name + suffix)
     if target.is_file():
         return str(target)
-    print(redacted(f"copying {origin} to {directory}"), file=sys.stderr, flush=True)
     try:
         with scratch_directory(directory) as scratch:
+            room = _room(directory, limit)
+            may_take = f"which may take {_gibibytes(room)} more ({_LIMIT})"
+            print(redacted(f"copying {origin} to {directory}, {may_take}"), file=sys.stderr)
             unfinished = scratch / f"unfinished{suffix}"
-            write(unfinished)
+            with io.BufferedWriter(_Bounded(unfinished, room)) as out:
+                if size > room:
+                    raise _Full
+                write(out)
             os.replace(unfinished, target)
+    except _Full:
+        message = (
+            f"the copy of {origin} takes more than the {_gibibytes(room)} left for {directory}; "
+            f"raise it, remove old copies there, or name another {_CACHE}"
+        )
+        raise ConfigError(Problem(_LIMIT, message)) from None
     except OSError as error:
         message = f"cannot keep a copy of {origin} in {directory}: {error.strerror or error}"
         raise ConfigError(Problem(_CACHE, message)) from error
     return str(target)
+
+
+def _room(directory: Path, limit: int) -> int:
+    """Return how many bytes the copies in a directory may still grow by."""
+    if not limit:
+        return int(shutil.disk_usage(directory).free * _SHARE_OF_FREE_SPACE)
+    return limit - sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+
+
+def _gibibytes(count: int) -> str:
+    return f"{max(count, 0) / (1 << 30):,.3g} GiB"
+
+
+class _Full(Exception):
+    """A copy takes more than there is room for."""
+
+
+class _Bounded(io.FileIO):
+    """A new file that refuses to grow beyond `room` bytes."""
+
+    def __init__(self, path: Path, room: int):
+        super().__init__(str(path), "w")
+        self._room = room
+
+    def write(self, piece: "ReadableBuffer") -> int:
+        self._room -= memoryview(piece).nbytes
+        if self._room < 0:
+            raise _Full
+        return super().write(piece)
 
 
 @contextmanager
@@ -149,8 +206,16 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
 
 
 def cache_directory(cache_dir: str) -> Path:
-    """Return the directory of `data.cache_dir`; `~/.cache/maxpipe` if it is empty."""
-    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "maxpipe"
+    """Return the directory of `data.cache_dir`; `~/.cache/maxpipe` if it is empty.
+
+    Raises:
+      ConfigError: the user has no home directory.
+    """
+    try:
+        return Path(cache_dir or "~/.cache/maxpipe").expanduser()
+    except RuntimeError:
+        message = "this user has no home directory; name a directory for copies of files"
+        raise ConfigError(Problem(_CACHE, message)) from None
 
 
 def version_of(path: str) -> tuple[int, int]:
@@ -179,13 +244,61 @@ def _num_links(name: str) -> int:
     return sum(path.is_symlink() for path in (Path(name), *Path(name).parents))
 
 
-def fetch(url: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
+def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> list[str]:
+    """Return the names that end in one of `suffixes`, in letters of either case.
+
+    Lines on stderr say, once, which are left out, and which differ only in their endings.
+
+    Args:
+      names: names of files below `place`, without hidden ones.
+      suffixes: endings; "" is that of every file.
+      place: a directory, URL or glob.
+    """
+    chosen: dict[str, list[str]] = {}  # by name without the ending
+    left_out = []
+    for name in names:
+        ends = [len(suffix) for suffix in suffixes if name.lower().endswith(suffix)]
+        if ends:
+            chosen.setdefault(name[: len(name) - max(ends)], []).append(name)
+        else:
+            left_out.append(name)
+    if left_out:
+        remedy = f"not {shown(suffixes)}; files named by a glob are read whatever they end in"
+        _print_once(f"{place}: left out {_some(left_out, place)}: {remedy}")
+    doubles = [min(same, key=len) for same in chosen.values() if len(same) > 1]
+    if doubles:
+        remedy = "all are read; keep one of each if they are copies"
+        _print_once(f"{place}: {_some(doubles, place)} also with another ending: {remedy}")
+    return [name for same in chosen.values() for name in same]
+
+
+def shown(suffixes: Sequence[str]) -> str:
+    """Return endings for a message, without those of packed files."""
+    plain = [f"*{suffix}" for suffix in suffixes if suffix and not suffix.endswith(PACKED)]
+    return " or ".join(plain) or "files"
+
+
+def _some(names: Sequence[str], place: str) -> str:
+    """Return the first names, below a place, of what may be many."""
+    first = ", ".join(os.path.relpath(name, place) for name in sorted(names)[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{first} and {more:,} more" if more > 0 else first
+
+
+@cache
+def _print_once(line: str) -> None:
+    """Print a line on stderr, once."""
+    print(redacted(line), file=sys.stderr, flush=True)
+
+
+def fetch(url: str, suffixes: Sequence[str], cache_dir: str, limit: int = 0) -> list[str]:
     """Return the paths of local copies of a URL's files, by name in the store; empty if none match.
 
     Args:
       url: a file, a directory or a glob, such as `s3://bucket/corpus/*.jsonl`.
       suffixes: endings that a file in a directory must have.
       cache_dir: `data.cache_dir`.
+      limit: `data.cache_limit`.
 
     Raises:
       ConfigError: no library speaks the protocol, or the store refuses access or does not answer.
@@ -195,7 +308,7 @@ def fetch(url: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
     with explained(url, _PATH):
         store = open_store(url, _PATH)
         names = sorted(_remote_files(store, url, suffixes))
-        return [_fetch_file(store, f"{protocol}://{name}", cache_dir) for name in names]
+        return [_fetch_file(store, f"{protocol}://{name}", cache_dir, limit) for name in names]
 
 
 class RemoteFile(NamedTuple):
@@ -225,13 +338,13 @@ def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]
         return [name for name in store.glob(url) if store.isfile(name)]
     if store.isfile(url):
         return [url.partition("://")[2]]
-    return [name for name in store.find(url) if name.endswith(tuple(suffixes))]
+    return with_endings(store.find(url), suffixes, url.partition("://")[2])
 
 
-def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str) -> str:
-    def write(target: Path) -> None:
+def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str, limit: int) -> str:
+    def write(out: BinaryIO) -> None:
         try:
-            store.get_file(url, str(target))
+            store.get_file(url, out.name)
         except OSError as error:
             # The cache is to blame for a full disk only; any other error is the store's, because
             # the target is a new file in a new directory.
@@ -239,32 +352,34 @@ def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str) -> str:
                 raise
             raise unusable(url, error, _PATH) from error
 
-    return local_copy(url, store.ukey(url), "".join(Path(url).suffixes[-2:]), cache_dir, write)
+    suffix = "".join(Path(url).suffixes[-2:])
+    return local_copy(url, store.ukey(url), suffix, cache_dir, write, limit, store.size(url) or 0)
 
 
-def unpacked(path: str, cache_dir: str) -> str:
-    """Return the path of an uncompressed file: `path` itself unless it ends in `GZIP` or `ZSTD`.
+def unpacked(path: str, cache_dir: str, limit: int = 0) -> str:
+    """Return the path of an uncompressed file: `path` itself unless it ends as `PACKED` says.
 
     Raises:
-      ConfigError: the file cannot be read or is damaged, or zstandard is not installed.
+      ConfigError: the file cannot be read or is damaged, its copy takes more than the limit, or
+        zstandard is not installed.
     """
-    if not path.endswith((GZIP, ZSTD)):
+    if not path.lower().endswith(PACKED):
         return path
-    decompress = _gzip_pieces if path.endswith(GZIP) else _zstd_pieces
+    plain, ending = os.path.splitext(path)
+    pieces = _zstd_pieces(path) if ending.lower() in _ZSTD else _pieces(path)
 
-    def write(target: Path) -> None:
-        with target.open("wb") as out:
-            out.writelines(decompress(path))
+    def write(out: BinaryIO) -> None:
+        out.writelines(pieces)
 
-    return local_copy(path, version_of(path), Path(path).with_suffix("").suffix, cache_dir, write)
+    return local_copy(path, version_of(path), Path(plain).suffix, cache_dir, write, limit)
 
 
-def _gzip_pieces(path: str) -> Iterator[bytes]:
+def _pieces(path: str) -> Iterator[bytes]:
     try:
-        with gzip.open(path, "rb") as packed:
+        with _OPENERS[Path(path).suffix.lower()](path) as packed:
             while piece := packed.read(_PIECE):
                 yield piece
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise _damaged(path, str(error)) from error
 
 
@@ -274,7 +389,7 @@ def _zstd_pieces(path: str) -> Iterator[bytes]:
     frame = None
     try:
         with open(path, "rb") as packed:
-            while piece := packed.read(_PIECE):
+            while piece := packed.read(_ZSTD_PIECE):
                 # A file that was written in parts has several frames, one after the other.
                 while piece:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()

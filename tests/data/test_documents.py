@@ -123,7 +123,7 @@ def test_encoded_documents_ids_outside_vocabulary_raise() -> None:
 def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
     bad, gone = tmp_path / "bad.txt", tmp_path / "gone.txt"
     bad.write_bytes(b"abc\xff")
-    documents = FileDocuments([str(bad), str(gone)])
+    documents = FileDocuments(files := [str(bad), str(gone)], originals=files)
     with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 text: byte 3"):
         documents[0]
     with pytest.raises(ConfigError, match=r"gone\.txt cannot be read"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.data import files
 from maxpipe.data.files import find_all, find_files, require_content
@@ -47,6 +48,36 @@ def test_find_files_refuses_a_link_to_nothing(tree: Path, part: str) -> None:
     (tree / "lost.txt").symlink_to(tree / "gone")
     with pytest.raises(ConfigError, match=r"lost\.txt is a link to nothing"):
         find_files(f"{tree}/{part}", (".txt",))
+
+
+def test_find_files_reads_what_it_can_and_names_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = ["E.JSONL", "a.jsonl", "b.jsonl.gz", "c.json.gz", "d.ndjson", "f.jsonl.zstd"]
+    for name in (*shards, "b.jsonl", "README.md", ".hidden", "state.json"):
+        (tmp_path / name).write_text("{}")
+    for name in ("jsonl", "chat"):
+        files = find_files(str(tmp_path), SOURCES[name].suffixes)
+        assert _names(files, tmp_path) == sorted([*shards, "b.jsonl"])
+    left_out, doubles = capsys.readouterr().err.splitlines()[:2]
+    assert left_out.startswith(f"{tmp_path}: left out README.md, state.json: not *.jsonl or *.ndj")
+    assert doubles.startswith(f"{tmp_path}: b.jsonl also with another ending: all are read")
+    for i in range(20):
+        (tmp_path / f"{i}.txt").touch()
+    find_files(str(tmp_path), SOURCES["jsonl"].suffixes)
+    assert "and 12 more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("token_bin", "a.bin.gz"), ("parquet", "a.parquet.zst"), ("jsonl", "a.jsonl.ZIP")],
+)
+def test_find_files_refuses_what_the_source_does_not_unpack(
+    tmp_path: Path, source: str, name: str
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"^data\.path: .*{name} is packed .* unpack it"):
+        find_files(str(tmp_path / name), SOURCES[source].suffixes)
 
 
 def test_find_files_reads_a_linked_directory_once(tree: Path) -> None:

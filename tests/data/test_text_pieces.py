@@ -43,6 +43,13 @@ def test_one_text_file_is_split_into_training_and_evaluation(file):
     )
 
 
+def test_one_text_file_has_no_mark_of_byte_order(tmp_path):
+    file = tmp_path / "input.txt"
+    file.write_text("line\n" * 5000, encoding="utf-8-sig")
+    config = config_of(file)
+    assert "".join(texts(config, "train") + texts(config, "eval")) == "line\n" * 5000
+
+
 def test_one_text_file_without_lines_is_cut_between_characters(tmp_path):
     for text in ("€" * 5000, "a" * 3 + "🙂" * 3000, "x" * 9):
         file = tmp_path / "input.txt"

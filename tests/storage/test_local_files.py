@@ -1,10 +1,13 @@
 """Digests of files; compressed files: unpacked completely, once, and again when they change."""
 
+import bz2
 import gzip
+import lzma
 import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,11 +56,20 @@ def test_file_whose_contents_cannot_be_made_stays_and_leaves_nothing(tmp_path, e
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, b"old")]
 
 
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".zstd": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".XZ": lzma.compress,
+}
+
+
 def compress(ending, content):
-    return gzip.compress(content) if ending == ".gz" else zstandard.compress(content)
+    return COMPRESS[ending](content)
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", COMPRESS)
 def test_unpacked_joins_all_parts(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(compress(ending, CONTENT) + compress(ending, b"the end"))
@@ -71,7 +83,9 @@ def test_unpacked_copies_again_only_if_changed(tmp_path, capsys):
     path.write_bytes(gzip.compress(b"first"))
     copy = unpacked(str(path), str(cache))
     made = os.stat(copy).st_ino
-    assert capsys.readouterr().err == f"copying {path} to {cache}\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"copying {path} to {cache}, which may take ")
+    assert said.endswith(" GiB more (data.cache_limit)\n")
     assert unpacked(str(path), str(cache)) == copy
     assert os.stat(copy).st_ino == made
     assert capsys.readouterr().err == ""
@@ -84,8 +98,8 @@ def test_local_copy_that_a_signal_ends_leaves_nothing(tmp_path):
 from maxpipe.storage.local_files import local_copy
 from maxpipe.supervision.ending import leave
 
-def write(path):
-    path.write_bytes(b"a part")
+def write(file):
+    file.write(b"a part")
     leave(75)
 
 local_copy("a.gz", 0, ".jsonl", {str(tmp_path)!r}, write)
@@ -114,7 +128,7 @@ def test_unpacked_other_file_is_returned(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", COMPRESS)
 @pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: b"plain text"])
 def test_unpacked_damaged_file_is_named_and_leaves_no_copy(tmp_path, ending, damage):
     path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
@@ -132,6 +146,37 @@ def test_unpacked_unreadable_file_is_not_blamed_on_cache(tmp_path, ending):
         ConfigError, match=rf"^data\.path: {path} cannot be unpacked: .*Is a directory"
     ):
         unpacked(str(path), str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_unpacked_stops_at_the_limit_in_little_memory(tmp_path, ending):
+    path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
+    path.write_bytes(compress(ending, b"\n" * (1 << 28)))
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"^data\.cache_limit: .*a\.jsonl.*0\.0625 GiB"):
+        unpacked(str(path), str(cache), 1 << 26)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 26
+    assert list(cache.iterdir()) == []
+
+
+def test_unpacked_counts_the_copies_that_are_there(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(name.encode() * 60))
+    cache = str(tmp_path / "cache")
+    unpacked(str(tmp_path / "a.gz"), cache, 100)
+    with pytest.raises(ConfigError, match=r"^data\.cache_limit: "):
+        unpacked(str(tmp_path / "b.gz"), cache, 100)
+    unpacked(str(tmp_path / "a.gz"), cache, 100)  # it is there already
+
+
+def test_unpacked_without_home_names_the_key(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for a uid without an entry: KeyError
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir: .* no home directory"):
+        unpacked(str(tmp_path / "a.gz"), "")
 
 
 def test_unpacked_unwritable_cache_is_named(tmp_path):

@@ -45,6 +45,12 @@ class DataConfig:
         "directory for local copies of remote, compressed and parquet files; "
         "empty = ~/.cache/maxpipe",
     )
+    cache_limit: int = option(
+        0,
+        "most bytes of these copies; 0 = nine tenths of the free space for each; data sets of "
+        "`datasets` are not counted",
+        minimum=0,
+    )
     tokenizer: str = option(
         "byte",
         "byte; the path or URL of a Hugging Face tokenizer.json or a SentencePiece .model; "

@@ -8,12 +8,11 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument
-from maxpipe.data.files import find_files, require_content
+from maxpipe.data.files import files_of, require_content
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -29,9 +28,7 @@ def array_record(config: DataConfig) -> "ArrayRecords":
     Raises:
       ConfigError: there is no file, one is not an ArrayRecord, or array_record is not installed.
     """
-    return ArrayRecords(
-        require_content(find_files(config.path, SOURCES["array_record"].suffixes, config.cache_dir))
-    )
+    return ArrayRecords(require_content(files_of(config, "array_record")))
 
 
 class ArrayRecords:

@@ -7,10 +7,8 @@ and in the data sets of Hugging Face. Parquet files are rewritten once as JSON l
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import (
@@ -20,7 +18,7 @@ from maxpipe.data.chat_template import (
     load_chat_template,
 )
 from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
-from maxpipe.data.files import find_files, require_content
+from maxpipe.data.files import files_of, require_content
 from maxpipe.data.sources.parquet import read_rows
 from maxpipe.data.sources.text import JsonLines
 from maxpipe.data.tokenizers import load_tokenizer
@@ -58,7 +56,7 @@ class FileLines(JsonLines):
     def place(self, index: int) -> str:
         """Return the file and the line, from 1, or the row, from 0."""
         path, line = self.position(index)
-        return f"{path}: row {line - 1}" if path.endswith(_PARQUET) else f"{path}:{line}"
+        return f"{path}: row {line - 1}" if path.lower().endswith(_PARQUET) else f"{path}:{line}"
 
 
 class Conversations:
@@ -129,16 +127,16 @@ def parse(line: bytes) -> Conversation:
     return Conversation(given, tools)
 
 
-def _as_lines(path: str, cache_dir: str) -> str:
+def _as_lines(path: str, config: DataConfig) -> str:
     """Return the path of a file's JSON lines: made from parquet, or unpacked if need be."""
-    if not path.endswith(_PARQUET):
-        return unpacked(path, cache_dir)
+    cache_dir, limit = config.cache_dir, config.cache_limit
+    if not path.lower().endswith(_PARQUET):
+        return unpacked(path, cache_dir, limit)
 
-    def write(target: Path) -> None:
-        with target.open("wb") as out:
-            out.writelines(_lines(path))
+    def write(out: BinaryIO) -> None:
+        out.writelines(_lines(path))
 
-    return local_copy(path, version_of(path), _COPY, cache_dir, write)
+    return local_copy(path, version_of(path), _COPY, cache_dir, write, limit)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -169,16 +167,15 @@ def _filled(value: object) -> object:
 def chat(config: DataConfig) -> Conversations:
     """Return the conversations in the files of `data.path`, files in sorted order.
 
-    In a directory these are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet.
+    In a directory these are *.jsonl and *.ndjson, also packed, packed *.json, and *.parquet.
 
     Raises:
       ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
         tokenizer cannot encode conversations.
     """
     template = template_of(config)
-    endings = SOURCES["chat"].suffixes
-    files = require_content(find_files(config.path, endings, config.cache_dir))
-    lines = require_content([_as_lines(path, config.cache_dir) for path in files])
+    files = require_content(files_of(config, "chat"))
+    lines = require_content([_as_lines(path, config) for path in files])
     return Conversations(FileLines(lines, originals=files), template)
 
 

@@ -108,7 +108,7 @@ def datasets(config: DataConfig) -> TableDocuments:
       ConfigError: a data set is missing, cannot be read, or has no column of text or token ids;
         or the library is not installed.
     """
-    tables = open_tables(config.path, config.cache_dir)
+    tables = open_tables(config.path, config.cache_dir, config.cache_limit)
     names = [config.column] if config.column else COLUMNS
     # The schema gives a data set's column before any row is read.
     columns = [
@@ -125,7 +125,7 @@ def datasets_chat(config: DataConfig) -> Conversations:
         conversations.
     """
     template = template_of(config)
-    tables = open_tables(config.path, config.cache_dir)
+    tables = open_tables(config.path, config.cache_dir, config.cache_limit)
     column = config.column or _MESSAGES
     for name, rows in tables:
         if column not in rows.column_names:

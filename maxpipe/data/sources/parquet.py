@@ -5,21 +5,21 @@ therefore rewritten once as an uncompressed Arrow file of that column alone, whi
 see `data.cache_dir`.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
+from itertools import accumulate
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, Spans
-from maxpipe.data.files import find_files, require_content
+from maxpipe.data.documents import BadDocument
+from maxpipe.data.files import files_of, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ class ArrowRows:
     def __init__(self, paths: list[str], originals: Sequence[str]):
         self._paths = paths
         self._originals = originals
-        numbers = (np.arange(len(_map_column(path))) for path in paths)
-        self._rows = Spans([np.stack([rows, rows + 1], axis=1) for rows in numbers])
+        self._firsts = [0, *accumulate(len(_map_column(path)) for path in paths)]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._firsts[-1]
 
     def __getitem__(self, index: int) -> str | np.ndarray:
         """Return text, or token ids; a row without a value is an empty text.
@@ -52,7 +51,8 @@ class ArrowRows:
         Raises:
           BadDocument: the text is not UTF-8.
         """
-        file, row, _ = self._rows.locate(index)
+        file = bisect_right(self._firsts, index) - 1
+        row = index - self._firsts[file]
         try:
             value = _map_column(self._paths[file])[row].as_py()
         except UnicodeDecodeError as error:
@@ -68,20 +68,21 @@ def _map_column(path: str) -> "pa.ChunkedArray":
     return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all().column(0)
 
 
-def _as_arrow(path: str, cache_dir: str) -> str:
+def _as_arrow(path: str, config: DataConfig) -> str:
     """Return the path of the Arrow file made from a parquet file."""
     pyarrow = _pyarrow()
 
-    def write(target: Path) -> None:
+    def write(out: BinaryIO) -> None:
         with _reading(path):
             file = pyarrow.parquet.ParquetFile(path)
         field = document_field(path, file.schema_arrow)
         schema = pyarrow.schema([field])
-        with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+        with pyarrow.ipc.new_file(out, schema) as writer:
             for column in _columns(path, file, field):
                 writer.write_batch(pyarrow.record_batch([column], schema=schema))
 
-    return local_copy(path, version_of(path), ".arrow", cache_dir, write)
+    cache_dir, limit = config.cache_dir, config.cache_limit
+    return local_copy(path, version_of(path), ".arrow", cache_dir, write, limit)
 
 
 def _not_utf8(path: str, row: int) -> Problem:
@@ -200,5 +201,5 @@ def parquet(config: DataConfig) -> ArrowRows:
       ConfigError: there is no file, one is not a parquet file, has no such column or a null among
         its token ids, or pyarrow is not installed.
     """
-    files = require_content(find_files(config.path, SOURCES["parquet"].suffixes, config.cache_dir))
-    return ArrowRows([_as_arrow(path, config.cache_dir) for path in files], originals=files)
+    files = require_content(files_of(config, "parquet"))
+    return ArrowRows([_as_arrow(path, config) for path in files], originals=files)

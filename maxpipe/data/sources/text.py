@@ -6,16 +6,16 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, FileDocuments, Spans, read_text
-from maxpipe.data.files import find_all, find_files, require_content
+from maxpipe.data.files import files_of, find_all, require_content
 from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
@@ -42,14 +42,16 @@ def text(config: DataConfig) -> "FileDocuments | TextPieces":
     Raises:
       ConfigError: there is no file, or all are empty.
     """
-    paths = find_files(config.path, cache_dir=config.cache_dir)
-    paths = [path for path in paths if Path(path).stat().st_size]
-    if not paths:
+    files = files_of(config, "text")
+    copies = [unpacked(file, config.cache_dir, config.cache_limit) for file in files]
+    sizes = [Path(path).stat().st_size for path in copies]
+    files, copies = ([*compress(paths, sizes)] for paths in (files, copies))
+    if not files:
         raise ConfigError(Problem("data.path", f"every file at {config.path!r} is empty"))
-    if len(paths) == 1 and (config.eval_fraction or config.eval_path):
+    if len(files) == 1 and (config.eval_fraction or config.eval_path):
         least = 1 if config.eval_path else LEAST_PIECES
-        return TextPieces(paths[0], 16 * config.sequence_length, least)
-    return FileDocuments(paths)
+        return TextPieces(copies[0], files[0], 16 * config.sequence_length, least)
+    return FileDocuments(copies, originals=files)
 
 
 class TextPieces:
@@ -57,6 +59,7 @@ class TextPieces:
 
     Args:
       path: a file that is not empty; it is scanned once here.
+      original: the file that the user knows, of which this may be a copy.
       size: size of a piece in bytes, at least `LEAST_PIECE`.
       least: least number of pieces; a small file is cut into smaller ones to have as many.
 
@@ -64,13 +67,14 @@ class TextPieces:
       notes: notes for users about the documents.
     """
 
-    def __init__(self, path: str, size: int, least: int):
+    def __init__(self, path: str, original: str, size: int, least: int):
         version = version_of(path)
         size = min(max(size, LEAST_PIECE), -(-version[0] // least))
         self._path = path
+        self._original = original
         self._pieces = _cut(path, *version, size)
         self.notes = (
-            f"{path} is one text file: read as {len(self._pieces):,} documents of up to "
+            f"{original} is one text file: read as {len(self._pieces):,} documents of up to "
             f"{size:,} bytes",
         )
 
@@ -80,7 +84,7 @@ class TextPieces:
     def __getitem__(self, index: int) -> str:
         """Return the text of a piece; errors are those of `read_text`."""
         start, end = self._pieces[index].tolist()
-        return read_text(self._path, start, end)
+        return read_text(self._path, start, end, self._original)
 
 
 @lru_cache(maxsize=16)
@@ -121,7 +125,8 @@ def python_stdlib(config: DataConfig) -> FileDocuments:
     if not paths:
         message = f"no Python source under {_stdlib()}; choose another source"
         raise ConfigError(Problem("data.source", message))
-    return FileDocuments([str(path) for path in paths])
+    files = [str(path) for path in paths]
+    return FileDocuments(files, originals=files)
 
 
 def version_of_stdlib() -> str:
@@ -231,20 +236,21 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
     ends = np.append(find_all(content, ord("\n")), size)
     starts = np.append(0, ends[:-1] + 1)
     blank = ends == starts
-    single = np.flatnonzero(ends - starts == 1)
-    blank[single] = content[starts[single]] == ord("\r")
+    filled = np.flatnonzero(~blank)
+    spaced = filled[np.isin(content[starts[filled]], list(b" \t\r"))]
+    blank[spaced] = [not content[starts[i] : ends[i]].tobytes().strip() for i in spaced]
     return _Index(np.stack([starts, ends], axis=1)[~blank], starts[blank])
 
 
 def jsonl(config: DataConfig) -> JsonLines:
     """Return the lines of the files of `data.path`, files in sorted order.
 
-    In a directory these are *.jsonl, *.jsonl.gz and *.jsonl.zst.
+    In a directory these are *.jsonl and *.ndjson, also packed, and packed *.json.
 
     Raises:
       ConfigError: there is no file, or one holds no lines or is damaged.
     """
-    endings = SOURCES["jsonl"].suffixes
-    files = require_content(find_files(config.path, endings, config.cache_dir))
-    lines = require_content([unpacked(path, config.cache_dir) for path in files])
+    files = require_content(files_of(config, "jsonl"))
+    copies = [unpacked(path, config.cache_dir, config.cache_limit) for path in files]
+    lines = require_content(copies)
     return JsonLines(lines, originals=files)

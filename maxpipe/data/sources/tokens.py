@@ -17,7 +17,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Spans
-from maxpipe.data.files import find_all, find_files, require_content
+from maxpipe.data.files import files_of, find_all, require_content
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
@@ -115,7 +115,7 @@ def token_bin(config: DataConfig) -> TokenFiles:
         # A copy has another name, so it would lose its index and with it the ends of documents.
         message = "token files must be on this machine; copy them with their indices"
         raise ConfigError(Problem("data.path", message))
-    files = find_files(config.path, SOURCES["token_bin"].suffixes)
+    files = files_of(config, "token_bin")
     files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
     return TokenFiles(require_content(files), dtype_of(tokenizer).str, tokenizer.eos_id)
 

@@ -20,7 +20,7 @@ def _open(path: Path) -> Documents:
     return implementation(SOURCES["jsonl"])(DataConfig(source="jsonl", path=str(path)))
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n", "\n \t\n"])
 @pytest.mark.parametrize("last", [True, False])
 def test_jsonl_pickled_source_round_trips(tmp_path: Path, end: str, last: bool) -> None:
     for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
