@@ -42,7 +42,7 @@ LAPTOP = [
 # Configurations of such models: a preset, and what maxpipe.plan writes for one.
 LARGE = ("llama3-8b", "configs/models/llama3-8b.yml", "best.yml")
 # Commands that take the shape of the model from elsewhere, or have heads of another kind.
-OTHER_SHAPES = ("model.from_hf", "model.mla.")
+OTHER_SHAPES = ("base_model=hf:", "model.mla.")
 
 
 def small_words(command):
@@ -51,7 +51,7 @@ def small_words(command):
     sizes = SMALL
     if any(word in LARGE for word in words):
         sizes = [*SMALL, *LAPTOP]
-    elif "model.from_hf" in command:
+    elif "base_model=hf:" in command:
         sizes = SMALL[len(TINY_MODEL) :]
     elif "model.mla." in command:
         sizes = [word for word in SMALL if "num_kv_heads" not in word]

@@ -1,4 +1,4 @@
-"""Take the shape of the model from the config.json that `model.from_hf` names.
+"""Take the shape of the model from a config.json, such as that of `model.from_hf`.
 
 It overrides every `model.*` key in YAML files that describes the model; a key on the command line
 may only agree with it.
@@ -112,24 +112,19 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
 
 
 def override(
-    values: Mapping[str, object], sources: Mapping[str, str]
+    values: Mapping[str, object], sources: Mapping[str, str], shape: Shape, named_by: str
 ) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
-    """Override values from files with the shape of `model.from_hf`.
+    """Override values from files with the shape of another model.
 
     Args:
       values: the values that are set, by key.
       sources: where each value comes from, by key.
+      shape: the shape.
+      named_by: the key that names where it is.
 
     Returns:
-      (values, sources, problems): the first two with the shape's keys added, if there is a shape.
+      (values, sources, problems): the first two with the shape's keys added.
     """
-    directory = values.get(KEY)
-    if not directory:
-        return {**values}, {**sources}, []
-    try:
-        shape = read_shape(str(directory))
-    except ConfigError as error:
-        return {**values}, {**sources}, list(error.problems)
     problems = []
     merged = {**shape.values}
     for key, value in shape.values.items():
@@ -138,8 +133,7 @@ def override(
         own_value: Any = values[key]
         is_flag = sources.get(key) == COMMAND_LINE
         # The file that names the folder may give the vocabulary more rows, too.
-        may_pad = is_flag or _file(sources, key) == _file(sources, KEY)
-        if key == VOCABULARY and own_value > value and may_pad:
+        if key == VOCABULARY and own_value > value and stands(sources, key, named_by):
             merged[key] = own_value
             continue
         if not is_flag or own_value == value or _is_derived(key, own_value):
@@ -152,9 +146,10 @@ def override(
     return {**values, **merged}, merged_sources, problems
 
 
-def _file(sources: Mapping[str, str], key: str) -> str:
-    """Return the file that sets a key: sources are "FILE:LINE", or the command line."""
-    return sources.get(key, "").rpartition(":")[0]
+def stands(sources: Mapping[str, str], key: str, named_by: str) -> bool:
+    """Return whether a key is set on the command line, or in the file that sets `named_by`."""
+    source, file = sources.get(key, ""), sources.get(named_by, "").rpartition(":")[0]
+    return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
 
 
 def _is_derived(key: str, value: object) -> bool:

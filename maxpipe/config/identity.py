@@ -89,6 +89,7 @@ _OF_A_START = {
     "run_name",
     "output_dir",
     "stop_after",
+    "base_model",
     "init_from",
     "model.from_hf",  # the keys of the shape are compared themselves
     "checkpoint.resume",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from maxpipe.config import from_hf
+from maxpipe.config import base_model
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
@@ -40,7 +40,7 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     """Read a YAML file, the files it inherits from and `key=value` words, and check the config.
 
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
-    defaults, the furthest `base:`, ..., the file, the shape of `model.from_hf`, the overrides in
+    defaults, the furthest `base:`, ..., the file, the shape of the base model, the overrides in
     their order. Overrides may not contradict that shape.
 
     Args:
@@ -71,7 +71,7 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     chosen, remarks = locate(chosen)
     values, value_problems = _values(chosen)
     set_by = {key: setting.source for key, setting in chosen.items()}
-    values, set_by, shape_problems = from_hf.override(values, set_by)
+    values, set_by, shape_problems = base_model.apply(values, set_by)
     problems += reference_problems + value_problems + shape_problems
     config = update(Config(), values)
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}

@@ -23,6 +23,7 @@ MIXTURE = "data.mixture"
 NAMES: Mapping[str, Mapping[str, object]] = {  # a name in the catalogue, or a path
     "data.tokenizer": TOKENIZERS,
     "data.chat_template": {CHATML: None},
+    "base_model": {},
     "init_from": {},
     "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,

@@ -16,7 +16,7 @@ from maxpipe.data.documents import (
     MarkedText,
     Split,
 )
-from maxpipe.data.loader import open_tokenizer
+from maxpipe.data.loader import check_base_tokenizer, open_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
 NAMED = 10  # how many problems are printed
@@ -60,6 +60,7 @@ def check(config: Config) -> int:
     from maxpipe.data.mixture import open_mixture
 
     tokenizer = open_tokenizer(config)
+    check_base_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:

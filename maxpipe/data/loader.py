@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxpipe.config.base_model import base_tokenizer
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, needed_ids, unknown_tokens
+from maxpipe.data.tokenizers import Tokenizer, extends, load_tokenizer, needed_ids, unknown_tokens
 
 if TYPE_CHECKING:
     import grain
@@ -202,6 +205,26 @@ def open_tokenizer(config: Config) -> Tokenizer:
         key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
         raise ConfigError(Problem(key, message))
     return tokenizer
+
+
+def check_base_tokenizer(config: Config) -> None:
+    """Check that a run from a base model gives each of the base's tokens the same id.
+
+    Raises:
+      ConfigError: the tokenizer is another one, and `checkpoint.accept_changes` does not name it.
+    """
+    data = config.data
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    base = base_tokenizer(config.init_from, config.model.from_hf) if config.init_from else ""
+    is_free = "tokenizer" in config.checkpoint.accept_changes
+    if not base or is_free or not any(SOURCES[source].needs_tokenizer for source in read):
+        return
+    if not extends(*(load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base))):
+        message = (
+            f"{data.tokenizer} gives tokens other ids than {base}, the base model's tokenizer: "
+            f"leave the key out, or accept another with {ACCEPT}=[tokenizer]"
+        )
+        raise ConfigError(Problem("data.tokenizer", message))
 
 
 def tokenizer_notes(config: Config) -> list[str]:

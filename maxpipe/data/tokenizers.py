@@ -175,6 +175,14 @@ def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
     return tokenizer.vocab_size
 
 
+def extends(tokenizer: Tokenizer, base: Tokenizer) -> bool:
+    """Return whether a tokenizer gives every token of another the same id."""
+    if tokenizer is base:
+        return True
+    ours, theirs = (getattr(each, "vocabulary", {}) for each in (tokenizer, base))
+    return bool(theirs) and theirs.items() <= ours.items()
+
+
 def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
     """Return a fitting tokenizer's added tokens that the model has no ids for."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -316,6 +324,11 @@ class SentencePieceTokenizer:
         self.bos_id = bos_id if bos_id >= 0 else None
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each piece."""
+        return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""
         return np.array(self._model.encode(text), np.int32)
@@ -366,7 +379,7 @@ class HuggingFaceTokenizer:
             raise _problem(f"{file} is not a Hugging Face tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special = _special_tokens(file.with_name(TOKENIZER_CONFIG), vocabulary)
@@ -385,6 +398,11 @@ class HuggingFaceTokenizer:
         self.token_bytes = _token_bytes(content, vocabulary)
         added = content.get("added_tokens") or ()
         self.special_tokens = [token["content"] for token in added if token["special"]]
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""

@@ -4,43 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from maxpipe.config.options import OPTIONS
+from maxpipe.config.base_model import SHAPE_DEFAULTS
 from maxpipe.config.sections import ModelConfig
 from maxpipe.hf.expressible import check_expressed
 from maxpipe.hf.rope import Json, max_position, read_rope, write_rope
 
-# Keys of `model.*` that say how a model is computed or trained, not what it is.
-_NOT_SHAPE = (
-    "from_hf",
-    "block",
-    "dtype",
-    "param_dtype",
-    "dropout",
-    "z_loss",
-    "logit_tiles",
-    "moe.balance_loss",
-    "moe.bias_rate",
-    "moe.capacity_factor",
-    "moe.z_loss",
-    "moe.kernel",
-    "moe.dispatch",
-    "attention",
-    "attention_block_size",
-    "quantisation",
-    "quantised_passes",
-    "rotation",
-    "gating",
-    "rope_scaling.length",
-    "lora.rank",
-    "lora.alpha",
-    "lora.targets",
-    "lora.dropout",
-)
-SHAPE_DEFAULTS: Mapping[str, object] = {
-    key.removeprefix("model."): option.default
-    for key, option in OPTIONS.items()
-    if key.startswith("model.") and key.removeprefix("model.") not in _NOT_SHAPE
-}
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "embed_dim": "hidden_size",

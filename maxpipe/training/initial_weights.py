@@ -14,6 +14,7 @@ from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import MAXTEXT, RUN, split_scheme
 from maxpipe.config.sections import Config
+from maxpipe.data.loader import check_base_tokenizer
 from maxpipe.model.parameters import Params, has_frozen, trainable
 from maxpipe.model.program import ModelProgram
 from maxpipe.telemetry.byte_progress import ByteProgress
@@ -59,10 +60,12 @@ def open_weights(config: Config, *, together: bool = False) -> InitialWeights | 
       together: whether all processes of the run call this, and may wait for each other.
 
     Raises:
-      ConfigError: the weights do not fit the model; it lists all names.
+      ConfigError: the weights do not fit the model, all names are listed; or the tokenizer is
+        another than theirs.
     """
     if not config.init_from:
         return None
+    check_base_tokenizer(config)
     # The weights are for the base; a new run has new adapters, see `with_adapters`.
     config = replace(config, model=config.model.base)
     schemes = {MAXTEXT: "maxtext", RUN: "run"}

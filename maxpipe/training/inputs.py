@@ -21,7 +21,7 @@ from maxpipe.config.load import Loaded, derive_known, simulated_mesh_problems
 from maxpipe.config.model_places import MAXTEXT, RUN, maxtext_directory, run_of, split_scheme
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import Split, open_sources
-from maxpipe.data.loader import open_tokenizer
+from maxpipe.data.loader import check_base_tokenizer, open_tokenizer
 from maxpipe.devices.cluster import announced_processes, is_cluster, job_of_process
 from maxpipe.migration.orbax_arrays import find_item
 from maxpipe.telemetry.trackers import require_trackers
@@ -50,7 +50,9 @@ def check_inputs(loaded: Loaded) -> None:
         partial(require_trackers, config.telemetry),
     ]
     if not config.checkpoint.mirror and not config.checkpoint.replica_every:
-        parts.append(partial(_open_beginning, config, _find_weights))
+        parts += [
+            partial(_open_beginning, config, part) for part in (_find_weights, check_base_tokenizer)
+        ]
     if problems := _problems_of(parts):
         raise ConfigError(*problems, *simulated_mesh_problems(loaded))
 
@@ -122,11 +124,11 @@ def _resume(config: Config, store: StepsDirectory) -> str:
     return resume if step is None else AUTO
 
 
-def _open_beginning(config: Config, open_weights: Callable[[Config], object]) -> None:
-    """Open the initial weights of a run that has no checkpoint to continue from."""
+def _open_beginning(config: Config, open_part: Callable[[Config], object]) -> None:
+    """Open what a run starts from that has no checkpoint to continue from."""
     store = _store(config)
     if step_to_resume(_resume(config, store), store.steps(), str(store)) is None:
-        open_weights(config)
+        open_part(config)
 
 
 def _find_weights(config: Config) -> None:

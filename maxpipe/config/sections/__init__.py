@@ -48,6 +48,11 @@ class Config:
     stop_after: int = option(
         0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
     )
+    base_model: str = option(
+        "",
+        "the model to start from: its weights (init_from), shape, tokenizer and chat template; "
+        "hf:DIR, hf:org/name or run:DIR; empty = as the keys of their own say",
+    )
     init_from: str = option(
         "",
         "initial parameters, if the run has no checkpoint yet: hf:DIR (config.json and "

@@ -55,7 +55,7 @@ class DataConfig:
         "byte",
         "byte; the path or URL of a Hugging Face tokenizer.json or a SentencePiece .model; "
         "hf:DIR, hf:org/name, s3://... or gs://..., a folder with a tokenizer.json; or ids:N for "
-        "N token ids that stand for no text",
+        "N token ids that stand for no text; unset = that of the base model, if there is one",
     )
     chat_template: str = option(
         "",
@@ -210,7 +210,7 @@ class CheckpointConfig:
     accept_changes: list[str] = option(  # noqa: RUF009
         [],
         "what may differ from the checkpoint that a run resumes from: a list of model, seed, "
-        "optimizer, data, tokenizer",
+        "optimizer, data, tokenizer; the latter also from the base model that it starts from",
     )
 
 

@@ -158,6 +158,7 @@ class Probing:
             "pipeline.layers_per_stage": [],
             "pipeline.parallel_layers": -1,
             "pipeline.unit_times": [],
+            "base_model": "",
             "model.from_hf": "",
             "model.num_layers": stages * repeats * layers,
             "model.first_dense_layers": 0,

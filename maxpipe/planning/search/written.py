@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from maxpipe.config.base_model import SHAPE_DEFAULTS
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import redacted
 from maxpipe.config.from_hf import VOCABULARY
@@ -15,7 +16,6 @@ from maxpipe.config.paths import LISTS, MIXTURE, NAMES, exists
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
-from maxpipe.hf.family import SHAPE_DEFAULTS
 from maxpipe.planning.search.plan import OWN, Plan
 from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.space import MESH_KEYS, SEARCHED
@@ -81,7 +81,8 @@ def _keys(row: Row) -> set[str]:
     keys = {key for key in OPTIONS if is_set(config, key)}
     if row.name != OWN:
         keys |= {*SEARCHED} - {*MESH_KEYS}
-    if config.model.from_hf:  # its config.json has the shape, except padding of the vocabulary
+    # The base has the shape, except padding of the vocabulary.
+    if config.model.from_hf or config.base_model:
         keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
         keys.add(VOCABULARY)
     return {key for key in keys if ENGINES[config.pipeline.engine].takes(key)}

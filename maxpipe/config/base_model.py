@@ -1,0 +1,204 @@
+"""Take from the base model what belongs together: its shape, weights, tokenizer and chat template.
+
+`base_model` names all of them at once. Without it, a run that starts from `init_from` or
+`model.from_hf` still gets the base's tokenizer, unless `data.tokenizer` is set.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from maxpipe.config import from_hf
+from maxpipe.config.catalog import SOURCES, DataSource
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import read_files
+from maxpipe.config.model_places import (
+    SCHEME,
+    TOKENIZER,
+    folder_of,
+    is_directory,
+    is_url,
+    maxtext_directory,
+    open_folder,
+    run_of,
+)
+from maxpipe.config.options import OPTIONS
+from maxpipe.config.values import convert
+
+KEY = "base_model"
+_WEIGHTS, _TOKENIZER, _TEMPLATE = "init_from", "data.tokenizer", "data.chat_template"
+_TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+# Keys of `model.*` that say how a model is computed or trained, not what it is.
+_NOT_SHAPE = (
+    "from_hf",
+    "block",
+    "dtype",
+    "param_dtype",
+    "dropout",
+    "z_loss",
+    "logit_tiles",
+    "moe.balance_loss",
+    "moe.bias_rate",
+    "moe.capacity_factor",
+    "moe.z_loss",
+    "moe.kernel",
+    "moe.dispatch",
+    "attention",
+    "attention_block_size",
+    "quantisation",
+    "quantised_passes",
+    "rotation",
+    "gating",
+    "rope_scaling.length",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "lora.dropout",
+)
+SHAPE_DEFAULTS: Mapping[str, object] = {
+    key.removeprefix("model."): option.default
+    for key, option in OPTIONS.items()
+    if key.startswith("model.") and key.removeprefix("model.") not in _NOT_SHAPE
+}
+
+
+def apply(
+    values: Mapping[str, object], sources: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
+    """Add what the base model decides to the values that are set.
+
+    A key on the command line, or in the file that sets `base_model`, may only agree with the base.
+    Keys in other files are overridden, except for the tokenizer: a run that starts compares it with
+    the base's.
+
+    Args:
+      values: the values that are set, by key.
+      sources: where each value comes from, by key.
+
+    Returns:
+      (values, sources, problems): the first two with the keys added.
+    """
+    values, sources = {**values}, {**sources}
+    base, problems = str(values.get(KEY, "")), list[Problem]()
+    try:
+        for key, value in (_places(base) if base else {}).items():
+            if from_hf.stands(sources, key, KEY) and values[key] != value:
+                message = f"is {values[key]!r}, but {KEY}={base} sets it: leave one of them out"
+                raise ConfigError(Problem(key, message, sources[key]))
+            values[key], sources[key] = value, base
+        if run := run_of(base):
+            values, sources, problems = from_hf.override(values, sources, _shape_of(run), KEY)
+        elif folder := str(values.get(from_hf.KEY, "")):
+            shape = from_hf.read_shape(folder, KEY if base else from_hf.KEY)
+            values, sources, problems = from_hf.override(values, sources, shape, from_hf.KEY)
+        _take_tokenizer(values, sources)
+        if base and not from_hf.stands(sources, _TEMPLATE, KEY):
+            _take_template(base, values, sources)
+    except ConfigError as error:
+        problems += error.problems
+    return values, sources, problems
+
+
+def base_tokenizer(init_from: str, folder: str) -> str:
+    """Return the value of `data.tokenizer` that a base brings with it, "" if it has none.
+
+    Args:
+      init_from: the value of the key.
+      folder: the value of `model.from_hf`, for weights that come without a tokenizer.
+
+    Raises:
+      ConfigError: the configuration of the run to start from cannot be read.
+    """
+    if run := run_of(init_from):
+        kept = sorted((_root(run) / "tokenizer").glob("*.*"))
+        files = [file for file in kept if file.name not in (_TOKENIZER_CONFIG, _TEMPLATE_FILE)]
+        return str(files[0] if files else _settings_of(run).get(_TOKENIZER, ""))
+    is_own = bool(init_from) and not maxtext_directory(init_from)
+    folder = folder_of(init_from if is_own else folder)
+    if not folder or is_url(folder):
+        return folder
+    pieces = Path(folder, "tokenizer.model")
+    if is_directory(folder) and not Path(folder, TOKENIZER).is_file():
+        return str(pieces) if pieces.is_file() else ""
+    return SCHEME + folder
+
+
+def _places(base: str) -> dict[str, object]:
+    """Return the keys that say where weights and shape are."""
+    if run_of(base):
+        return {_WEIGHTS: base, from_hf.KEY: ""}
+    if base == SCHEME or not (is_url(base) or base.startswith(SCHEME)):
+        message = f"{base!r} has none of the forms hf:DIR, hf:org/name, run:DIR, s3://..., gs://..."
+        raise ConfigError(Problem(KEY, message))
+    return {_WEIGHTS: base, from_hf.KEY: base}
+
+
+def _shape_of(run: str) -> from_hf.Shape:
+    settings, file = _settings_of(run), str(_root(run) / "config.yml")
+    if not settings:
+        message = f"there is no {file}; give the directory of a run, output_dir/run_name"
+        raise ConfigError(Problem(KEY, message))
+    defaults = {"block": OPTIONS["model.block"].default, **SHAPE_DEFAULTS}
+    shape = {f"model.{name}": default for name, default in defaults.items()}
+    return from_hf.Shape("", {key: settings.get(key, shape[key]) for key in shape}, file)
+
+
+def _take_tokenizer(values: dict[str, object], sources: dict[str, str]) -> None:
+    """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
+    init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
+    is_needed = any(source.needs_tokenizer for source in _sources(values))
+    if _TOKENIZER in values or not (init_from or folder) or not is_needed:
+        return
+    output_dir, name = (str(values.get(k, OPTIONS[k].default)) for k in ("output_dir", "run_name"))
+    own = Path(output_dir, name)
+    is_begun = next(own.glob("checkpoints/[0-9]*"), None) is not None
+    tokenizer = _settings_of(str(own)).get(_TOKENIZER) if is_begun else None
+    if tokenizer := tokenizer or base_tokenizer(init_from, folder):
+        values[_TOKENIZER], sources[_TOKENIZER] = tokenizer, init_from or folder
+
+
+def _take_template(base: str, values: dict[str, object], sources: dict[str, str]) -> None:
+    """Set the base's chat template, if it has one, for conversations in its tokenizer."""
+    is_chat = any(source.is_chat for source in _sources(values))
+    if not is_chat or values.get(_TOKENIZER) != base_tokenizer(base, ""):
+        return
+    kept = _root(run_of(base)) / "tokenizer"
+    folder = open_folder(str(kept) if run_of(base) else base, KEY)
+    template = None
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        template = json.loads(folder.read(_TOKENIZER_CONFIG)).get("chat_template") and ""
+    with suppress(FileNotFoundError):
+        folder.read(_TEMPLATE_FILE)
+        template = str(kept / _TEMPLATE_FILE) if run_of(base) else ""
+    if template is not None:
+        values[_TEMPLATE], sources[_TEMPLATE] = template, base
+
+
+def _sources(values: Mapping[str, object]) -> Iterator[DataSource]:
+    """Yield the known sources that are read."""
+    mixture = values.get("data.mixture")
+    entries = [entry for entry in mixture if isinstance(entry, Mapping)] if mixture else []
+    names = [entry.get("source") for entry in entries]
+    for name in names or [values.get("data.source", OPTIONS["data.source"].default)]:
+        if str(name) in SOURCES:
+            yield SOURCES[str(name)]
+
+
+def _root(run: str) -> Path:
+    """Return the directory of a run that is named by it, or by the `checkpoints` in it."""
+    return Path(run).parent if Path(run).name == "checkpoints" else Path(run)
+
+
+def _settings_of(run: str) -> dict[str, object]:
+    """Return the configuration of a run's latest start, by key; empty if there is none."""
+    file = _root(run) / "config.yml"
+    settings, problems = read_files(str(file)) if file.is_file() else ([], [])
+    if problems:
+        raise ConfigError(*(Problem(KEY, problem.message, problem.source) for problem in problems))
+    values = {}
+    for setting in settings:
+        if setting.key in OPTIONS:
+            with suppress(ValueError):  # of another version
+                values[setting.key] = convert(OPTIONS[setting.key], setting.raw)
+    return values
