@@ -100,7 +100,7 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(Problem(key, message)) from None
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(Problem(key, f"cannot read {source}: {error}")) from None
     if not isinstance(content, dict):
         raise ConfigError(Problem(key, f"{source} is not a JSON object"))

@@ -1,5 +1,6 @@
 """Hold the facts about what a model is made of: kernels, routers, blocks and model types."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -144,26 +145,6 @@ ROUTERS: dict[str, Router] = {
 }
 
 
-@dataclass(frozen=True)
-class Block(Variant):
-    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
-
-    Attributes:
-      quantises: whether its projections come from `maxpipe.model.layers.projection`.
-    """
-
-    quantises: bool = False
-
-
-BLOCKS: dict[str, Block] = {
-    "llama": Block(
-        "maxpipe.model.block:LlamaBlock",
-        summary="attention, then a gated MLP, each with its norms",
-        quantises=True,
-    )
-}
-
-
 class ModelType(Variant):
     """A `model_type` of config.json: a subclass of `maxpipe.hf.family.Family`."""
 
@@ -189,6 +170,29 @@ MODEL_TYPES: dict[str, ModelType] = {
         _FAMILIES + "experts:Qwen3Moe", summary="Qwen3 with experts, as 30B-A3B and 235B-A22B"
     ),
     "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
+}
+
+
+@dataclass(frozen=True)
+class Block(Variant):
+    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
+
+    Attributes:
+      quantises: whether its projections come from `maxpipe.model.layers.projection`.
+      model_types: those of `MODEL_TYPES` that compute the same with the same parameters.
+    """
+
+    quantises: bool = False
+    model_types: Collection[str] = ()
+
+
+BLOCKS: dict[str, Block] = {
+    "llama": Block(
+        "maxpipe.model.block:LlamaBlock",
+        summary="attention, then a gated MLP, each with its norms",
+        quantises=True,
+        model_types=MODEL_TYPES.keys(),
+    )
 }
 
 

@@ -58,6 +58,8 @@ def convert(option: Option, raw: Raw) -> object:
         return _float(raw)
     if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":
         return AUTO
+    if option.type == list[str] and isinstance(raw, Scalar) and raw.text:
+        return [_string(raw)]  # a list of one word
     if not isinstance(raw, list):
         raise ValueError(f"expected a list such as {example(option)}, got {show(raw)}")
     if option.type == list[int]:

@@ -161,7 +161,7 @@ def _without_code(file: Path) -> bytes:
         return content
     try:
         values = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return content
     if not isinstance(values, dict) or values.pop(_CODE, None) is None:
         return content

@@ -64,9 +64,11 @@ class Family:
         missing = [name for name in _SIZES.values() if name not in c]
         if missing:
             raise ValueError(f"has no {', '.join(missing)}")
-        for name in _SIZES.values():
-            if type(c[name]) is not int or c[name] < 1:
-                raise ValueError(f"{name} is {c[name]!r}, not a whole number above 0")
+        for ours, name in _SIZES.items():
+            most = OPTIONS[f"model.{ours}"].bounds.maximum
+            if type(c[name]) is not int or not 1 <= c[name] <= (most or c[name]):
+                limit = f" and at most {most}" if most else ""
+                raise ValueError(f"{name} is {c[name]!r:.40}, not a whole number above 0{limit}")
         heads = c["num_attention_heads"]
         activation = str(c.get(self.activation_key) or c.get("hidden_act", "silu"))
         if activation not in _ACTIVATIONS:

@@ -24,7 +24,7 @@ from maxpipe.config.sections import Config
 from maxpipe.hf.fp8 import dequantised
 from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
 from maxpipe.hf.mxfp4 import joined
-from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
+from maxpipe.hf.safetensors import INDEX, WEIGHTS, SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
@@ -61,6 +61,8 @@ class HfWeights:
             tensors = read_folder(folder)
             stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
             stored = dequantised(stored, folder)
+            is_whole = any(str(tensor.file).endswith(f"/{WEIGHTS}") for tensor in tensors.values())
+            self._skips_index = is_whole and INDEX in folder.names()
         except SafetensorsError as error:
             raise ConfigError(*(Problem(KEY, line) for line in error.problems)) from None
         except OSError as error:
@@ -76,6 +78,7 @@ class HfWeights:
             raise ConfigError(*(Problem(KEY, f"{directory}: {line}") for line in lines))
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self.num_elements = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        self._files = {text_name(name): tensor.file for name, tensor in tensors.items()}
         self._largest = max(tensor.num_bytes for tensor in self._tensors.values())
 
     def describe(self) -> list[str]:
@@ -85,6 +88,8 @@ class HfWeights:
         if self.ignored:
             kinds = sorted({re.sub(r"\d+", "*", name) for name in self.ignored})
             lines.append(f"init_from   not part of the model: {', '.join(kinds)}")
+        if self._skips_index:
+            lines.append(f"init_from   {WEIGHTS} is read, as by transformers, and {INDEX} is not")
         return lines
 
     def read(
@@ -101,6 +106,9 @@ class HfWeights:
           path: path of the parameter.
           like: shape, dtype and sharding of the result.
           advance: function that is called after each layer with the share that has been read.
+
+        Raises:
+          ConfigError: numbers are not finite; it names their tensor and file.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
@@ -201,6 +209,9 @@ class HfWeights:
                     source[axis] = slice(low - first, high - first)
                     target[axis] = slice(low - region[axis][0], high - region[axis][0])
                     copy_view(values[tuple(source)], part[tuple(target)])
+        if not all(np.isfinite(part).all() for part in parts.values()):
+            message = f"{self._files.get(name, self._directory)}: {name} has NaN or infinity"
+            raise ConfigError(Problem(KEY, f"{message}; take an intact copy of the file"))
         return parts
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.catalog import BLOCKS, MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_config_json
 from maxpipe.config.imports import implementation
@@ -19,14 +19,21 @@ def choose_family(config: Config, model_type: str, origin: Path | None) -> Famil
       origin: imported folder, from `maxpipe.hf.origin.origin_of`.
 
     Raises:
-      ConfigError: that type, or every type, lacks an option of the model.
+      ConfigError: that type, or every type, lacks an option of the model, or its block.
     """
     if model_type and model_type not in MODEL_TYPES:
         message = f"{model_type!r} is not one of {', '.join(MODEL_TYPES)}"
         raise ConfigError(Problem("--type", message))
+    of_block = BLOCKS[config.model.block].model_types
     imported = str(read_config_json(str(origin)).get("model_type")) if origin else ""
     only = model_type or (imported if imported in MODEL_TYPES else "")
-    names = [only] if only else sorted(MODEL_TYPES, key=lambda name: name != "llama")
+    names = [only] if only else sorted(of_block, key=lambda name: name != "llama")
+    if not names or names[0] not in of_block:
+        message = (
+            f"{config.model.block} is no block of {only or 'transformers'}: its entry in the "
+            "catalogue has other model_types or none; --safetensors writes its weights as they are"
+        )
+        raise ConfigError(Problem("model.block", message))
     refusals = []
     for name in names:
         family = implementation(MODEL_TYPES[name])()

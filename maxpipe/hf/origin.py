@@ -122,7 +122,7 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
             continue
         try:
             content = json.loads(read_kept(file))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(Problem("RUN_DIR", f"{file} is not JSON: {error}")) from None
         value = content.get(_EOS) if isinstance(content, Mapping) else None
         if value is not None:

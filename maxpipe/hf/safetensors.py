@@ -26,6 +26,9 @@ CACHE_LINE = 64  # bytes
 ALL = slice(None)
 _MAX_HEADER = 100 << 20  # the library's own bound
 _FIRST_READ = 1 << 17  # bytes, enough for the header of most files
+_MOST_NUMBERS = 1 << 60  # in a tensor, of at most 8 bytes; a size of 0 counts as 1
+_MOST_DIMENSIONS = 32  # NumPy's bound, in its first version
+_LONGEST_NAME = 255  # of a file
 _DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -177,6 +180,8 @@ def _tensors(
         shape, offsets = entry["shape"], entry["data_offsets"]
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
             raise ValueError(f"{name} has no list of sizes, or not two offsets")
+        if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > _MOST_NUMBERS:
+            raise ValueError(f"{name} has a shape that no array can have")
         yield name, StoredTensor(file, str(entry["dtype"]), tuple(shape), start + offsets[0])
 
 
@@ -185,26 +190,26 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Return the tensors of a model's folder by name: from its index's files, or from all files.
+    """Return the tensors of a model's folder by name.
+
+    As in transformers, a file of the whole model comes before an index; without both, all files
+    are read.
 
     Raises:
       SafetensorsError: there are no files, the index names missing ones, or files are damaged; with
         a problem for each.
       ConfigError: an object store or the hub cannot be read.
     """
+    weight_map: Mapping[str, object] = {}
     try:
-        weight_map = json.loads(folder.read(INDEX))["weight_map"]
-        names = sorted({*map(str, weight_map.values())})
+        names, files = [WEIGHTS], folder.open([WEIGHTS])
     except FileNotFoundError:
-        weight_map, names = {}, _weight_files(folder)
-    except ConfigError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!r}") from None
-    try:
-        files = folder.open(names)
-    except FileNotFoundError as error:
-        raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
+        weight_map = _read_index(folder)
+        names = sorted({*map(str, weight_map.values())}) or _weight_files(folder)
+        try:
+            files = folder.open(names)
+        except FileNotFoundError as error:
+            raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
     holders: dict[str, dict[str, StoredTensor]] = {}  # where each tensor is, by file
     problems: list[str] = []
     for name, file in zip(names, files, strict=True):
@@ -232,11 +237,32 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _read_index(folder: ModelFolder) -> Mapping[str, object]:
+    """Return the file of each tensor by the index, empty without one.
+
+    Raises:
+      SafetensorsError: it is damaged, or names files outside the folder.
+    """
+    try:
+        weight_map: Mapping[str, object] = json.loads(folder.read(INDEX))["weight_map"]
+        names = sorted({*map(str, weight_map.values())})
+    except FileNotFoundError:
+        return {}
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!r:.200}") from None
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise SafetensorsError(f"{folder}/{INDEX} names {name:.80}, which is not in the folder")
+        if not 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME or "\0" in name:
+            raise SafetensorsError(f"{folder}/{INDEX} names {name[:80]!r}, which no file can have")
+    return weight_map
+
+
 def _weight_files(folder: ModelFolder) -> list[str]:
     """Return the names of the weight files of a folder without an index."""
     names = folder.names()
-    if WEIGHTS in names:
-        return [WEIGHTS]  # others, such as consolidated.safetensors, repeat it in another form
     if files := [name for name in names if name.endswith(".safetensors")]:
         return files
     old = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.hf.family import Family
 from maxpipe.hf.tensor_table import EXPERTS, FUSED, INTERLEAVED, LAYER, NAMES, NORMS, Path
 from maxpipe.model.parameters import Params, ParamSpec
@@ -130,7 +131,11 @@ class Rule:
 
 
 def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
-    """Return a rule for each parameter of a model; a layer parameter's rule holds for any layer."""
+    """Return a rule for each parameter of a model; a layer parameter's rule holds for any layer.
+
+    Raises:
+      ConfigError: a block that is not maxpipe's has parameters that have no name in files.
+    """
     specs = dict(spec_leaves(program.specs))
     rules = {path: _rule(path, spec, program, family) for path, spec in specs.items()}
     if family.fuses_projections:
@@ -153,8 +158,10 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
         name, pattern = EXPERTS[family.expert_names][path]
     elif len(path) == 3 and path[1] in norms:
         name, pattern = f"{norms[path[1]]}_layernorm.weight", "d -> d"
+    elif path[1:2] != ("attention",):
+        message = f"{program.config.block} has {'.'.join(path)}, which no file of Hugging Face has"
+        raise ConfigError(Problem("model.block", message))
     else:
-        assert path[1:2] == ("attention",), f"no tensor is named for {path}"
         # A norm over all heads is one vector in the file.
         name = f"self_attn.{path[2][0]}_norm.weight"
         pattern = "c -> c" if len(spec.shape) == 1 else "(h c) -> h c"

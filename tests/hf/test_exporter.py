@@ -2,12 +2,14 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from helpers.hf_folder import save_run, write_folder
 from helpers.training_process import TrainingProcess
 
 from maxpipe import export
+from maxpipe.config import catalog
 from maxpipe.hf.safetensors import read_folder, read_header
 from maxpipe.storage.model_folders import LocalFile, LocalFolder
 
@@ -60,6 +62,21 @@ def test_length_that_is_null_in_the_imported_file_becomes_that_of_the_run(tmp_pa
     run = save_run(folder, **{"data.sequence_length": 24})
     assert export.main([run, "--hf", str(target)]) == 0
     assert content_of(target / "config.json")["max_position_embeddings"] == 24
+
+
+@pytest.mark.parametrize("flag", ["--hf", "--adapter"])
+def test_block_of_ones_own_is_exported_only_as_a_type_of_its_entry(
+    folder, tmp_path, flag, monkeypatch, capsys
+):
+    entry = catalog.BLOCKS["llama"]
+    monkeypatch.setitem(catalog.BLOCKS, "own", replace(entry, model_types=()))
+    run, target = save_run(folder, **{"model.block": "own", "model.lora.rank": 2}), tmp_path / "hf"
+    with pytest.raises(SystemExit, match="2"):
+        export.main([run, flag, str(target)])
+    assert "model.block: own is no block of gemma3_text: its entry in" in capsys.readouterr().err
+    assert not target.exists()
+    monkeypatch.setitem(catalog.BLOCKS, "own", replace(entry, model_types=["gemma3_text"]))
+    assert export.main([run, flag, str(target)]) == 0
 
 
 def test_names_of_python_files_that_are_not_exported_are_left_out(folder, tmp_path):

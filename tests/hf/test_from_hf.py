@@ -115,6 +115,7 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention makes it an encoder"),
         ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a whole number above 0"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number above 0"),
+        ({"num_hidden_layers": 10**9}, "is 1000000000, not a whole number above 0 and at most"),
         ({"vocab_size": None}, "vocab_size is None, not a whole number above 0"),
         ({"rms_norm_eps": -1.0}, "model.norm_eps must be greater than 0; got -1.0"),
         ({"rms_norm_eps": float("inf")}, "of a gemma3_text: rms_norm_eps must be finite"),
@@ -144,6 +145,8 @@ def test_folder_without_a_readable_file_is_refused(tmp_path):
     words = f"model.from_hf={tmp_path}"
     assert "there is no " in problems(words)["model.from_hf"]
     (tmp_path / "config.json").write_text("{")
+    assert "cannot read " in problems(words)["model.from_hf"]
+    (tmp_path / "config.json").write_text("[" * 200_000)
     assert "cannot read " in problems(words)["model.from_hf"]
     (tmp_path / "config.json").write_text("[]")
     assert "is not a JSON object" in problems(words)["model.from_hf"]

@@ -120,6 +120,32 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     ]
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_tensor_that_is_not_finite_is_named_with_its_file(folder, value):
+    path, name = folder(), "model.layers.1.mlp.up_proj.weight"
+    file = next(
+        path / f
+        for f in ("0.safetensors", "1.safetensors")
+        if name in read_header(LocalFile(path / f))
+    )
+    tensors = {n: np.array(x.read()) for n, x in read_header(LocalFile(file)).items()}
+    tensors[name][3, 5] = value
+    write_weights(file, tensors)
+    config = config_of(path, "mesh.ici.fsdp=4")
+    trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
+    with pytest.raises(ConfigError, match=f"{file}: {name} has NaN or inf"):
+        trainer.replace_parameters(trainer.init(jax.random.key(0)), HfWeights(config).read)
+
+
+def test_file_that_is_read_instead_of_those_of_an_index_is_said(folder):
+    path = folder()
+    config = config_of(path, "mesh.ici.fsdp=4")
+    assert not any("is not" in line for line in HfWeights(config).describe())
+    tensors = {n: np.array(x.read()) for n, x in read_folder(LocalFolder(path)).items()}
+    write_weights(path / "model.safetensors", tensors)
+    assert f"and {INDEX} is not" in HfWeights(config).describe()[-1]
+
+
 def test_every_damaged_file_is_a_problem_of_its_own(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxpipe.config import ConfigError
 from maxpipe.hf.safetensors import INDEX, SafetensorsError, read_folder, read_header, write_file
 from maxpipe.storage.model_folders import LocalFile, LocalFolder
 
@@ -154,3 +155,44 @@ class TestFolder:
         (tmp_path / "pytorch_model.bin").touch()
         with pytest.raises(SafetensorsError, match=r"save_pretrained\(safe_serialization=True\)"):
             read_folder(LocalFolder(tmp_path))
+
+    def test_model_in_one_file_comes_before_an_index(self, tmp_path):
+        write(tmp_path / "model.safetensors", {"a": TENSORS["c"]})
+        write(tmp_path / "one.safetensors", {"a": TENSORS["c"] + 1})
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+        tensors = read_folder(LocalFolder(tmp_path))  # as transformers
+        np.testing.assert_array_equal(tensors["a"].read(), TENSORS["c"])
+
+    @pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/x", "x" * 5000, "a\0b", ""])
+    def test_index_that_leaves_the_folder_is_refused_in_a_line(self, tmp_path, name):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        write(tmp_path / "x", {"a": TENSORS["c"]})
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(SafetensorsError, match="names") as error:
+            read_folder(LocalFolder(folder))
+        assert len(str(error.value)) < len(str(folder)) + 200
+
+    def test_link_out_of_the_folder_is_refused_but_not_in_the_cache_of_the_hub(self, tmp_path):
+        folder, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
+        for directory in (folder, blobs):
+            directory.mkdir(parents=True)
+        write(blobs / "abc", {"a": TENSORS["c"]})
+        (folder / "model.safetensors").symlink_to("../../blobs/abc")
+        assert read_folder(LocalFolder(folder)).keys() == {"a"}
+        other = folder.rename(tmp_path / "other")
+        (other / "model.safetensors").unlink()
+        (other / "model.safetensors").symlink_to(blobs / "abc")
+        with pytest.raises(ConfigError, match="link out of its folder"):
+            read_folder(LocalFolder(other))
+
+
+@pytest.mark.parametrize("shape", [[2**62, 0], [1] * 100_001], ids=["bytes", "dimensions"])
+def test_shape_that_no_array_has_is_refused_at_the_header(tmp_path, shape):
+    end = 0 if 0 in shape else 4
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+    header = json.dumps({"a": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
+    with pytest.raises(SafetensorsError, match="a has a shape"):
+        read_header(LocalFile(path))

@@ -26,6 +26,7 @@ from maxpipe.config import catalog
             "mean value?",
         ),
         (("model.lora.targets=[query]",), "model.lora.targets", "has no effect with model.lora."),
+        (("model.lora.rank=4", "model.lora.targets=word"), "model.lora.targets", "'word' is not"),
         (("model.lora.rank=4", "model.lora.targets=[]"), "model.lora.targets", "names none of"),
         (
             ("model.lora.rank=4", "model.lora.targets=[query, up]", "model.moe.experts=4"),
