@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from maxpipe.config.base_model import SHAPE_DEFAULTS
+from maxpipe.config.options import OPTIONS
 from maxpipe.config.sections import ModelConfig
 from maxpipe.hf.expressible import check_expressed
 from maxpipe.hf.rope import Json, max_position, read_rope, write_rope

@@ -63,7 +63,7 @@ class LocalFolder:
         if absent := [name for name in names if not (self._directory / name).is_file()]:
             raise FileNotFoundError(", ".join(absent))
         root = self._directory.resolve()
-        # A snapshot of the hub's cache links to files beside it.
+        # A snapshot of the hub's cache links to files in another folder of it.
         places = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
         for path in [self._directory / name for name in names]:
             target = path.resolve()
