@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from maxpipe.config.errors import ConfigError, Problem, redacted
+from maxpipe.config.files import repeated_words
 from maxpipe.config.help import describe
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
@@ -112,6 +113,7 @@ def parse_args(
         raise SystemExit(0)
     problems = [Problem("", message) for message in _unknown_flags(unknown, flags, parser)]
     problems += empty_flags(flags, *(name for name in vars(flags) if name != "config"))
+    problems += repeated_words(flags.overrides)
     path = flags.config
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
         names = ", ".join(shipped_configs())

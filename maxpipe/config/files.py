@@ -20,6 +20,7 @@ from maxpipe.config.shipped import SUFFIXES, config_root, locate_base, shown_pat
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
+_PATH_LISTS = ("data.path", "data.eval_path")
 _SCALAR_TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
@@ -103,6 +104,25 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
             except ConfigError as error:
                 problems.extend(error.problems)
     return settings, problems
+
+
+def repeated_words(words: Sequence[str]) -> list[Problem]:
+    """Return problems of keys in two `key=value` words of which a user means both.
+
+    These are words next to each other, which a shell makes of `key={a,b}`, and lists of paths.
+    Elsewhere the last word for a key counts, so that scripts may append words.
+    """
+    problems = []
+    seen: dict[str, tuple[int, str]] = {}
+    for place, word in enumerate(words):
+        key, equals, text = word.partition("=")
+        before, first = seen.get(key, (place, ""))
+        if equals and (before == place - 1 or (key in _PATH_LISTS and before < place)):
+            both = f"as one list: {key}={first},{text}" if key in _PATH_LISTS else "once"
+            message = f"set twice, to {first!r} and {text!r}; give it {both}"
+            problems.append(Problem(key, message, COMMAND_LINE))
+        seen[key] = place, text
+    return problems
 
 
 def split_values(text: str) -> list[str]:

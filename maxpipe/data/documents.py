@@ -17,6 +17,8 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer
 
+_BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
+
 Split = Literal["train", "eval"]
 
 
@@ -261,10 +263,14 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
             "data.eval_fraction=0 eval.every=0"
         )
         raise ConfigError(Problem("data.path", message))
-    hashes = _hash(np.arange(len(documents)))
+    hashes = np.empty(len(documents))
+    for start in range(0, len(documents), _BLOCK):
+        stop = min(start + _BLOCK, len(documents))
+        hashes[start:stop] = _hash(np.arange(start, stop))
     in_eval = hashes < eval_fraction
     in_eval[hashes.argmin()] = True
     in_eval[hashes.argmax()] = False
+    del hashes
     return Subset(documents, np.flatnonzero(in_eval if split == "eval" else ~in_eval))
 
 

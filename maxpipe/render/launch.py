@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.files import repeated_words
 from maxpipe.config.shipped import names_config
 from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.csv_files import to_csv
@@ -94,6 +96,8 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
             "a configuration is compared with uniform stages anyway"
         )
     collector.check()
+    if problems := repeated_words(arguments.words[1:]):
+        raise ConfigError(*problems)
     # This traces a layer of the model; schedules by name need no JAX, which is slow to import.
     from maxpipe.render.stages import draw_configuration
 

@@ -37,6 +37,23 @@ def test_command_valid_runs(base):
     assert (done.returncode, done.stdout, done.stderr) == (0, "steps 7\n", "")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["data.path=a", "data.path=b"], "data.path=a,b"),
+        (["data.path=a", "steps=7", "data.path=b"], "data.path=a,b"),
+        (["steps=6", "steps=7"], "give it once"),
+    ],
+)
+def test_key_in_two_words_as_a_shell_makes_of_braces_is_refused(base, words, remedy):
+    with pytest.raises(ConfigError, match=f"^{words[0].partition('=')[0]}.* set twice.*{remedy}"):
+        parse(base, *words)
+
+
+def test_last_of_words_that_a_script_appends_counts(base):
+    assert parse(base, "steps=6", "seed=1", "steps=7").loaded.config.steps == 7
+
+
 def test_command_with_problems_prints_all_and_exits_with_2(base):
     started = time.monotonic()
     done = command(base, "stepz=7", "model.num_layers=9", "--print-confg")
