@@ -53,7 +53,8 @@ def convert(option: Option, raw: Raw) -> object:
     if option.type is bool:
         return _bool(raw)
     if option.type is int:
-        return _integer(raw)
+        is_zero = isinstance(raw, Scalar) and raw.text == option.bounds.zero != ""
+        return 0 if is_zero else _integer(raw)
     if option.type is float:
         return _float(raw)
     if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":

@@ -29,7 +29,8 @@ class Findings:
 
     Attributes:
       documents, empty: number of documents, and of those that are empty.
-      tokens, learned: number of tokens as the model reads them, and of those that are targets.
+      tokens: number of tokens as the model reads them.
+      targets, learned: number of tokens to predict, and of those that training learns.
       texts: number of documents that are text rather than token ids.
       not_utf8: number of documents that cannot be read because they are not UTF-8.
       bad: number of documents that cannot be read as text or token ids.
@@ -40,6 +41,7 @@ class Findings:
     documents: int = 0
     empty: int = 0
     tokens: int = 0
+    targets: int = 0
     learned: int = 0
     texts: int = 0
     not_utf8: int = 0
@@ -66,7 +68,8 @@ def check(config: Config) -> int:
     for split in splits:
         documents, _ = open_mixture(config.data, split, config.seed)
         encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids)
-        findings = scan(documents, encoder, _progress(split, len(documents)))
+        row = None if config.data.packing or split == "eval" else config.data.sequence_length
+        findings = scan(documents, encoder, _progress(split, len(documents)), row)
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, findings, skips), sep="\n")
         ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
@@ -75,7 +78,10 @@ def check(config: Config) -> int:
 
 
 def scan(
-    documents: Documents, encoder: EncodedDocuments, progress: Callable[[int], None]
+    documents: Documents,
+    encoder: EncodedDocuments,
+    progress: Callable[[int], None],
+    row: int | None = None,
 ) -> Findings:
     """Read and encode each document once.
 
@@ -83,6 +89,7 @@ def scan(
       documents: the documents of one split.
       encoder: encoder that turns them into tokens.
       progress: function that is called with the number of documents read so far.
+      row: number of tokens to which training cuts a document; None if it reads all of it.
     """
     findings = Findings(documents=len(documents))
     for index in range(len(documents)):
@@ -94,7 +101,8 @@ def scan(
             findings.empty += not len(document)
             encoded = encoder.encode(document)
             findings.tokens += len(encoded.ids)
-            findings.learned += int(np.count_nonzero(encoded.weights))
+            findings.targets += max(len(encoded.ids) - 1, 0)
+            findings.learned += int(np.count_nonzero(encoded.weights[1:][:row]))
         except BadDocument as error:
             findings.bad += 1
             findings.not_utf8 += _is_not_utf8(error)
@@ -117,7 +125,7 @@ def _is_not_utf8(error: BaseException | None) -> bool:
 def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
     """Yield lines about a split."""
     empty = f", {findings.empty:,} of them empty" if findings.empty else ""
-    learned = f", {findings.learned:,} of them learned" * (findings.learned < findings.tokens)
+    learned = f", {findings.learned:,} of them learned" * (findings.learned < findings.targets)
     yield f"{split}: {findings.documents:,} documents{empty}; {findings.tokens:,} tokens{learned}"
     if findings.texts or findings.not_utf8:
         share = 1 - findings.not_utf8 / findings.documents

@@ -11,7 +11,6 @@ Shapes: B global batch size, R rows of this process, T sequence length.
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +20,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT
 from maxpipe.config.sections import Config, DataConfig
-from maxpipe.data.documents import EncodedDocuments, Split, notes_of
+from maxpipe.data.documents import EncodedDocuments, Split, notes_of, open_sources
 from maxpipe.data.tokenizers import Tokenizer, extends, load_tokenizer, needed_ids, unknown_tokens
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from maxpipe.data.rows import Batch
 
 
+SAMPLED = 256  # conversations that are looked at for tokens to learn
 SKIPPED_NAMED = 5  # how many skipped documents are named
 SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # counts that are reported
 
@@ -64,8 +64,7 @@ class Loader(Iterator["Batch"]):
         self._iterators = iterators
         self._skipped: set[str] = set()
         self._is_closed = False
-        self._state = self._first_state = state
-        self._starts = [iterator.get_state() for iterator in iterators]
+        self._state = state
 
     def __next__(self) -> "Batch":
         elements = [next(iterator) for iterator in self._iterators]
@@ -91,12 +90,6 @@ class Loader(Iterator["Batch"]):
                 print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
             elif count in SKIPPED_COUNTS:
                 print(f"skipped {count:,} documents so far", file=sys.stderr, flush=True)
-
-    def restart(self) -> None:
-        """Go back to the first batch."""
-        self._state = self._first_state
-        for iterator, start in zip(self._iterators, self._starts, strict=True):
-            iterator.set_state(start)
 
     def close(self) -> None:
         """Stop threads and worker processes; may be called twice."""
@@ -154,23 +147,6 @@ def make_loader(
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
     return Loader(iterators, state, len(documents), notes_of(documents))
-
-
-def open_eval_sources(config: Config, rows: Sequence[int]) -> dict[str, Loader]:
-    """Return a loader of the evaluation split of each source of a mixture, by the source's name.
-
-    There are none without `eval.batches_per_source`. Arguments and errors are those of
-    `make_loader`.
-    """
-    if not config.eval.every or not config.eval.batches_per_source:
-        return {}
-    loaders = {}
-    for name, entry in zip(source_names(config.data), config.data.mixture, strict=True):
-        source, path = entry["source"], entry.get("path", "")
-        # These are idle most of the time, so worker processes for each would be a waste.
-        data = replace(config.data, mixture=[], source=source, path=path, num_workers=0)
-        loaders[name] = make_loader(replace(config, data=data), "eval", rows)
-    return loaders
 
 
 def source_names(data: DataConfig) -> list[str]:
@@ -236,6 +212,33 @@ def tokenizer_notes(config: Config) -> list[str]:
     names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
     what = f"{len(unknown)} of the tokenizer's tokens"
     return [f"the model has no ids for {what}; texts must not have them: {names}"]
+
+
+def cut_answers_note(config: Config) -> list[str]:
+    """Return a note for users on the share of rows without a token to learn, judged by a sample.
+
+    Only `data.packing=false` cuts conversations, and then each is a row.
+    """
+    data = config.data
+    names = [entry["source"] for entry in data.mixture] or [data.source]
+    if data.packing or not any(SOURCES[name].is_chat for name in names):
+        return []
+    without, size = [], 0
+    for documents in open_sources(data, "train"):
+        encoder = EncodedDocuments(
+            documents, open_tokenizer(config), config.model.num_token_ids, skips_bad=True
+        )
+        sample = np.unique(np.linspace(0, len(documents) - 1, SAMPLED).astype(int)).tolist()
+        without += [not encoder[i].weights[1:][: data.sequence_length].any() for i in sample]
+        size += len(documents)
+    if not any(without):
+        return []
+    about = "about " if len(without) < size or data.mixture else ""
+    return [
+        f"nothing is learned from {about}{sum(without) / len(without):.0%} of the rows: "
+        f"data.packing=false cuts them after {data.sequence_length} tokens, before any answer; "
+        "raise it, or set data.packing=true"
+    ]
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

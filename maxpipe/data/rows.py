@@ -87,7 +87,13 @@ class RowStream:
       state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
     """
 
-    def __init__(self, documents: EncodedDocuments, order: Order, stride: int, state: np.ndarray):
+    def __init__(
+        self,
+        documents: EncodedDocuments | Sequence[Encoded],
+        order: Order,
+        stride: int,
+        state: np.ndarray,
+    ):
         self._documents = documents
         self._order = order
         self._stride = stride
@@ -154,7 +160,9 @@ def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:
     }
 
 
-def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
+def fill_row(
+    batch: Batch, row: int, stream: RowStream, packing: bool, limit: int | None = None
+) -> None:
     """Fill `row` of an empty batch from `stream`.
 
     Segments count from 1 within the sequence, positions from 0 within the segment. This also holds
@@ -162,8 +170,9 @@ def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
 
     Args:
       packing: True fills the row; False takes one document and truncates it to the row's length.
+      limit: number of pairs to take at most; None fills the row.
     """
-    length = batch["tokens"].shape[1]
+    length = batch["tokens"].shape[1] if limit is None else limit
     start = 0
     segment = 0
     while start < length and (packing or segment == 0):

@@ -29,10 +29,11 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit
 from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
+from maxpipe.data.held_out import HeldOut, open_held_out
 from maxpipe.data.loader import (
     Loader,
+    cut_answers_note,
     make_loader,
-    open_eval_sources,
     token_bytes,
     tokenizer_notes,
 )
@@ -189,7 +190,8 @@ def run(
     current.meta |= mark
     supervision.progress.run_directory(directory.root)
     reasons = decisions.take(notes(config, loaded))
-    for line in report(config, mesh, str(directory.root), current.step, reasons):
+    held_out = str(current.held_out) if current.held_out else ""
+    for line in report(config, mesh, str(directory.root), current.step, held_out, reasons):
         log(line)
     if not (ready or config.compile.load):
         current.recorder.print_line("compiling   the first step, minutes for a large model")
@@ -311,8 +313,8 @@ def start_run(
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
-    eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    _log_notes(config, loader, eval_loader)
+    held_out, by_source = open_held_out(config, place_eval.rows)
+    _log_notes(config, loader, held_out)
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)
     changed: list[Change] = []
@@ -334,7 +336,7 @@ def start_run(
                 restored = restore(config, trainer, checkpointer, resume_step, changed)
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
-            _close(loader, eval_loader)
+            loader.close()
             return start_run(config, mesh, trainer, directory, checkpointer, supervision)
         # This may not be the step checked above, if that one was damaged.
         meta, step = restored.meta, restored.step
@@ -364,8 +366,8 @@ def start_run(
         profiler=_build_profiler(config, directory, recorder),
         meta=_meta(config, versions, fingerprint, loader),
         supervision=supervision,
-        eval_loader=eval_loader,
-        eval_sources=open_eval_sources(config, place_eval.rows),
+        held_out=held_out,
+        held_out_by_source=by_source,
         token_bytes=token_bytes(config),
     )
 
@@ -376,11 +378,6 @@ def _meta(
     """Return what each checkpoint of this start records about its run."""
     recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return {"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded}
-
-
-def _close(*loaders: Loader | None) -> None:
-    for loader in filter(None, loaders):
-        loader.close()
 
 
 def _initial_state(
@@ -452,19 +449,21 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
 
 
-def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
+def _log_notes(config: Config, loader: Loader, held_out: HeldOut | None) -> None:
     """Log the notes of the tokenizer and of the data loaders."""
     for note in tokenizer_notes(config):
         log(f"data.tokenizer: {note}")
+    for note in cut_answers_note(config):
+        log(f"data.sequence_length: {note}")
     for note in loader.notes:
-        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+        log(f"data.path: {note}{_held_out(config, held_out)}")
 
 
-def _held_out(config: Config, eval_loader: Loader | None) -> str:
+def _held_out(config: Config, held_out: HeldOut | None) -> str:
     """Return how many documents are held out, as the end of a line about the data."""
-    if eval_loader is None or config.data.eval_path or config.data.mixture:
+    if held_out is None or config.data.eval_path or config.data.mixture:
         return ""
-    count = f"held out for evaluation: {eval_loader.num_documents:,} of them"
+    count = f"held out for evaluation: {held_out.num_documents:,} of them"
     return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
 
 

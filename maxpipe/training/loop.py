@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from maxpipe.checkpoint.errors import StateNotFinite
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
+from maxpipe.data.held_out import HeldOut
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
 from maxpipe.supervision import Supervision
@@ -44,8 +46,8 @@ class Run:
       checkpointer, recorder, profiler: where results are written.
       meta: what a checkpoint records about its run.
       supervision: signals, deadlines and time accounting.
-      eval_loader: loader of the evaluation split; None without evaluations.
-      eval_sources: loaders of the evaluation split of each source of a mixture, by name.
+      held_out: batches of an evaluation; None without evaluations.
+      held_out_by_source: batches of each source of a mixture, by name.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
       on_step: called with each finished step and its row of `metrics.jsonl`, while `state` is the
@@ -65,8 +67,8 @@ class Run:
     meta: dict[str, Any]
     skips: int = 0
     supervision: Supervision = field(default_factory=Supervision)
-    eval_loader: Loader | None = None
-    eval_sources: Mapping[str, Loader] = field(default_factory=dict)
+    held_out: HeldOut | None = None
+    held_out_by_source: Mapping[str, HeldOut] = field(default_factory=dict)
     token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
     on_step: OnStep | None = None
@@ -236,29 +238,25 @@ def _checkpoint(
 
 
 def evaluate(run: Run) -> None:
-    """Record the mean cross-entropy over `eval.batches` evaluation batches, and over those of each
-    source of a mixture.
+    """Record the mean cross-entropy over the evaluation's batches, and over those of each source of
+    a mixture.
     """
-    loader = run.eval_loader
-    assert loader is not None
+    assert run.held_out is not None
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("evaluation"):
-        whole = _dispatch_evaluation(run, loader, run.config.eval.batches)
-        by_source = {
-            name: _dispatch_evaluation(run, source, run.config.eval.batches_per_source)
-            for name, source in run.eval_sources.items()
+        sums = {"the evaluation": _evaluate(run, run.held_out)}
+        sums |= {name: _evaluate(run, source) for name, source in run.held_out_by_source.items()}
+        losses = {
+            name: total["cross_entropy"] / total["weight"] if total["weight"] else math.nan
+            for name, total in sums.items()
         }
-        # The first wait: until here batches are only dispatched.
-        whole, by_source = jax.device_get((whole, by_source))
-        loss = _mean_loss(whole)
+        whole, loss = sums["the evaluation"], losses.pop("the evaluation")
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
-        all_bytes = sum(int(sums.get("bytes", 0)) for sums in whole)
-        nats = float(sum(sums["cross_entropy"] for sums in whole))
+        nats, all_bytes = whole["cross_entropy"], whole["bytes"]
         bits_per_byte = nats / math.log(2) / all_bytes if all_bytes else None
-        losses = {name: _mean_loss(sums) for name, sums in by_source.items()}
         run.recorder.evaluation(run.step, loss, bits_per_byte, losses)
-        for name, sums in {"the evaluation": whole, **by_source}.items():
-            if not _weight(sums):
+        for name, total in sums.items():
+            if not total["weight"]:
                 run.recorder.print_line(
                     f"step {run.step}: no loss of {name}: its batches have no token to predict; "
                     "are prompts longer than data.sequence_length?"
@@ -266,30 +264,25 @@ def evaluate(run: Run) -> None:
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
-def _dispatch_evaluation(run: Run, loader: Loader, num_batches: int) -> list[Metrics]:
-    """Dispatch the first batches of a loader; return the sums of each, without waiting for them."""
-    # Losses are comparable only over the same batches.
-    loader.restart()
-    parts = []
-    for _ in range(num_batches):
-        batch = next(loader)
+def _evaluate(run: Run, held_out: HeldOut) -> Counter[str]:
+    """Return sums over all batches: "cross_entropy", "weight", and "bytes" if they are known."""
+    total, pending = Counter[str](), Metrics()
+    for batch in held_out:
         sums = dict(run.trainer.forward(run.state, run.place_eval(batch)))
         if run.token_bytes is not None:
-            per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
-            sums["bytes"] = _sum(run.place_eval({"bytes": per_target})["bytes"])
-        parts.append(sums)
-    return parts
+            of_targets = run.token_bytes[batch["targets"]] * batch["weights"]
+            sums["bytes"] = _sum(run.place_eval({"bytes": of_targets})["bytes"])
+        # One batch late, so that the devices have work but few batches are in memory.
+        total.update(_floats(pending))
+        pending = sums
+        run.supervision.watchdog.progress(f"evaluating after step {run.step}", before_step=False)
+    total.update(_floats(pending))
+    return total
 
 
-def _weight(parts: Sequence[Metrics]) -> float:
-    """Return the weight of all targets of batches, given the sums of each."""
-    return float(sum(sums["weight"] for sums in parts))
-
-
-def _mean_loss(parts: Sequence[Metrics]) -> float:
-    """Return the mean cross-entropy over batches, given the sums of each; NaN without a target."""
-    weight = _weight(parts)
-    return float(sum(sums["cross_entropy"] for sums in parts) / weight) if weight else math.nan
+def _floats(metrics: Metrics) -> dict[str, float]:
+    """Wait for scalars, and return them."""
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 @jax.jit
@@ -310,9 +303,7 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
             exit_code = train()
     finally:
         watchdog.progress(f"the end of training after step {run.step}", before_step=False)
-        for loader in (run.loader, run.eval_loader, *run.eval_sources.values()):
-            if loader is not None:
-                loader.close()
+        run.loader.close()
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
@@ -394,7 +385,9 @@ class StepLog:
         self.last_is_finite = values.pop("finite")
         self.skips = 0 if self.last_is_finite else self.skips + 1
         if values["skipped"]:
-            why = "a spike" if self.last_is_finite else "not finite"
+            # Only without a target is the loss exactly 0.
+            of_finite = "a spike" if values["loss"] else "no token to learn"
+            why = of_finite if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"

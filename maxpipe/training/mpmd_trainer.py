@@ -192,6 +192,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         verdict = self._judge(
             metrics["loss"],
             self._norm(squares),
+            self.engine.total_weight(batch["weights"]),
             state.stages[end].step,
             state.skips,
             state.history,

@@ -74,6 +74,7 @@ class RunSummary:
       data: source, tokenizer and tokens per step in words.
       steps: steps of the whole run.
       resumed_step: step of the restored checkpoint, or None for a fresh run.
+      held_out: what evaluations read, in words; empty without them.
       decisions: every automatic choice with its reason, a line each.
     """
 
@@ -94,6 +95,7 @@ class RunSummary:
     data: str
     steps: int
     resumed_step: int | None = None
+    held_out: str = ""
     decisions: Sequence[str] = ()
 
 
@@ -117,6 +119,7 @@ def start_summary(run: RunSummary) -> list[str]:
         _line("pipeline", _pipeline(run)),
         *_stages(run.stage_layers),
         _line("data", run.data),
+        *([_line("held out", run.held_out)] if run.held_out else []),
     ]
     room = MAX_LINES - len(lines)
     hidden = max(len(notes) - MAX_NOTES, 0)
@@ -184,7 +187,9 @@ def _line(label: str, text: str) -> str:
     return f"{label:<12}{text}".rstrip()
 
 
-def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence[str]) -> list[str]:
+def report(
+    config: Config, mesh: Mesh, root: str, step: int, held_out: str, decisions: Sequence[str]
+) -> list[str]:
     """Return lines about devices, model, stages, data and every automatic decision; at most 25.
 
     Args:
@@ -192,6 +197,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
       mesh: the device mesh.
       root: the run's directory.
       step: finished steps.
+      held_out: what evaluations read, in words; empty without them.
       decisions: `key=value: reason`, one line each.
     """
     device = mesh.devices.flat[0]
@@ -223,6 +229,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         bubble=bubble_fraction(config) if pipelined else 0.0,
         data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
         f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
+        held_out=f"{held_out} every {config.eval.every} steps" if held_out else "",
         steps=config.steps,
         resumed_step=step or None,
         decisions=decisions,

@@ -24,7 +24,7 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Compute loss and gradients and apply the update.
 
-    A non-finite step or a spike changes only counters and history.
+    A non-finite step, a spike or a step without targets changes only counters and history.
 
     Args:
       loss_and_gradients: the method of an `Engine`.
@@ -41,7 +41,8 @@ def train_step(
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     # 2. Judge the step on the devices, so that the host need not wait for the loss.
-    verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
+    weight, history = jnp.sum(batch["weights"]), state.history
+    verdict = judge_step(optimizer, metrics["loss"], norm, weight, state.step, state.skips, history)
     # 3. Selection biases follow the load. It is not a gradient, so it comes after the norm.
     if (load := metrics.pop(EXPERT_LOAD, None)) is not None:
         gradients = place_load(gradients, load)
@@ -76,6 +77,7 @@ def judge_step(
     optimizer: Optimizer,
     loss: jax.Array,
     norm: jax.Array,
+    weight: jax.Array,
     step: jax.Array,
     skips: jax.Array,
     history: History | None,
@@ -85,11 +87,13 @@ def judge_step(
     Args:
       optimizer: the update rule, which has the spike filter.
       loss, norm: loss and global gradient norm of the step, float32 scalars.
+      weight: sum of the weights of all targets, float32 scalar.
       step, skips, history: fields of the `TrainState` before the step.
     """
     # One NaN in any gradient makes the global norm NaN.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    accept, history = optimizer.spike_filter(history, loss, norm, finite)
+    # Without targets there is no gradient, but weights would decay and moments fade.
+    accept, history = optimizer.spike_filter(history, loss, norm, finite & (weight > 0))
     skips = jnp.where(finite, 0, skips + 1).astype(jnp.int32)
     metrics = {
         "loss": loss,

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config import Config, ConfigError, load, replace
 from maxpipe.data.__main__ import main
 from maxpipe.data.documents import open_documents
-from maxpipe.data.loader import make_loader
+from maxpipe.data.loader import cut_answers_note, make_loader
 
 BAD = {3: "not json", 17: '{"text": 5}', 30: '{"other": "x"}'}
 
@@ -132,6 +132,20 @@ class TestCheck:
         learned = len("a<|im_end|>\n")
         expected = f"1 documents; {len(text) + learned} tokens, {learned} of them learned\n"
         assert expected in capsys.readouterr().out
+
+    def test_check_does_not_count_answers_that_a_row_cuts_off(self, tmp_path, capsys):
+        talks = [
+            {"messages": [{"role": r, "content": t} for r, t in (("user", q), ("assistant", "a"))]}
+            for q in ("q", "q" * 99)
+        ]
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+        words = ["data.source=chat", f"data.path={tmp_path}/chats.jsonl", "data.eval_fraction=0"]
+        words += ["data.chat_template=chatml", "eval.every=0", "data.packing=false"]
+        assert main(["check", "configs/base.yml", *words]) == 0
+        learned = len("a<|im_end|>\n")
+        assert f" tokens, {learned} of them learned\n" in capsys.readouterr().out
+        (note,) = cut_answers_note(load("configs/base.yml", words).config)
+        assert note.startswith("nothing is learned from 50% of the rows: data.packing=false")
 
     def test_check_finds_token_ids_outside_the_vocabulary(self, tmp_path, capsys):
         np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))

@@ -50,21 +50,6 @@ def test_loader_batch_has_shapes_and_dtypes(make_config: Make) -> None:
     assert loader.state.shape == (3, 3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loader_restart_repeats_batches(
-    make_config: Make, assert_batches_equal: Equal, workers: int
-) -> None:
-    config = make_config(batch=4)
-    loader = make_loader(replace(config, **{"data.num_workers": workers}), "train", range(4))
-    start, first = loader.state, [next(loader) for _ in range(5)]
-    for count in (2, 5):
-        loader.restart()
-        np.testing.assert_array_equal(loader.state, start)
-        for expected in first[:count]:
-            assert_batches_equal(next(loader), expected)
-    loader.close()
-
-
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch", [4, 40])
 def test_loader_resumes_from_every_state(

@@ -7,7 +7,6 @@ import pytest
 from helpers.engines import tiny
 
 from maxpipe.checkpoint.errors import CheckpointSaveError, StateNotFinite
-from maxpipe.config import replace
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervision import Supervision
 from maxpipe.training import loop
@@ -50,9 +49,6 @@ class Loader:
 
     def close(self):
         self.notes.append("close loader")
-
-    def restart(self):
-        pass
 
     def __next__(self):
         self.at += 1
@@ -306,11 +302,10 @@ def test_loop_stores_the_evaluation_loss_of_the_saved_step_only(run):
     [((1, 3), {"loss": 3, "easy": 3, "hard": 3}), ((0, 0), {"loss": math.nan, "hard": math.nan})],
 )
 def test_evaluation_without_a_target_has_no_loss_and_says_so(run, notes, batches, losses):
-    parts = run.parts(start=4, **{"eval.batches": 1})
-    parts.config = replace(parts.config, **{"eval.batches_per_source": 1})
+    parts = run.parts(start=4)
     whole, hard = batches
-    parts.eval_loader = Loader(notes, whole)
-    parts.eval_sources = {"easy": Loader(notes, 1), "hard": Loader(notes, hard)}
+    parts.held_out = [whole]
+    parts.held_out_by_source = {"easy": [1], "hard": [hard]}
     evaluate(parts)
     *lines, row = notes[::-1]
     assert row == pytest.approx({"step": 4, "easy": 3} | losses, nan_ok=True)
@@ -348,6 +343,15 @@ def test_loop_with_bad_steps_logs_them_and_saves_the_last_one(run, notes):
     assert run(bad={2, 6}, **{"checkpoint.every": 2}) == DONE
     assert [note.partition(":")[0] for note in of(notes, "save")] == ["save 3", "save 4", "save 6"]
     assert [note.partition(":")[0] for note in notes if "skipped" in note] == ["step 2", "step 6"]
+
+
+def test_loop_names_a_step_without_targets(run, notes):
+    parts = run.parts(steps=1)
+    step = parts.trainer.step
+    none = {"loss": np.float32(0), "skipped": np.int32(1)}
+    parts.trainer.step = lambda *words: (1, step(*words)[1] | none)
+    assert train(parts) == DONE
+    assert "step 1: no token to learn, update skipped" in " ".join(map(str, notes))
 
 
 def test_loop_with_too_many_bad_steps_ends_diverged_without_a_save(run, notes):
@@ -419,26 +423,18 @@ def test_loop_looks_at_the_directory_before_it_saves(run, notes):
     assert of(notes, "step", "save") == ["step 1", "step 2"]
 
 
-CLOSES = ["close loader", "close loader", "close profiler"]
+CLOSES = ["close loader", "close profiler"]
 ENDS = ["account of 0", "close recorder"]
 
 
 @pytest.fixture
-def parts(run, notes):
-    parts = run.parts()
-    parts.eval_loader = Loader(notes)
-    return parts
+def parts(run):
+    return run.parts()
 
 
 def test_close_of_a_run_closes_everything_and_returns_the_exit_code(parts, notes):
     assert run_and_close(parts, lambda: 75) == 75
     assert notes == [*CLOSES, "close checkpointer", *ENDS]
-
-
-def test_close_of_a_run_without_evaluations_has_one_loader(parts, notes):
-    parts.eval_loader = None
-    assert run_and_close(parts, lambda: DONE) == DONE
-    assert notes == [*CLOSES[1:], "close checkpointer", *ENDS]
 
 
 def test_close_of_a_run_whose_training_failed_closes_everything(parts, notes):

@@ -130,6 +130,33 @@ def test_step_that_is_not_finite_changes_counters_only(mpmd):
     )
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        MPMD,
+        {"pipeline.engine": "sequential"},
+        {"mesh.ici.stage": 2, "pipeline.engine": "circular"},
+        {"mesh.ici.stage": 2, "pipeline.schedule": "lockstep_1f1b"},
+    ],
+    ids=["mpmd", "sequential", "circular", "scheduled"],
+)
+def test_step_without_targets_changes_nothing_and_is_skipped(engine):
+    trainer, place = make_trainer(**engine, **{"optimizer.weight_decay": 0.5})
+    state, _ = run(trainer, place, trainer.init(jax.random.key(0)), range(1))
+    before = trainer.to_canonical(state)
+    batch = make_batch(ROWS)
+    batch["weights"][:] = 0
+    state, metrics = trainer.step(state, place(batch))
+    after = trainer.to_canonical(state)
+    assert metrics["finite"]
+    assert int(metrics["skipped"]) == 1
+    assert (int(after.skips), int(after.step)) == (0, 2)
+    assert_same_bits(
+        (after.params, after.opt_state, after.history),
+        (before.params, before.opt_state, before.history),
+    )
+
+
 def test_step_donates_parameters_and_makes_no_implicit_transfer(mpmd):
     trainer, place = mpmd
     state, batch = trainer.init(jax.random.key(0)), place(make_batch(ROWS))

@@ -11,7 +11,8 @@ from helpers.training_process import command
 import maxpipe
 from maxpipe import train
 from maxpipe.config import Config, ConfigError, load, replace, resolve
-from maxpipe.data.loader import make_loader, open_eval_sources, source_names
+from maxpipe.data.held_out import open_held_out
+from maxpipe.data.loader import source_names
 
 ENTRIES = (("easy", 0.9, "a"), ("hard", 0.1, "sphinx of quartz "))
 
@@ -38,16 +39,14 @@ def words(tmp_path):
 def _expected_loss(run_dir, config, path):
     """Return the loss of a source's held-out documents, computed from logits."""
     model = maxpipe.load_model(run_dir)
-    alone = replace(config, **{"data.mixture": [], "data.path": path})
-    loader = make_loader(alone, "eval", range(config.eval.global_batch_size))
+    alone = replace(config, **{"data.mixture": [], "data.path": path, "eval.batches": 2})
+    held_out, _ = open_held_out(alone, range(config.eval.global_batch_size))
     total = weight = 0.0
-    for _ in range(2):  # 3 batches of an evaluation, divided among two sources
-        batch = next(loader)
+    for batch in held_out:
         log_probs = jax.nn.log_softmax(model.logits(batch["tokens"]))
         picked = jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
         total -= float((picked * batch["weights"]).sum())
         weight += float(batch["weights"].sum())
-    loader.close()
     return total / weight
 
 
@@ -84,7 +83,7 @@ def test_batches_are_divided_among_sources_or_left_out(words):
     assert resolve(load(words[0], words[1:]), 8).eval.batches_per_source == 2
     for word in ("eval.batches_per_source=0", "eval.every=0", "data.eval_path=/etc/hostname"):
         config = resolve(load(words[0], [*words[1:], word]), 8)
-        assert open_eval_sources(config, range(8)) == {}
+        assert open_held_out(config, range(8))[1] == {}
 
 
 @pytest.mark.parametrize(

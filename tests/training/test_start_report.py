@@ -110,7 +110,7 @@ def test_decisions_are_logged_only_after_the_report_has_taken_them():
 
 def report_of(decisions=(), step=0, **values):
     config = tiny(**values)
-    return report(config, make_mesh(config), "runs/it", step, decisions)
+    return report(config, make_mesh(config), "runs/it", step, "", decisions)
 
 
 def test_report_of_a_pipeline_shows_stages_and_bubble():

@@ -9,6 +9,7 @@ from maxpipe.config.rules.stages import STAGE_AXES, num_stages
 from maxpipe.config.sections import Config
 
 _ROW_AXES = ("data", "fsdp", "expert")
+MOST_BATCHES = 2**31 - 1  # of each source, where an evaluation has all
 SHARD_AXES = tuple(f"mesh.{level}.{axis}" for axis in _ROW_AXES for level in ("ici", "dcn"))
 
 
@@ -117,7 +118,7 @@ def derive_batches_per_source(c: Config) -> Updates:
         raise ConfigError(Problem("eval.batches_per_source", message))
     if count == -1:
         is_divided = is_told_apart and c.eval.every
-        count = -(-c.eval.batches // sources) if is_divided else 0
+        count = -(-(c.eval.batches or MOST_BATCHES) // sources) if is_divided else 0
     return {"eval.batches_per_source": count}
 
 

@@ -17,6 +17,7 @@ class Bounds:
       minimum, above: inclusive and exclusive lower bounds.
       maximum: inclusive upper bound.
       derived: whether -1 stands for "derive it".
+      zero: a word that may be written for 0.
     """
 
     help: str
@@ -27,6 +28,7 @@ class Bounds:
     above: float | None = None
     maximum: float | None = None
     derived: bool = False
+    zero: str = ""
 
 
 def option(default: object, help: str, **bounds: Any) -> Any:

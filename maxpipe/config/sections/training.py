@@ -95,11 +95,17 @@ class EvalConfig:
     """`eval.*`."""
 
     every: int = option(50, "evaluate every this many steps; 0 = never", minimum=0)
-    batches: int = option(2, "batches per evaluation", minimum=1)
+    batches: int = option(
+        2,
+        "batches per evaluation, from evenly spaced places of the held-out text; 0 or all = all of "
+        "it, once",
+        minimum=0,
+        zero="all",
+    )
     batches_per_source: int = option(
         -1,
         "with data.mixture, batches by which each source is also evaluated on its own; -1 = "
-        "eval.batches divided by the number of sources, rounded up; 0 = none",
+        "eval.batches divided by the number of sources, rounded up, or all of each; 0 = none",
         minimum=0,
         derived=True,
     )

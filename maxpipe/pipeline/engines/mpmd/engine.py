@@ -179,7 +179,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 
     def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
         # The sum before padding; the rows that padding adds have weight 0 in any case.
-        weight = self._total_weight(batch["weights"])
+        weight = self.total_weight(batch["weights"])
         batch = _padded(batch, self._row_multiple)
         shape = batch["tokens"].shape
         if shape not in self._evaluations:
@@ -189,7 +189,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         sums = program.run(self._arguments(params, program), batch, [None] * len(self.meshes))
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
 
-    def _total_weight(self, weights: jax.Array) -> jax.Array:
+    def total_weight(self, weights: jax.Array) -> jax.Array:
         """Sum the weights of a batch on the stage of the loss, which has the whole batch."""
         mesh = self.meshes[self.loss_stage]
         if is_here(mesh):

@@ -1,0 +1,225 @@
+"""Choose what evaluations read: places of the whole held-out text, the same in each evaluation.
+
+The held-out documents, one after the other, are cut into chunks of up to T tokens to predict; with
+`data.packing=false` a document begins a chunk of its own. An evaluation of W rows takes one chunk
+at random in each of W equal stretches of the text, or all chunks if there are no more. The chances
+of all tokens are therefore equal, and none counts twice. The choice follows from the text alone.
+
+Counting the tokens of everything held out may take hours, so a large set is judged by documents
+drawn at random, `COUNTED` tokens of them or twice what is evaluated.
+
+Shapes: B rows of a batch, R rows of this process, T tokens of a row.
+"""
+
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import Config
+from maxpipe.data.documents import Documents, Encoded, EncodedDocuments, is_mixed, open_sources
+from maxpipe.data.loader import SKIPPED_NAMED, open_tokenizer, source_names
+from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
+
+COUNTED = 1 << 20  # tokens
+
+
+class Text:
+    """The held-out text of one source, in memory, or a sample of its documents.
+
+    Args:
+      documents: all held-out documents.
+      encoder: encoder of these documents.
+      enough: number of tokens after which no further document is read.
+      row: tokens of a row, T.
+      packing: whether a chunk continues with the next document.
+
+    Attributes:
+      documents: the documents that were read, in order.
+      num_documents: number of all documents.
+      chunks: number of chunks.
+      tokens: number of tokens to predict in the documents that were read.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: EncodedDocuments,
+        enough: float,
+        row: int,
+        packing: bool,
+    ):
+        self.num_documents = len(documents)
+        order = DocumentOrder(len(documents), 0, shuffle=True)
+        read: dict[int, Encoded] = {}
+        self.tokens = 0
+        while len(read) < len(documents) and self.tokens < enough:
+            index = order(0, len(read))
+            read[index] = encoder[index]
+            self.tokens += max(len(read[index].ids) - 1, 0)
+        self.documents = [read[index] for index in sorted(read)]
+        self._pairs = np.array([max(len(ids) - 1, 0) for ids, _ in self.documents], np.int64)
+        ends = np.cumsum(self._pairs if packing else -(-self._pairs // row) * row)
+        self._starts = np.append(0, ends)  # of documents among the chunks, in tokens
+        self._row, self._packing = row, packing
+        self.chunks = int(-(-ends[-1] // row))
+
+    @property
+    def all_tokens(self) -> float:
+        """Return the number of tokens to predict in all documents; an estimate for a sample."""
+        return self.tokens * self.num_documents / len(self.documents)
+
+    def choose(self, count: int) -> list["Chunk"]:
+        """Return `count` chunks, one from each of as many equal stretches of the text."""
+        digest = 0
+        for ids, _ in self.documents:
+            digest = zlib.crc32(ids.tobytes(), digest)
+        random = np.random.default_rng([digest, self.chunks])
+        bounds = np.arange(count + 1) * self.chunks // count
+        drawn = bounds[:-1] + (random.random(count) * np.diff(bounds)).astype(np.int64)
+        # Stretches differ by one chunk; where they begin is random, too.
+        chosen = np.sort((drawn + random.integers(self.chunks)) % self.chunks)
+        return [self._chunk(int(number) * self._row) for number in chosen]
+
+    def _chunk(self, start: int) -> "Chunk":
+        """Return the chunk that begins with token `start` of the text."""
+        document = int(np.searchsorted(self._starts, start, side="right")) - 1
+        offset = start - int(self._starts[document])
+        end = self._starts[-1] if self._packing else self._starts[document] + self._pairs[document]
+        return Chunk(self, document, offset, min(self._row, int(end) - start))
+
+
+class Chunk(NamedTuple):
+    """Up to T tokens to predict: `length` of them, `offset` tokens after a document's begin."""
+
+    text: Text
+    document: int
+    offset: int
+    length: int
+
+
+class HeldOut:
+    """The batches of an evaluation; iterating begins anew each time.
+
+    A batch is as those of `Loader`; the last may end with rows of padding, whose weights are 0.
+    Weights of a mixture's sources are scaled, so that each has the share of the tokens that
+    `data.mixture` gives it in training.
+
+    Args:
+      config: `data` and `eval` are read.
+      texts: the held-out text of each source.
+      shares: how many documents are drawn from each, in any unit.
+      rows: this process's rows of a batch.
+      num_batches: largest number of batches.
+      pad_id: token id of padding.
+
+    Attributes:
+      num_documents: number of held-out documents.
+      num_batches: number of batches.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        texts: Sequence[Text],
+        shares: Sequence[float],
+        rows: Sequence[int],
+        num_batches: int,
+        pad_id: int,
+    ):
+        self._rows, self._pad_id = rows, pad_id
+        self._size, self._data = config.eval.global_batch_size, config.data
+        self.num_documents = sum(text.num_documents for text in texts)
+        self._texts = texts
+        # Training draws documents, so a source's share of the tokens depends on their length.
+        of_tokens = [
+            share * text.tokens / len(text.documents)
+            for share, text in zip(shares, texts, strict=True)
+        ]
+        counts = _divide(of_tokens, [text.chunks for text in texts], num_batches * self._size)
+        chosen = [text.choose(n) if n else [] for text, n in zip(texts, counts, strict=True)]
+        taken = [sum(chunk.length for chunk in chunks) for chunks in chosen]
+        self.tokens = sum(taken)
+        of_taken = sum(share for share, n in zip(of_tokens, taken, strict=True) if n)
+        self._chunks = [
+            (chunk, share / of_taken * (self.tokens / n))
+            for chunks, share, n in zip(chosen, of_tokens, taken, strict=True)
+            for chunk in chunks
+        ]
+        self.num_batches = -(-len(self._chunks) // self._size)
+
+    def __str__(self) -> str:
+        is_sample = any(len(text.documents) < text.num_documents for text in self._texts)
+        total = round(sum(text.all_tokens for text in self._texts))
+        return f"evaluates {self.tokens:,} of {'about ' * is_sample}{total:,} tokens"
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self._chunks), self._size):
+            batch = empty_batch(len(self._rows), self._data.sequence_length, self._pad_id)
+            for row, number in enumerate(self._rows):
+                if first + number >= len(self._chunks):
+                    continue
+                (text, document, offset, length), scale = self._chunks[first + number]
+                order = DocumentOrder(len(text.documents), 0, shuffle=False)
+                stream = RowStream(text.documents, order, 1, np.array([0, document, offset]))
+                fill_row(batch, row, stream, self._data.packing, length)
+                batch["weights"][row] *= scale
+            yield batch
+
+
+def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, dict[str, HeldOut]]:
+    """Return what evaluations read: of the whole, and of each source of a mixture by its name.
+
+    There is nothing without `eval.every`, and no source without `eval.batches_per_source`.
+
+    Args:
+      config: `data`, `eval` and `model.vocab_size` are read.
+      rows: this process's rows of a batch.
+
+    Raises:
+      ConfigError: files are missing or unusable, the split is empty or a document unreadable.
+    """
+    if not config.eval.every:
+        return None, {}
+    data, batches = config.data, config.eval.batches
+    tokenizer = open_tokenizer(config)
+    sources = open_sources(data, "eval")
+    evaluated = batches * config.eval.global_batch_size * data.sequence_length
+    enough = max(COUNTED, 2 * evaluated) if batches else np.inf
+    texts = []
+    for documents in sources:
+        skips = data.on_bad_document == "skip"
+        encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids, skips)
+        texts.append(Text(documents, encoder, enough, data.sequence_length, data.packing))
+        for reason in [*encoder.take_skipped().values()][:SKIPPED_NAMED]:
+            print(f"skipped a held-out document: {reason}", file=sys.stderr, flush=True)
+    if not sum(text.tokens for text in texts):
+        key = "data.eval_path" if data.eval_path else "data.path"
+        raise ConfigError(Problem(key, "the held-out documents hold no tokens"))
+    mixed = is_mixed(data, "eval")
+    weights = [entry["weight"] for entry in data.mixture] if mixed else [1.0]
+
+    def of(texts: Sequence[Text], weights: Sequence[float], batches: int) -> HeldOut:
+        most = batches or sum(text.chunks for text in texts)
+        return HeldOut(config, texts, weights, rows, most, tokenizer.pad_id)
+
+    per_source = config.eval.batches_per_source if mixed else 0
+    names = source_names(data) if per_source else []
+    by_source = {
+        name: of([text], [1.0], per_source) for name, text in zip(names, texts, strict=False)
+    }
+    return of(texts, weights, batches), by_source
+
+
+def _divide(shares: Sequence[float], most: Sequence[int], total: int) -> list[int]:
+    """Return how many of `total` rows each source has: by share, at most what it has, not none."""
+    if total >= sum(most):
+        return list(most)
+    exact = np.array(shares) / sum(shares) * total
+    counts = np.maximum(np.round(exact).astype(int), 1)
+    while counts.sum() > total:
+        counts[np.argmax(counts)] -= 1
+    return np.minimum(counts, most).tolist()

@@ -1,0 +1,172 @@
+"""What evaluations read: evenly spaced places of all held-out text, each token at most once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, ConfigError, load, replace
+from maxpipe.data import held_out
+from maxpipe.data.held_out import open_held_out
+
+LENGTH, ROWS = 16, 4
+CHAT = {"data.source": "chat", "data.chat_template": "chatml"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a function that makes a config whose held-out documents are given texts."""
+
+    def make_config(texts, **keys):
+        file = tmp_path / "held_out.jsonl"
+        file.write_text("".join(json.dumps(_line(text, keys)) + "\n" for text in texts))
+        values = {
+            "data.source": "jsonl",
+            "data.path": str(file),
+            "data.eval_path": str(file),
+            "data.sequence_length": LENGTH,
+            "data.global_batch_size": ROWS,
+            "eval.global_batch_size": ROWS,
+            "eval.batches_per_source": 0,
+        }
+        return replace(Config(), **values | keys)
+
+    return make_config
+
+
+def _line(text, keys):
+    if keys.get("data.source") != "chat":
+        return {"text": text}
+    return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+
+
+def documents(seed, count=9, longest=70):
+    """Return texts of letters that come once each, in documents of many lengths."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, longest, count)
+    letters = np.arange(sum(lengths)) + 0x4E00
+    return ["".join(map(chr, part)) for part in np.split(letters, np.cumsum(lengths)[:-1])]
+
+
+def targets(config, rows=range(ROWS)):
+    """Return all targets of an evaluation, in the order of its rows."""
+    found = []
+    for batch in open_held_out(config, rows)[0]:
+        found += [t[w > 0] for t, w in zip(batch["targets"], batch["weights"], strict=True)]
+    return np.concatenate(found).tolist()
+
+
+def text_of(ids):
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("keys", [{}, CHAT])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_all_of_it_is_evaluated_once(make, packing, keys, rows):
+    texts = documents(rows)
+    config = make(texts, **{"data.packing": packing, "eval.batches": 0, **keys})
+    config = replace(config, **{"eval.global_batch_size": rows})
+    found = sorted(text_of(targets(config, range(rows))).replace("<|im_end|>\n", ""))
+    assert found == sorted("".join(texts))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_sample_is_spread_over_the_text_and_takes_no_token_twice(make, packing):
+    texts = documents(1, count=40)
+    config = make(texts, **{"data.packing": packing, "eval.batches": 2})
+    evaluated, _ = open_held_out(config, range(ROWS))
+    found = targets(config)
+    assert found == targets(config)
+    letters = [letter for letter in text_of(found) if letter != "\ufffd"]
+    assert len(letters) == len(set(letters))
+    places = np.sort([ord(letter) - 0x4E00 for letter in letters])
+    whole = len("".join(texts))
+    gaps = np.diff([*places, places[0] + whole])
+    assert gaps.max() < 2 * whole / (2 * ROWS)
+    total = sum(len(text.encode()) + 1 for text in texts if text)
+    assert str(evaluated) == f"evaluates {len(found):,} of {total:,} tokens"
+
+
+def test_rows_of_several_processes_are_those_of_one(make):
+    config = make(documents(2), **{"eval.batches": 0})
+    whole, _ = open_held_out(config, range(ROWS))
+    parts = [open_held_out(config, rows)[0] for rows in ([0, 1], [2, 3])]
+    assert whole.num_batches > 2
+    for batch, *halves in zip(whole, *parts, strict=True):
+        for name, x in batch.items():
+            np.testing.assert_array_equal(x, np.concatenate([half[name] for half in halves]))
+    assert not batch["weights"][-1].any()  # padding
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("length", [None, 4 * LENGTH - 1])
+def test_the_expected_loss_of_a_sample_is_that_of_the_whole(make, packing, length):
+    """The "loss" is high at heads of documents, and in the first half of the corpus."""
+    errors = []
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        lengths = [length or int(n) for n in random.integers(1, 9 * LENGTH, 24)]
+        texts = [
+            "".join(
+                chr(97 + 10 * (i < 20) + 5 * (number < 12) + int(random.integers(5)))
+                for i in range(n)
+            )
+            for number, n in enumerate(lengths)
+        ]
+        config = make(texts, **{"data.packing": packing, "eval.batches": 3})
+        sample = np.mean(targets(config))
+        errors.append(sample - np.mean(targets(replace(config, **{"eval.batches": 0}))))
+    assert abs(np.mean(errors)) < 3 * np.std(errors) / np.sqrt(len(errors))
+
+
+def test_a_large_set_is_judged_by_some_of_its_documents(make, monkeypatch):
+    monkeypatch.setattr(held_out, "COUNTED", 500)
+    config = make(["x" * (50 + i % 7) for i in range(2000)], **{"eval.batches": 2})
+    read = []
+    of = held_out.EncodedDocuments.__getitem__
+    monkeypatch.setattr(
+        held_out.EncodedDocuments, "__getitem__", lambda self, i: read.append(i) or of(self, i)
+    )
+    evaluated, _ = open_held_out(config, range(ROWS))
+    assert len(read) < 20
+    assert max(read) > 1000
+    words = str(evaluated).replace(",", "").split()
+    assert words[:4] == ["evaluates", "128", "of", "about"]
+    assert abs(int(words[4]) - 54 * 2000) < 3000
+
+
+def test_sources_of_a_mixture_weigh_as_in_training(tmp_path):
+    """Documents are drawn by weight, so that the tokens of a source depend on their length."""
+    for name, length, count in (("a", 90, 10), ("b", 10, 200)):
+        lines = (json.dumps({"text": name * length}) + "\n" for _ in range(count))
+        (tmp_path / name).write_text("".join(lines))
+    mixture = [{"source": "jsonl", "path": str(tmp_path / x), "weight": 1.0} for x in "ab"]
+    config = replace(
+        load("base", []).config,
+        **{
+            "data.mixture": mixture,
+            "data.eval_fraction": 0.5,
+            "data.sequence_length": 32,
+            "eval.global_batch_size": 8,
+            "eval.batches_per_source": 1,
+        },
+    )
+    for batches in (0, 1, 2):
+        found, by_source = open_held_out(replace(config, **{"eval.batches": batches}), range(8))
+        weights = dict.fromkeys(map(ord, "ab"), 0.0)
+        for batch in found:
+            for letter in weights:
+                weights[letter] += batch["weights"][batch["targets"] == letter].sum()
+        assert weights[ord("a")] / sum(weights.values()) == pytest.approx(0.9, abs=0.02)
+        assert [*by_source] == [f"jsonl:{tmp_path / x}" for x in "ab"]
+
+
+def test_held_out_documents_without_tokens_are_an_error(make):
+    with pytest.raises(ConfigError, match=r"^data\.eval_path: .*no tokens"):
+        open_held_out(make(["", ""]), range(ROWS))
+
+
+@pytest.mark.parametrize("word", ["0", "all"])
+def test_all_is_a_word_for_every_batch(word):
+    assert load("base", [f"eval.batches={word}"]).config.eval.batches == 0
