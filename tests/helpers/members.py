@@ -33,6 +33,7 @@ def members(
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
+                "NPROC": None,  # so that they have as many threads as they ask for
             }
             process = TrainingProcess(
                 directory / f"{name}-{index}.log", arguments, environment, program

@@ -62,7 +62,7 @@ class TrainingProcess:
     Args:
       log: file of the output.
       arguments: from `command`.
-      environment: added to this process's.
+      environment: added to this process's; None leaves a variable out.
       program: Python code to run instead of `-m maxpipe.train`; reads `arguments` in sys.argv.
     """
 
@@ -70,18 +70,19 @@ class TrainingProcess:
         self,
         log: str | Path,
         arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         program: str | None = None,
     ):
         self.log = Path(log)
         start = ["-m", "maxpipe.train"] if program is None else ["-c", program]
+        variables = {**os.environ, **(environment or {})}
         with self.log.open("w") as output:
             # A new session: a signal to its group reaches worker processes, but not this process.
             self._process = subprocess.Popen(
                 [sys.executable, *start, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,
             )
 

@@ -12,22 +12,27 @@ from helpers.runs import assert_same_run, checkpoints, losses, rows
 from helpers.training_process import command, run, steps_of
 
 HEARTBEAT = 10
+# More units of a step than the 32 programs that XLA takes on a device before it blocks a launch.
 TWO_STAGES = {
     "mesh.ici.stage": 2,
-    "mesh.ici.data": 1,
+    "mesh.ici.fsdp": 2,
     "pipeline.schedule": "1f1b",
-    "pipeline.num_microbatches": 4,
+    "pipeline.num_microbatches": 20,
+    "data.global_batch_size": 40,
 }
 RUN = (
-    "mesh.simulated_devices=2",
+    "mesh.simulated_devices=4",
     "mesh.ici.data=1",
-    "mesh.ici.fsdp=1",
+    "mesh.ici.fsdp=2",
     "pipeline.num_repeats=1",
-    "pipeline.num_microbatches=4",
+    "pipeline.num_microbatches=8",
+    "data.global_batch_size=32",
     "steps=4",
     "eval.every=2",
     "eval.batches=2",
 )
+# Steps whose own time is short on a busy machine, too.
+QUICK = ("mesh.simulated_devices=2", "mesh.ici.fsdp=1", "pipeline.num_microbatches=4")
 STAGES = ("mesh.ici.stage=2", "pipeline.schedule=1f1b")
 SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.data=2", "pipeline.engine=sequential")
 
@@ -74,7 +79,16 @@ Loader.__next__ = next_batch
 """
 
 
-def test_loss_and_gradients_of_two_processes_equal_sequential(tmp_path):
+@pytest.fixture
+def one_core():
+    """Let this process, and those that it starts, use one core only."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def test_loss_and_gradients_of_two_processes_on_one_core_equal_sequential(tmp_path, one_core):
     cases = [TWO_STAGES]
     outcomes = run_cases(tmp_path, 2, cases)
     assert_equal_to_sequential(cases, outcomes)
@@ -154,7 +168,7 @@ def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
     (tmp_path / "slow_data.py").write_text(SLOW_DATA)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("SLOW_PROCESS", str(slow))
-    words = (*RUN, *STAGES, "steps=9", "checkpoint.every=3", "--import", "slow_data")
+    words = (*RUN, *STAGES, *QUICK, "steps=9", "checkpoint.every=3", "--import", "slow_data")
     output = in_two_processes(tmp_path, command(tmp_path, *words), "slow")
     assert output.count("warning:") == 1
     assert f"warning: process {slow} is slow: without waiting for others" in output
@@ -191,7 +205,7 @@ def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
     ("own_words", "own_version", "name"),
     [
         ("optimizer.learning_rate=0.5", "", "optimizer.learning_rate"),
-        ("mesh.simulated_devices=4", "", "mesh.simulated_devices"),
+        ("mesh.simulated_devices=8", "", "mesh.simulated_devices"),
         ("data.path=other", "", "data.path"),
         ("", "0.0.1", "version of maxpipe"),
     ],

@@ -26,9 +26,9 @@ def words(directory, processes):
     """Return the arguments of a run with a stage in each process, evaluations and saves."""
     return command(
         directory,
-        f"mesh.simulated_devices={processes}",
+        f"mesh.simulated_devices={2 * processes}",
         "mesh.ici.data=1",
-        "mesh.ici.fsdp=1",
+        "mesh.ici.fsdp=2",
         f"mesh.ici.stage={processes}",
         "pipeline.schedule=zb_v",
         "pipeline.num_repeats=2",

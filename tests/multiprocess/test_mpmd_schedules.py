@@ -12,7 +12,8 @@ from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
 
 NAMES = ("1f1b", "interleaved_1f1b", "zb_h2", "zb_v", "v_half", "dualpipe_v")
-MICROBATCHES = 5
+# With more units of a step than the 32 programs that XLA takes before it blocks a launch.
+MICROBATCHES = 21
 # The load of all experts is known on the last stage, and moves biases on each.
 EXPERTS = {
     "model.moe.experts": 6,
@@ -65,11 +66,9 @@ def tied_and_uneven_v(stages, fsdp):
 @pytest.mark.parametrize(
     ("processes", "stages", "fsdp"),
     [
-        (2, 2, 1),
         (2, 2, 2),
         (2, 4, 1),  # two stages in each process
         (4, 2, 2),  # two processes for each stage
-        (4, 4, 1),
         (4, 4, 2),
     ],
 )
@@ -93,5 +92,6 @@ def test_rows_over_two_axes_in_processes_equal_sequential(tmp_path):
         case_of("1f1b", 2, 1, **{"mesh.ici.tensor": 2}),
         case_of("1f1b", 2, 2, **{"pipeline.fsdp_gather": "once"}),
         case_of("zb_h1", 2, 2, **EXPERTS),
+        uneven(2, 2),
     ]
     assert_equal_to_sequential(cases, run_cases(tmp_path, 2, cases))
