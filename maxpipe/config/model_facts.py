@@ -1,6 +1,5 @@
 """Hold the facts about what a model is made of: kernels, routers, blocks and model types."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -183,7 +182,7 @@ class Block(Variant):
     """
 
     quantises: bool = False
-    model_types: Collection[str] = ()
+    model_types: tuple[str, ...] = ()
 
 
 BLOCKS: dict[str, Block] = {
@@ -191,7 +190,7 @@ BLOCKS: dict[str, Block] = {
         "maxpipe.model.block:LlamaBlock",
         summary="attention, then a gated MLP, each with its norms",
         quantises=True,
-        model_types=MODEL_TYPES.keys(),
+        model_types=tuple(MODEL_TYPES),
     )
 }
 
