@@ -26,14 +26,18 @@ def installed(tmp_path_factory):
     """Return a directory into which the wheel is installed, without its dependencies."""
     pytest.importorskip("setuptools", minversion="77", reason="builds the wheel")
     directory = tmp_path_factory.mktemp("wheel")
-    source = directory / "source"
-    source.mkdir()
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+    source = copy_sources(directory / "source")
     offline = ("--no-index", "--no-deps", "--disable-pip-version-check")
     pip(*offline, "--no-build-isolation", "--target", directory / "site", source)
     return directory / "site"
+
+
+def copy_sources(directory):
+    directory.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, directory / name)
+    return directory
 
 
 def pip(*words):
@@ -94,3 +98,20 @@ def test_wheel_has_every_config_of_the_repository(installed):
         return {path.relative_to(root).as_posix() for path in root.rglob("*.yml")}
 
     assert names(installed / "maxpipe" / "configs") == names(ROOT / "configs")
+
+
+def test_editable_installation_is_found_from_the_folder_above_the_checkout(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="builds the wheel")
+    checkout = copy_sources(tmp_path / "maxpipe")  # a directory of the package's name
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=checkout, check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    program = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import maxpipe; "
+    program += "print(maxpipe.__file__, maxpipe.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert str(checkout / "maxpipe" / "__init__.py") in done.stdout, done.stderr

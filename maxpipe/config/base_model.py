@@ -23,44 +23,13 @@ from maxpipe.config.model_places import (
     open_folder,
     run_of,
 )
+from maxpipe.config.model_shape import SHAPE_DEFAULTS
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.values import convert
 
 KEY = "base_model"
 _WEIGHTS, _TOKENIZER, _TEMPLATE = "init_from", "data.tokenizer", "data.chat_template"
 _TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-# Keys of `model.*` that say how a model is computed or trained, not what it is.
-_NOT_SHAPE = (
-    "from_hf",
-    "block",
-    "dtype",
-    "param_dtype",
-    "dropout",
-    "z_loss",
-    "logit_tiles",
-    "moe.balance_loss",
-    "moe.bias_rate",
-    "moe.capacity_factor",
-    "moe.z_loss",
-    "moe.kernel",
-    "moe.dispatch",
-    "attention",
-    "attention_block_size",
-    "quantisation",
-    "quantised_passes",
-    "rotation",
-    "gating",
-    "rope_scaling.length",
-    "lora.rank",
-    "lora.alpha",
-    "lora.targets",
-    "lora.dropout",
-)
-SHAPE_DEFAULTS: Mapping[str, object] = {
-    key.removeprefix("model."): option.default
-    for key, option in OPTIONS.items()
-    if key.startswith("model.") and key.removeprefix("model.") not in _NOT_SHAPE
-}
 
 
 def apply(

@@ -6,11 +6,11 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from maxpipe.config.base_model import SHAPE_DEFAULTS
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import redacted
 from maxpipe.config.from_hf import VOCABULARY
 from maxpipe.config.model_places import split_scheme
+from maxpipe.config.model_shape import SHAPE_DEFAULTS
 from maxpipe.config.options import OPTIONS, get, is_set, update
 from maxpipe.config.paths import LISTS, MIXTURE, NAMES, exists
 from maxpipe.config.printing import to_yaml
