@@ -13,7 +13,6 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -24,9 +23,10 @@ from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.comparison.recorded import METRICS, last_step
 from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.terminal import emit
+from maxpipe.config.terminal import emit, printable
 from maxpipe.devices.cluster import find_place
-from maxpipe.supervision.council import Policy
+from maxpipe.storage.records import read_record
+from maxpipe.supervision.council import Policy, Status
 from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.supervisor import supervise
 from maxpipe.telemetry.writers import unsaved_rows
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = words[end + 1 :]
     if options.status:
         for line in status(Path(options.status)):
-            print(line)
+            print(printable(line))
         return 0
     if not command:
         usage = "maxpipe supervise -- python -m maxpipe.train CONFIG.yml key=value ..."
@@ -61,15 +61,15 @@ def status(run: Path) -> list[str]:
     """
     file = run / STATUS_FILE
     try:
-        known = json.loads(file.read_text())
+        known = read_record(file, Status)
         silent = time.time() - file.stat().st_mtime
     except (OSError, ValueError):
         message = (
-            f"no supervisor has written {file}: RUN_DIR is <output_dir>/<run_name> of a run under "
-            "maxpipe supervise"
+            f"no supervisor has written {file}, or it is damaged: RUN_DIR is "
+            "<output_dir>/<run_name> of a run under maxpipe supervise"
         )
         raise ConfigError(Problem("--status", message)) from None
-    state = known["state"]
+    state = known.state
     has_ended = state.startswith("has ended")
     if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
@@ -79,21 +79,22 @@ def status(run: Path) -> list[str]:
         step = last_step(apart) or "none since it went back"
     else:
         step = last_step(run / METRICS)
-    last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
-    in_order = sorted(known["members"].items(), key=lambda member: int(member[0]))
-    waiting = {*map(str, known["waiting"])}
-    members = [f"{index} on {host}" + " (waits)" * (index in waiting) for index, host in in_order]
+    last_end = f"; the last attempt: {known.last_end}" if known.last_end else ""
+    members = [
+        f"{index} on {host}" + " (waits)" * (index in known.waiting)
+        for index, host in sorted(known.members.items())
+    ]
     return [
         f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
         f"processes   {', '.join(members)}",
         f"step        {step}",
         f"checkpoint  {max(steps, default='none')}",
-        f"restarts    {known['restarts']}{last_end}",
+        f"restarts    {known.restarts}{last_end}",
     ]
 
 
 def _log(text: str) -> None:
-    emit(f"{time.strftime('%H:%M:%S')} supervise: {text}", sys.stderr)
+    emit(printable(f"{time.strftime('%H:%M:%S')} supervise: {text}"), sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

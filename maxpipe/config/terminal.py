@@ -23,6 +23,11 @@ def ignore_note(text: str) -> None:
     """Drop a line that nothing should print."""
 
 
+def printable(text: str) -> str:
+    """Return a line in which nothing steers a terminal: an escape character is shown as \\x1b."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from maxpipe.storage.lease_places import Entry, LeasePlace
+from maxpipe.storage.records import parse_record
 
 NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -86,14 +87,11 @@ class Owner:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the owner that a lease names; an unknown one if the text names none."""
-        try:
-            owner = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            return cls(f"unreadable-{len(text)}", "an unknown host", "", 0, 0, "an unknown time")
-        expected = [type(value) for value in asdict(cls("", "", "", 0, 0, "")).values()]
-        types = [type(value) for value in asdict(owner).values()]
-        # The start becomes part of a file's name.
-        return owner if types == expected and owner.start.isalnum() else cls.parse("")
+        with contextlib.suppress(ValueError):
+            owner = parse_record(text, cls)
+            if owner.start.isalnum():  # it becomes part of a file's name
+                return owner
+        return cls(f"unreadable-{len(text)}", "an unknown host", "", 0, 0, "an unknown time")
 
     def to_json(self) -> str:
         """Return the text of a lease."""

@@ -77,7 +77,7 @@ class Status:
       waiting: indices of the members that the others go on without for now.
     """
 
-    state: str = ""
+    state: str
     attempt: int = 0
     restarts: int = 0
     last_end: str = ""

@@ -1,12 +1,11 @@
-"""Carry reports and orders between the supervisors of a run, over TCP, as lines of JSON.
+"""Carry reports and orders between the supervisors of a run, over TCP, as lines of text.
 
-Supervisor 0 listens at the address that is announced as the run's coordinator; the coordinators of
-attempts, which the trainers start, listen at other ports. Both sides send a line every few seconds,
-so that a lost host is noticed. Like JAX's coordination service this trusts its network: whoever
-reaches the port can stop a run, though not choose what it executes. Imports no JAX.
+Supervisor 0 listens at the address that is announced as the run's coordinator, to those who prove
+the run's secret; the coordinators of attempts, which the trainers start, listen at other ports.
+Both sides send a line every few seconds, so that a lost host is noticed. Imports no JAX.
 """
 
-import contextlib
+import queue
 import selectors
 import socket
 import sys
@@ -17,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from maxpipe.config.terminal import emit
+from maxpipe.config.terminal import Note, emit
 from maxpipe.supervision.council import Council
 from maxpipe.supervision.messages import Joined, Message, Order, Report, decode, encode
+from maxpipe.supervision.proof import CALLER, Listener, Unproved, prove
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
@@ -28,8 +28,9 @@ _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
 _SURE_SECONDS = 1.0  # a line heard this long after another one came: there are two
-_MAX_LINE = 200_000  # bytes; a stranger may send anything
+_MAX_LINE = 200_000  # bytes
 _MAX_UNREAD = 100  # lines
+_OTHERS = "another program answers, or a supervisor with another output_dir or MAXPIPE_SECRET"
 
 
 class LinkLost(ConnectionError):
@@ -37,11 +38,11 @@ class LinkLost(ConnectionError):
 
 
 class Line:
-    """Sends and receives messages over a connected socket; the first line names the member.
+    """Sends and receives messages over a connected socket whose other side has proved the secret.
 
     Attributes:
       heard: when the other side was last heard, by `time.monotonic`; at first, when it connected.
-      is_answered: whether `exchange` has heard a supervisor at the other side, not just anyone.
+      is_answered: whether `exchange` has heard the other side since the proof.
     """
 
     def __init__(self, connection: socket.socket):
@@ -99,12 +100,12 @@ class Line:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection to the hub: a supervisor's once it has sent its number, a member's once seated.
+    """A supervisor's connection to the hub: a member's once seated.
 
     Attributes:
       line: the connection.
       came: when it was opened, by `time.monotonic`.
-      member: number that the supervisor claims; None until it has.
+      member: number that the supervisor claims; None until it has greeted.
       unread: received lines that have not been processed.
       is_refused: whether it has been ordered to leave.
     """
@@ -121,34 +122,37 @@ class Hub:
 
     Args:
       council: the council, which receives reports and gives orders.
-      port: port to listen at; 0 for any, on localhost only.
+      host: name or address of this machine by which the others reach it.
+      port: port to listen at; 0 for any.
+      secret: the run's.
 
     Attributes:
-      port: the port in use.
+      address: host and port by which this machine reaches it.
     """
 
-    def __init__(self, council: Council, port: int):
+    def __init__(self, council: Council, host: str, port: int, secret: str):
         self._council = council
-        self._listener = _listen(port)
-        self.port = int(self._listener.getsockname()[1])
+        self._proved: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._listener = Listener(host, port, lambda: secret, lambda at, _: self._proved.put(at))
+        self.address = self._listener.own_host, self._listener.port
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._guests: list[_Guest] = []
         self._seats: dict[int, _Guest] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="council", daemon=True)
 
     def __enter__(self) -> Self:
+        self._listener.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
+        self._listener.__exit__()
         for guest in self._guests:
             guest.line.close()
         self._selector.close()
-        self._listener.close()
 
     def _serve(self) -> None:
         try:
@@ -164,19 +168,15 @@ class Hub:
         # At the end the others must get the last order: they close their lines once they have it.
         while time.monotonic() < until and not (self._closed.is_set() and not self._guests):
             ready = {key.data for key, _ in self._selector.select(_TICK_SECONDS)}
-            if None in ready:
-                self._accept()
+            while not self._proved.empty():
+                guest = _Guest(Line(self._proved.get()))
+                self._selector.register(guest.line, selectors.EVENT_READ, guest)
+                self._guests.append(guest)
             for guest in [*self._guests]:
                 self._attend(guest, is_ready=guest in ready)
             self._broadcast(self._council.take_orders())
             if self._closed.is_set():
                 until = min(until, time.monotonic() + _FAREWELL_SECONDS)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            guest = _Guest(Line(self._listener.accept()[0]))
-            self._selector.register(guest.line, selectors.EVENT_READ, guest)
-            self._guests.append(guest)
 
     def _attend(self, guest: _Guest, *, is_ready: bool) -> None:
         try:
@@ -184,7 +184,7 @@ class Hub:
                 guest.unread += filter(None, guest.line.receive())
             if guest.is_refused:
                 guest.unread.clear()  # it has not yet read the order to leave
-            while guest.unread and (guest.member is None or self._is_heard(guest, guest.member)):
+            while guest.unread and self._is_heard(guest):
                 self._take(guest, guest.unread.pop(0))
             if len(guest.unread) > _MAX_UNREAD:
                 raise ValueError("a supervisor that waits for its seat says too much")
@@ -192,25 +192,26 @@ class Hub:
         except (LinkLost, ValueError):
             self._drop(guest)
 
-    def _is_heard(self, guest: _Guest, member: int) -> bool:
-        """Return whether the council should hear a guest as this member yet.
+    def _is_heard(self, guest: _Guest) -> bool:
+        """Return whether the council should hear a guest, which greets first, yet.
 
         Another line of this member may be an earlier one whose host has failed: it is silent then,
         and soon found lost. If it is alive, two claim this number, and the council decides.
         """
-        holder = self._seats.setdefault(member, guest)
+        if guest.member is None:
+            greeting = decode(guest.unread[0])
+            if not isinstance(greeting, Joined):
+                raise ValueError(f"no greeting: {greeting}")
+            guest.member = greeting.index
+        holder = self._seats.setdefault(guest.member, guest)
         return holder is guest or holder.line.heard - guest.came > _SURE_SECONDS
 
     def _take(self, guest: _Guest, text: str) -> None:
-        """Process a line: first the member's number, then reports; raises ValueError for others."""
-        if guest.member is None:
-            guest.member = int(text)
-            return
+        """Process a report; raises ValueError for other lines."""
         report = decode(text)
         if not isinstance(report, Report):
             raise ValueError(f"no report: {text!r}")
-        if self._seats[guest.member] is not guest and not isinstance(report, Joined):
-            raise ValueError("it has not joined")
+        assert guest.member is not None
         if refusal := self._council.receive(guest.member, report):
             guest.is_refused = True
             guest.unread.clear()
@@ -240,43 +241,48 @@ class Hub:
                     self._drop(guest)
 
 
-def _listen(port: int) -> socket.socket:
-    if not port:
-        return socket.create_server(("localhost", 0))
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
 def connect(
     address: tuple[str, int],
-    member: int,
+    secret: str,
     greet: Callable[[str], Joined],
     until: float,
     gives_up: Callable[[], bool],
+    log: Note,
 ) -> Line | None:
     """Join the run's other supervisors as soon as supervisor 0 can be reached.
 
     Args:
       address: host and port of supervisor 0.
-      member: number of this supervisor.
+      secret: the run's.
       greet: function that returns the first report, given this host's address on the connection.
       until: when to stop waiting for supervisor 0, by `time.monotonic`.
       gives_up: function that returns whether to return None rather than keep waiting.
+      log: function that receives a line, once, if somebody else answers.
 
     Raises:
       LinkLost: supervisor 0 could not be reached in time.
     """
+    is_told = False
     while not gives_up():
+        left = max(1.0, until - time.monotonic())
         try:
-            connection = socket.create_connection(address, timeout=SILENCE_SECONDS)
-            line = Line(connection)
-            line.send(str(member))
-            line.send(encode(greet(str(connection.getsockname()[0]))))
-            return line
+            connection = socket.create_connection(address, min(left, SILENCE_SECONDS))
+            try:
+                prove(connection, secret, CALLER)
+                line = Line(connection)
+                line.send(encode(greet(str(connection.getsockname()[0]))))
+                return line
+            except BaseException:
+                connection.close()
+                raise
         except OSError as error:
+            reason = _OTHERS if isinstance(error, Unproved) else str(error)
+            message = describe_absence(address, reason)
             if time.monotonic() > until:
-                raise LinkLost(describe_absence(address, str(error))) from error
+                raise LinkLost(message) from error
+            if reason == _OTHERS and not is_told:
+                is_told = True
+                log(message)
             time.sleep(_RETRY_SECONDS)
     return None
 
@@ -285,7 +291,7 @@ def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> N
     """Wait up to `seconds` for orders, and pass them to `handle`.
 
     Raises:
-      LinkLost: supervisor 0 is gone, or another program listens in its place.
+      LinkLost: supervisor 0 is gone, or of another version.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(line, selectors.EVENT_READ)
@@ -293,7 +299,7 @@ def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> N
     try:
         orders = [decode(text) for text in texts if text]
     except ValueError as error:
-        raise LinkLost("another program answers there") from error
+        raise LinkLost(f"of another version: {error}") from error
     line.is_answered |= bool(texts)
     for order in orders:
         handle(order)

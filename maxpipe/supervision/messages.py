@@ -1,17 +1,18 @@
-"""Define what supervisors report to the council of their run, and its orders, as lines of JSON.
+"""Define what supervisors report to the council of their run, and its orders, as lines of text.
 
 Imports no JAX.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from maxpipe.devices.cluster import Sizes
+from maxpipe.storage.records import parse_record
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A supervisor is there, and has no trainer running.
+    """Supervisor `index` is there, and has no trainer running; the first report on a line.
 
     Its `memory` is served at HOST:PORT, with replicas of `attempt`, the last one it took part in.
     """
@@ -20,6 +21,7 @@ class Joined:
     host: str
     memory: str = ""
     attempt: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,17 +106,13 @@ _KINDS: dict[str, type[Message]] = {
 
 
 def encode(message: Message) -> str:
-    """Return a message as one line of JSON."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)})
+    """Return a message as one line: its kind and JSON."""
+    return f"{type(message).__name__} {json.dumps(asdict(message))}"
 
 
 def decode(line: str) -> Message:
     """Return the message in a line; raises ValueError if there is none."""
-    try:
-        values = json.loads(line)
-        message = _KINDS[values.pop("kind")](**values)
-        if any(type(getattr(message, value.name)) is not value.type for value in fields(message)):
-            raise TypeError("a value of another type")
-        return message
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no message: {line[:100]!r}") from error
+    kind, _, record = line.partition(" ")
+    if kind not in _KINDS:
+        raise ValueError(f"no message: {line[:100]!r}")
+    return parse_record(record, _KINDS[kind])

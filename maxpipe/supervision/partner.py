@@ -7,20 +7,18 @@ the others, and asks the previous one for new steps several times a second; `cop
 trainer which of its steps the partner has. A supervisor that begins with an empty memory, such as
 on a host that replaces a lost one, first fetches its own steps back from its partner.
 
-The council's order to start holds the addresses of the memories and a password for them. A request
+The council's order to start holds the addresses of the memories and a secret for them. A request
 and the head of its answer are lines of JSON; the bytes of a step's files follow. Imports no JAX.
 """
 
 import contextlib
-import hmac
 import json
 import re
 import shutil
 import socket
-import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
@@ -28,6 +26,7 @@ from typing import Any, Self
 
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER, remove_step
 from maxpipe.storage.local_files import write_atomically
+from maxpipe.supervision.proof import CALLER, Listener, prove
 
 _LOOK_SECONDS = 0.25
 _REACH_SECONDS = 10.0  # to reach a partner that does not have its order yet
@@ -46,7 +45,7 @@ class Source:
 
     Attributes:
       address: HOST:PORT of its `MemoryServer`.
-      word: password of this memory.
+      word: secret of this memory.
       part: `OWN` or `PARTNER`.
       ended: event set when this supervisor or the attempt has ended; it ends every copy.
       lock: lock held while a step gets its name, so that none does after the end.
@@ -84,9 +83,10 @@ class Source:
     @contextlib.contextmanager
     def _ask(self, request: Mapping[str, object]) -> Iterator[BufferedIOBase]:
         host, _, port = self.address.rpartition(":")
-        request = {"word": self.word, "part": self.part, **request}
         with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
-            connection.sendall(json.dumps(request).encode() + b"\n")
+            prove(connection, self.word, CALLER)
+            connection.settimeout(_TIMEOUT_SECONDS)
+            connection.sendall(json.dumps({"part": self.part, **request}).encode() + b"\n")
             with connection.makefile("rb") as answer:
                 yield answer
 
@@ -127,7 +127,6 @@ class MemoryServer:
       memory: the directory.
 
     Attributes:
-      port: port at which it listens.
       is_filling: whether `own` is getting steps back from a partner, which would remove those still
         missing here if it saw the others.
     """
@@ -138,20 +137,26 @@ class MemoryServer:
         self._telling = threading.Lock()
         self._closed = threading.Event()
         self.is_filling = False
-        self._server = _Server(self._answer)
-        self.port = int(self._server.server_address[1])
+        self._host = ""
+        self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, name="memory", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._listening.close()
+
+    def listen(self, host: str) -> str:
+        """Listen where a name or address of this machine leads; return it as HOST:PORT."""
+        if host != self._host:
+            self._listening.close()
+            listener = Listener(host, 0, lambda: self._word, self._answer)
+            self._host, self._port = host, self._listening.enter_context(listener).port
+        return f"{host}:{self._port}"
 
     def open_to(self, word: str | None) -> None:
-        """Serve only those who know this word from now on; with None serve no one."""
+        """Serve only those who prove this word from now on; with None serve no one."""
         self._word = word
 
     def forget_copies(self) -> None:
@@ -159,11 +164,16 @@ class MemoryServer:
         with self._telling:
             write_atomically(self._memory / COPIED, [b"[]"])
 
-    def _answer(self, request: dict[str, object], out: BufferedIOBase) -> None:
+    def _answer(self, connection: socket.socket, word: str) -> None:
+        # The client has perhaps ended; if it still reads, it sees the answer end.
+        with connection, contextlib.suppress(*ERRORS):
+            connection.settimeout(_TIMEOUT_SECONDS)
+            with connection.makefile("rwb") as file:
+                self._serve(_line(file), word, file)
+
+    def _serve(self, request: dict[str, object], word: str, out: BufferedIOBase) -> None:
         """Answer a request; raises ValueError for one that is refused."""
-        word, part = str(request.get("word")), str(request.get("part"))
-        if self._word is None or not hmac.compare_digest(word.encode(), self._word.encode()):
-            raise ValueError("another word")
+        part = str(request.get("part"))
         if part not in (OWN, PARTNER):
             raise ValueError(f"no part {part!r}")
         name = request.get("name")
@@ -196,14 +206,14 @@ class Partners:
       index: index of this supervisor.
 
     Attributes:
-      port: port at which this memory is served.
+      listen: see `MemoryServer.listen`.
     """
 
     def __init__(self, memory: Path, index: int):
         self._memory, self._index = memory, index
         self._members: list[int] = []
         self._server = MemoryServer(memory)
-        self.port = self._server.port
+        self.listen = self._server.listen
         self._source: Source | None = None
         self._closed = threading.Event()
         self._ended = threading.Event()  # replaced for each attempt
@@ -212,7 +222,6 @@ class Partners:
         self._thread = threading.Thread(target=self._follow, name="partner", daemon=True)
 
     def __enter__(self) -> Self:
-        self._server.__enter__()
         self._thread.start()
         return self
 
@@ -238,7 +247,7 @@ class Partners:
         Args:
           addresses: supervisor -> address of its memory, for all that take part, in order; empty if
             some have none.
-          word: password of these memories.
+          word: secret of these memories.
           forgets: whether the steps in this memory are of another history than the others'.
         """
         self.rest()
@@ -310,32 +319,6 @@ class Partners:
                 # The source may have ended, and another one may have its place.
                 with contextlib.suppress(*ERRORS):
                     copy_new_steps(source, self._memory / PARTNER)
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """Answers each connection by a function, at all addresses of this host."""
-
-    daemon_threads = True
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-
-    def __init__(self, answer: Callable[[dict[str, object], BufferedIOBase], None]):
-        self.answer = answer
-        super().__init__(("", 0), _Handler)
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = _TIMEOUT_SECONDS
-
-    def handle(self) -> None:
-        assert isinstance(self.server, _Server)
-        # The client is a stranger or has ended; if it still reads, it sees the answer end.
-        with contextlib.suppress(*ERRORS):
-            self.server.answer(_line(self.rfile), self.wfile)
 
 
 def _line(stream: BufferedIOBase) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.local_files import write_atomically
+from maxpipe.storage.records import read_record
 
 PROGRESS = "MAXPIPE_PROGRESS"
 DOWNTIME = "MAXPIPE_DOWNTIME"
@@ -109,10 +110,8 @@ def progress_file_of_process() -> ProgressFile:
 
 def read_progress(path: Path) -> Progress:
     """Return the progress that a trainer has written, an empty one if it has not."""
-    with suppress(OSError, ValueError, TypeError):
-        values = json.loads(path.read_text())
-        sizes = values.pop("sizes", None)
-        return Progress(**values, sizes=Sizes(**sizes) if sizes else None)
+    with suppress(OSError, ValueError):
+        return read_record(path, Progress)
     return Progress()
 
 

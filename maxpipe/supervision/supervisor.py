@@ -57,6 +57,7 @@ from maxpipe.supervision.progress import (
     downtime_variable,
     read_progress,
 )
+from maxpipe.supervision.run_secret import run_secret
 from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 from maxpipe.supervision.trainer_process import TrainerProcess
 
@@ -116,8 +117,9 @@ class Supervisor:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
         # Supervisor 0 reaches itself by an address that the others cannot use.
         reached = self._place.host if self._place.index == 0 else host
-        served = f"{reached}:{self._partners.port}" if self._partners is not None else ""
-        return Joined(self._place.count, platform.node(), served, self._took_part)
+        served = self._partners.listen(reached) if self._partners is not None else ""
+        place, node = self._place, platform.node()
+        return Joined(place.count, node, served, self._took_part, place.index)
 
     def join(self, line: Line) -> None:
         """Report over this line from now on, after the greeting; raises `LinkLost`."""
@@ -284,11 +286,15 @@ def supervise(
       log: function that receives a line for each event.
     """
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
+    secret = run_secret(command, place.count)
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
         # First, so that no signal leaves the memory behind.
         signals = stack.enter_context(_signals())
         memory = stack.enter_context(shared_memory())
+        if memory is not None:
+            directory = memory.path  # which ends with this process, however it ends
+        else:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
         address = (place.host, place.port)
         partners = None
         if memory is not None and place.count > 1:
@@ -296,17 +302,18 @@ def supervise(
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
-            hub = stack.enter_context(_hub(council, place))
-            address = ("localhost", hub.port)
+            hub = stack.enter_context(_hub(council, place, secret))
+            address = hub.address
             stack.enter_context(_StatusWriter(council, supervisor.progress_file))
         stack.callback(supervisor.end)
-        return _follow(supervisor, place, address, policy.wait_seconds, signals, log)
+        return _follow(supervisor, place, address, secret, policy.wait_seconds, signals, log)
 
 
 def _follow(
     supervisor: Supervisor,
     place: Place,
     address: tuple[str, int],
+    secret: str,
     wait_seconds: float,
     signals: list[int],
     log: Callable[[str], None],
@@ -317,6 +324,7 @@ def _follow(
       supervisor: a supervisor that has not joined yet.
       place: its host's place in the run.
       address: host and port of supervisor 0.
+      secret: the run's.
       wait_seconds: how long to wait for supervisor 0 to come, or to come back.
       signals: list that receives signals that ask to stop, as they come.
       log: function that receives a line for each event.
@@ -326,10 +334,11 @@ def _follow(
         try:
             line = connect(
                 address,
-                place.index,
+                secret,
                 supervisor.greeting,
                 until,
                 lambda: bool(signals or supervisor.stopped_by),
+                log,
             )
         except LinkLost as error:
             log(f"{error}; exit code {LOST}")
@@ -357,7 +366,7 @@ def _follow(
     return supervisor.code
 
 
-def _hub(council: Council, place: Place) -> Hub:
+def _hub(council: Council, place: Place, secret: str) -> Hub:
     """Return the hub of a council.
 
     Raises:
@@ -365,9 +374,9 @@ def _hub(council: Council, place: Place) -> Hub:
     """
     _allow_files(place.count + _OTHER_FILES)
     # A single process with an announced address starts JAX's own coordinator at that port.
-    port = place.port if place.count > 1 else 0
+    host, port = (place.host, place.port) if place.count > 1 else ("localhost", 0)
     try:
-        return Hub(council, port)
+        return Hub(council, host, port, secret)
     except OSError as error:
         message = (
             f"port {place.port} of the coordinator's address cannot be used: {error.strerror}; "

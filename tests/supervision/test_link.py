@@ -13,16 +13,20 @@ from maxpipe.supervision import link
 from maxpipe.supervision.council import Council, Policy
 from maxpipe.supervision.link import Hub
 from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, decode, encode
+from maxpipe.supervision.proof import CALLER, prove
+
+SECRET = "of this run"
 
 
 class Member:
     """A connection to a hub, as a supervisor or as a stranger."""
 
     def __init__(self, hub, number, host="localhost", count=2):
-        self.socket = socket.create_connection((host, hub.port))
+        self.socket = socket.create_connection((host, hub.address[1]))
+        prove(self.socket, SECRET, CALLER)
         self.socket.settimeout(20)
         self.file = self.socket.makefile()
-        self.say(str(number), encode(Joined(count, f"host{number}")))
+        self.say(encode(Joined(count, f"host{number}", index=number)))
 
     def say(self, *texts):
         self.socket.sendall("".join(text + "\n" for text in texts).encode())
@@ -41,6 +45,15 @@ class Member:
         self.socket.close()
 
 
+def connect(hub, index):
+    """Connect as a supervisor does."""
+
+    def greet(host):
+        return Joined(2, host, index=index)
+
+    return link.connect(hub.address, SECRET, greet, 0, lambda: False, print)
+
+
 @pytest.fixture
 def council():
     return Council(2, Policy(), "job", free_port=lambda: 7, log=lambda text: None)
@@ -49,7 +62,7 @@ def council():
 @pytest.fixture
 def hub(council, monkeypatch):
     monkeypatch.setattr(link, "_FAREWELL_SECONDS", 0.1)
-    with Hub(council, 0) as hub:
+    with Hub(council, "localhost", 0, SECRET) as hub:
         yield hub
 
 
@@ -144,17 +157,8 @@ def test_hub_with_more_files_than_select_takes_hears_all(council):
         stack.callback(lambda: [os.close(descriptor) for descriptor in descriptors])
         while descriptors[-1] < 1024:
             descriptors.append(os.dup(descriptors[0]))
-        hub = stack.enter_context(Hub(council, 0))
-        lines = [
-            link.connect(
-                ("localhost", hub.port),
-                i,
-                lambda host: Joined(2, host),
-                time.monotonic(),
-                lambda: False,
-            )
-            for i in range(2)
-        ]
+        hub = stack.enter_context(Hub(council, "localhost", 0, SECRET))
+        lines = [connect(hub, index) for index in range(2)]
         assert lines[0].fileno() >= 1024
         for line in lines:
             orders = []
@@ -166,8 +170,7 @@ def test_hub_with_more_files_than_select_takes_hears_all(council):
 
 def test_line_to_a_hub_that_has_no_order_yet_is_answered(hub, monkeypatch):
     monkeypatch.setattr(link, "PING_SECONDS", 0.1)
-    address = ("localhost", hub.port)
-    line = link.connect(address, 0, lambda host: Joined(2, host), 0, lambda: False)
+    line = connect(hub, 0)
     assert not line.is_answered
     until, orders = time.monotonic() + 20, []
     while not line.is_answered:
@@ -177,16 +180,24 @@ def test_line_to_a_hub_that_has_no_order_yet_is_answered(hub, monkeypatch):
     line.close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_hub_at_a_port_is_reached_by_both_kinds_of_addresses(council, host):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+@pytest.mark.parametrize(
+    ("host", "caller"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("of-nobody.invalid", "::1"),  # as behind a proxy
+        ("192.0.2.1", "127.0.0.1"),
+    ],
+)
+def test_hub_at_a_port_is_reached_by_both_kinds_of_addresses(council, host, caller):
+    family = socket.AF_INET6 if ":" in caller else socket.AF_INET
     try:
-        with socket.create_server((host, 0), family=family) as probe:
+        with socket.create_server((caller, 0), family=family) as probe:
             port = probe.getsockname()[1]
     except OSError:
-        pytest.skip(f"this machine has no {host}")
-    with Hub(council, port) as hub:
-        members = [Member(hub, number, host) for number in (0, 1)]
+        pytest.skip(f"this machine has no {caller}")
+    with Hub(council, host, port, SECRET) as hub:
+        members = [Member(hub, number, caller) for number in (0, 1)]
         assert {type(member.hear()) for member in members} == {Start}
         for member in members:
             member.close()

@@ -6,12 +6,14 @@ import shutil
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER
 from maxpipe.supervision import partner
 from maxpipe.supervision.partner import MemoryServer, Partners, Source, copy_new_steps, names_in
+from maxpipe.supervision.proof import CALLER, Unproved, prove
 
 RUN = "0123abcd"
 
@@ -46,7 +48,7 @@ def served(tmp_path):
     with MemoryServer(memory) as server:
         server.open_to("word")
         memory.mkdir()
-        yield memory, Source(f"localhost:{server.port}", "word", OWN)
+        yield memory, Source(server.listen("localhost"), "word", OWN)
 
 
 def test_copy_new_steps_brings_all_files_and_removes_what_the_source_removed(served, tmp_path):
@@ -91,20 +93,24 @@ def test_copy_new_steps_that_is_cut_short_leaves_no_step(served, tmp_path, monke
 @pytest.mark.parametrize(
     "request_",
     [
-        {"word": "other", "part": OWN},
-        {"part": OWN},
-        {"word": "word", "part": ".."},
-        {"word": "word", "part": OWN, "name": "../own"},
-        {"word": "word", "part": OWN, "name": f"{RUN}/../{RUN}/10"},
+        {"part": ".."},
+        {"part": OWN, "name": "../own"},
+        {"part": OWN, "name": f"{RUN}/../{RUN}/10"},
         [],
     ],
 )
-def test_memory_server_answers_strangers_with_nothing(served, request_):
+def test_memory_server_answers_strange_requests_with_nothing(served, request_):
     memory, source = served
     write(memory / OWN, 10)
     with socket.create_connection(("localhost", int(source.address.rpartition(":")[2]))) as line:
+        prove(line, "word", CALLER)
         line.sendall(json.dumps(request_).encode() + b"\n")
         assert line.makefile("rb").read() == b""
+
+
+def test_memory_server_is_closed_to_another_word(served):
+    with pytest.raises(Unproved):
+        replace(served[1], word="other").names([])
 
 
 @pytest.fixture
@@ -115,6 +121,7 @@ def answering(monkeypatch):
         with socket.create_connection(listener.getsockname()) as connection:
             hostile_side = listener.accept()[0]
             monkeypatch.setattr(socket, "create_connection", lambda *_, **__: connection)
+            monkeypatch.setattr(partner, "prove", lambda *_: None)
 
             def answer(text):
                 hostile_side.sendall(text)
@@ -153,7 +160,7 @@ class Host:
         self.partners.__enter__()
 
     def begin(self, hosts, **more):
-        addresses = {host.index: f"localhost:{host.partners.port}" for host in hosts}
+        addresses = {host.index: host.partners.listen("localhost") for host in hosts}
         return self.partners.begin(addresses, f"word {[*addresses]}", **more)
 
     def lose(self):

@@ -1,0 +1,160 @@
+"""Let only those who know a secret speak to a supervisor.
+
+Both ends of a connection prove the secret before anything else is read: each sends a random number,
+then the HMAC of both numbers; the listener answers only who has proved it. The secret stays unsaid,
+but what follows is neither encrypted nor signed. Imports no JAX.
+"""
+
+import errno
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+CALLER, LISTENER = "caller", "listener"
+
+_PROOF_SECONDS = 5.0
+_LETTERS = 64  # of a random number, and of a proof
+_ACCEPT_SECONDS = 0.2
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Unproved(ConnectionError):
+    """The other side has not proved that it knows the secret."""
+
+
+def prove(connection: socket.socket, secret: str, side: str) -> None:
+    """Prove a secret to the other side as `CALLER` or `LISTENER`, and see that it knows it too.
+
+    Raises:
+      Unproved: it does not, within a few seconds.
+    """
+    until = time.monotonic() + _PROOF_SECONDS
+    own = secrets.token_hex(_LETTERS // 2).encode()
+    try:
+        connection.settimeout(_PROOF_SECONDS)
+        connection.sendall(own)
+        other = _receive(connection, until)
+        if side == CALLER:
+            connection.sendall(_proof(secret, CALLER, own, other))
+        expected = _proof(secret, LISTENER if side == CALLER else CALLER, other, own)
+        if not hmac.compare_digest(_receive(connection, until), expected):
+            raise Unproved("another secret")
+        if side == LISTENER:
+            connection.sendall(_proof(secret, LISTENER, own, other))
+    except OSError as error:
+        raise Unproved(str(error)) from error
+
+
+def _proof(secret: str, side: str, own: bytes, other: bytes) -> bytes:
+    text = f"maxpipe {side} ".encode() + own + other
+    return hmac.new(os.fsencode(secret), text, "sha256").hexdigest().encode()
+
+
+def _receive(connection: socket.socket, until: float) -> bytes:
+    received = b""
+    while len(received) < _LETTERS:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        piece = connection.recv(_LETTERS - len(received))
+        if not piece:
+            raise Unproved("closed")
+        received += piece
+    return received
+
+
+class Listener:
+    """Accepts connections within a context, and passes on those whose callers prove a secret.
+
+    Args:
+      host: name or address of this machine by which others reach it; it listens only there.
+      port: port to listen at; 0 for any.
+      secret: function that returns the secret; None refuses everyone.
+      handle: function that receives a connection, to be closed by it, and the secret; called in a
+        thread for each connection.
+
+    Attributes:
+      port: the port in use.
+      own_host: an address at which this machine itself reaches it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: Callable[[], str | None],
+        handle: Callable[[socket.socket, str], None],
+    ):
+        self._secret, self._handle = secret, handle
+        self._sockets = _listen(host, port)
+        address = self._sockets[0].getsockname()
+        self.port = int(address[1])
+        is_everywhere = ipaddress.ip_address(address[0]).is_unspecified
+        self.own_host = "localhost" if is_everywhere else str(address[0])
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        for listener in self._sockets:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        for listener in self._sockets:
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = listener.accept()[0]
+            except TimeoutError:
+                continue
+            except OSError:  # too many open files, or closed
+                self._closed.wait(_ACCEPT_SECONDS)
+                continue
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        secret = self._secret()
+        try:
+            if secret is None:
+                raise Unproved("no secret")
+            prove(connection, secret, LISTENER)
+        except Unproved:
+            connection.close()
+            return
+        self._handle(connection, secret)
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at the addresses of a host, IPv4 first; only one for port 0.
+
+    If these are not this machine's, or lead others elsewhere, it listens at all of its addresses.
+    """
+    try:
+        addresses = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except socket.gaierror:
+        addresses = []
+    sockets = []
+    for family, *_, address in addresses:
+        is_loopback = ipaddress.ip_address(address[0]).is_loopback
+        if is_loopback and host not in ("localhost", address[0]):
+            continue  # its name in its own /etc/hosts
+        try:
+            sockets.append(socket.create_server(address, family=family))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+        if sockets and not port:
+            break
+    if not sockets:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        sockets = [socket.create_server(("", port), family=family, dualstack_ipv6=dual)]
+    for listener in sockets:
+        listener.settimeout(_ACCEPT_SECONDS)
+    return sockets
