@@ -18,6 +18,7 @@ from maxpipe.config.values import check_bounds, check_type, is_finite, nearest
 
 KEY = "model.from_hf"
 FILE = "config.json"
+_TEXT = "text_config"
 VOCABULARY = "model.vocab_size"  # may be larger than the file's
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of its text part that a model with images may give outside that part
@@ -104,11 +105,16 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(Problem(key, f"cannot read {source}: {error}")) from None
     if not isinstance(content, dict):
         raise ConfigError(Problem(key, f"{source} is not a JSON object"))
-    text = content.get("text_config")
-    if isinstance(text, dict) and content.get("model_type") not in MODEL_TYPES:
+    text = content.get(_TEXT)
+    if isinstance(text, dict) and is_text_a_part(content):
         outer = {key: content[key] for key in _OF_BOTH if text.get(key) is None and key in content}
         content = {**text, **outer}
     return content, source
+
+
+def is_text_a_part(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model whose text part is one of several."""
+    return isinstance(content.get(_TEXT), dict) and content.get("model_type") not in MODEL_TYPES
 
 
 def override(

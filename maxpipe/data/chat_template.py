@@ -170,12 +170,17 @@ def _check_date(date: str, template: ChatTemplate) -> None:
         raise ConfigError(Problem("data.chat_date", message))
 
 
+def is_chat(data: DataConfig) -> bool:
+    """Return whether a run reads conversations."""
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    return any(SOURCES[source].is_chat for source in read)
+
+
 def trained_template(data: DataConfig) -> ChatTemplate | None:
     """Return the template of a run's conversations, None if it reads none; errors are those of
     `load_chat_template`.
     """
-    read = [entry["source"] for entry in data.mixture] or [data.source]
-    if not any(SOURCES[source].is_chat for source in read):
+    if not is_chat(data):
         return None
     return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)
 

@@ -3,6 +3,7 @@
 PEFT (`peft` of Hugging Face) loads an adapter onto its base, which it reads separately.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +14,12 @@ import numpy as np
 from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import FILE, is_text_a_part
 from maxpipe.config.model_places import SCHEME, folder_of, is_directory, is_url
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.lora import ATTENTION_PROJECTIONS, LoRAConfig
 from maxpipe.hf.family import Family
+from maxpipe.hf.origin import read_kept
 from maxpipe.hf.safetensors import write_file
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_rules
@@ -25,6 +28,7 @@ from maxpipe.model.program import ModelProgram
 
 FLAG = "--adapter"
 _SUFFIX = "_adapter"  # ends a projection's name, see `maxpipe.model.layers.add_adapters`
+_PART = "model.language_model."  # before the layers of a model with images, of any type
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -77,7 +81,13 @@ def is_of_adapter(name: str) -> bool:
 
 
 def export_adapter(
-    reader: ParameterReader, config: Config, target: Path, *, family: Family, dtype: str
+    reader: ParameterReader,
+    config: Config,
+    target: Path,
+    *,
+    family: Family,
+    dtype: str,
+    origin: Path | None,
 ) -> list[str]:
     """Write a step's adapters into a new folder that PEFT's `PeftModel.from_pretrained` reads.
 
@@ -87,6 +97,7 @@ def export_adapter(
       target: the folder; it appears under this name when it is complete.
       family: model type of the base.
       dtype: dtype of the tensors.
+      origin: imported folder, from `maxpipe.hf.origin.origin_of`.
 
     Returns:
       Names of all files.
@@ -123,8 +134,9 @@ def export_adapter(
         )
         raise ConfigError(Problem(FLAG, message))
     tensors: dict[str, np.ndarray] = {}
+    is_part = origin is not None and is_text_a_part(json.loads(read_kept(origin / FILE)))
     for rule in rules:
-        tensors |= _tensors_of(rule, parameters)
+        tensors |= _tensors_of(rule, parameters, _PART if is_part else "model.")
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
@@ -137,15 +149,21 @@ def export_adapter(
     return names
 
 
-def _tensors_of(rule: Rule, parameters: MergedParameters) -> dict[str, np.ndarray]:
-    """Return PEFT's tensors of one projection of all layers, [R, inputs] and [outputs, R]."""
+def _tensors_of(rule: Rule, parameters: MergedParameters, part: str) -> dict[str, np.ndarray]:
+    """Return PEFT's tensors of one projection of all layers, [R, inputs] and [outputs, R].
+
+    Args:
+      rule: rule of the projection.
+      parameters: parameters of the run.
+      part: where transformers' model of the base has its layers.
+    """
     factors = parameters.adapter(rule.path)
     assert factors is not None, rule.path
     a, b = (f if rule.is_layer else f[None] for f in factors)
     tensors = {}
     for layer in range(len(a)):
         ((name, _),) = rule.tensors(layer)
-        module = f"base_model.model.{name.removesuffix('.weight')}"
+        module = f"base_model.model.{part}{name.removeprefix('model.').removesuffix('.weight')}"
         tensors[f"{module}.lora_A.weight"] = a[layer].T
         tensors[f"{module}.lora_B.weight"] = b[layer].T
     return tensors
@@ -163,8 +181,9 @@ def _write(file: Path, tensors: dict[str, np.ndarray], dtype: np.dtype) -> None:
 def _peft_config(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     model, (base, revision) = config.model, _base_of(config.init_from)
     paths = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
-    # The last name alone would match experts' projections, too.
-    targets = paths if model.moe.experts else {path.rpartition(".")[2] for path in paths}
+    # The last name alone would match projections of experts or of a vision tower, too.
+    is_part = any(path.startswith(_PART) for path in paths)
+    targets = paths if model.moe.experts or is_part else {path.rpartition(".")[2] for path in paths}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
 from maxpipe.hf.origin import (
+    EOS,
     GENERATION,
     TOKENIZER_FILES,
     is_imported,
@@ -52,6 +53,7 @@ def export(
     companions: Sequence[Path],
     origin: Path | None,
     tokenizer: Tokenizer | None,
+    turn_ends: Set[int],
     version: str,
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
@@ -67,6 +69,7 @@ def export(
       companions: files of the tokenizer that the run was trained with.
       origin: imported folder, from `maxpipe.hf.origin.origin_of`; its other files are kept.
       tokenizer: the tokenizer that the run was trained with, None if it is not known.
+      turn_ends: ids of tokens that end a turn of the assistant in the run's conversations.
       version: version of maxpipe that wrote the checkpoint, for the model card.
 
     Returns:
@@ -92,10 +95,7 @@ def export(
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
         if copy_companions(unfinished, companions, origin):
             ids |= {name: content[name] for name in SPECIAL_IDS if content.get(name) is not None}
-        content |= ids
-        if ids and not (unfinished / GENERATION).exists():
-            write_json(unfinished / GENERATION, ids)
-        write_json(unfinished / FILE, content)
+        _write_configs(unfinished, content | ids, ids, turn_ends)
         card = model_card(
             config,
             record,
@@ -112,6 +112,33 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return names
+
+
+def _write_configs(
+    target: Path, content: Mapping[str, Any], ids: Mapping[str, Any], turn_ends: Set[int]
+) -> None:
+    """Write config.json, and generation_config.json unless an imported one needs no change.
+
+    What ends a turn also ends a text there, so that other programs stop where `--chat` does.
+    """
+    file = target / GENERATION
+    is_kept = file.exists()
+    generation = {**ids}
+    if is_kept and turn_ends:
+        try:
+            generation = {**json.loads(file.read_bytes())}
+        except (TypeError, ValueError, RecursionError):
+            raise ConfigError(Problem("RUN_DIR", f"its {GENERATION} is no JSON object")) from None
+    content, common = {**content}, content.get(EOS)
+    for values in (content, generation) if turn_ends else ():
+        named = values.get(EOS)
+        named = common if named is None else named
+        earlier = [] if named is None else named if isinstance(named, list) else [named]
+        ends = [*dict.fromkeys([*earlier, *sorted(turn_ends)])]
+        values[EOS] = ends if len(ends) > 1 else ends[0]
+    if generation and (turn_ends or not is_kept):
+        write_json(file, generation)
+    write_json(target / FILE, content)
 
 
 def config_json(family: Family, config: Config, origin: Path | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_EOS = "eos_token_id"
+EOS = "eos_token_id"
 
 
 def read_origin(config: Config) -> dict[str, bytes]:
@@ -124,7 +124,7 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
             content = json.loads(read_kept(file))
         except (ValueError, RecursionError) as error:
             raise ConfigError(Problem("RUN_DIR", f"{file} is not JSON: {error}")) from None
-        value = content.get(_EOS) if isinstance(content, Mapping) else None
+        value = content.get(EOS) if isinstance(content, Mapping) else None
         if value is not None:
             return {*value} if isinstance(value, list) else {value}
     return set()
@@ -132,6 +132,6 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of special tokens under the names that config.json has for them."""
-    ids = {"bos_token_id": tokenizer.bos_id, _EOS: tokenizer.eos_id}
+    ids = {"bos_token_id": tokenizer.bos_id, EOS: tokenizer.eos_id}
     ids["pad_token_id"] = tokenizer.pad_id
     return {name: index for name, index in ids.items() if index is not None}

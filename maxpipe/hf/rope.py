@@ -13,6 +13,7 @@ from maxpipe.config.sections import ModelConfig
 
 Json = Mapping[str, Any]
 
+_ORIGINAL = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -28,16 +29,16 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     Raises:
       ValueError: there is no option for the kind of rotation.
     """
-    parameters = _section(c, "rope_parameters")
+    parameters, scaling = _section(c, "rope_parameters"), _section(c, "rope_scaling")
     default_local = c.get("rope_local_base_freq", theta_local)
     local: Json | None = None
     if _FULL in parameters or _SLIDING in parameters:
-        full = _section(parameters, _FULL)
+        full = {**_section(parameters, _FULL), **scaling}
         local = _section(parameters, _SLIDING) if theta_local or _SLIDING in parameters else None
-    elif parameters:
+    elif parameters and not scaling:
         full = parameters
     else:
-        full = {"rope_theta": c.get("rope_theta", theta), **_section(c, "rope_scaling")}
+        full = {"rope_theta": c.get("rope_theta", theta), **scaling}
         if theta_local:
             # Equal defaults: the type has one base for all layers.
             shared = c.get("rope_theta", theta) if theta_local == theta else theta_local
@@ -89,7 +90,7 @@ def write_rope(m: ModelConfig, *, by_kind: bool, by_part: bool = False) -> dict[
         written["rope_parameters"] = {_FULL: full, _SLIDING: local}
         written["rope_local_base_freq"] = base or m.rope_theta
     if m.rope_scaling.type == "longrope":
-        written["original_max_position_embeddings"] = m.rope_scaling.original_max_position
+        written[_ORIGINAL] = m.rope_scaling.original_max_position
     return written
 
 
@@ -98,6 +99,24 @@ def max_position(m: ModelConfig, length: int) -> int:
     scaling = m.rope_scaling
     scaled = round(scaling.original_max_position * scaling.factor) if scaling.factor > 1 else 0
     return max(length, scaled)
+
+
+def rope_conflicts(c: Json) -> list[str]:
+    """Return a line for each place of config.json that another one overrides."""
+    parameters, scaling = _section(c, "rope_parameters"), _section(c, "rope_scaling")
+    full = _section(parameters, _FULL) or parameters
+    lines = []
+    if full and any(
+        full.get(name, value) != value or name not in full for name, value in scaling.items()
+    ):
+        lines.append("rope_scaling counts, as in transformers, and differs from rope_parameters")
+    inner, outer = (scaling or full).get(_ORIGINAL), c.get(_ORIGINAL)
+    if inner and outer and inner != outer:
+        place = "within the rotation" if _FULL in parameters else "outside the rotation"
+        lines.append(
+            f"{_ORIGINAL} {place} counts, as in transformers, of {inner} within, {outer} outside"
+        )
+    return lines
 
 
 def _section(c: Json, name: str) -> Json:
@@ -116,14 +135,13 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
     if kind == "su":
         kind = "longrope"
     longest = float(c.get("max_position_embeddings") or 0)
-    original = rope.get("original_max_position_embeddings")
-    original = original or c.get("original_max_position_embeddings") or longest
+    inner, outer = (place.get(_ORIGINAL) for place in (rope, c))
+    by_kind = _FULL in (c.get("rope_parameters") or ())  # which transformers reads by itself
+    original = (inner if by_kind else outer or inner) or longest
     values: dict[str, object] = {"type": kind, "factor": float(rope.get("factor") or 0)}
     if kind in ("llama3", "yarn", "longrope"):
         if not original:
-            raise ValueError(
-                f"{kind} needs original_max_position_embeddings or max_position_embeddings"
-            )
+            raise ValueError(f"{kind} needs {_ORIGINAL} or max_position_embeddings")
         values["original_max_position"] = int(original)
         values["factor"] = values["factor"] or max(1.0, longest / original)
     if kind == "llama3":
@@ -132,7 +150,7 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
         values["beta_fast"] = float(rope.get("beta_fast") or 32)
         values["beta_slow"] = float(rope.get("beta_slow") or 1)
         values["truncate"] = bool(rope.get("truncate", True))
-        values["attention_factor"] = _yarn_factor(rope, float(rope.get("factor") or 1))
+        values["attention_factor"] = _yarn_factor(rope, values["factor"])
     elif kind == "longrope":
         values["attention_factor"] = float(rope.get("attention_factor") or 0)
         values |= {name: [float(x) for x in rope[name]] for name in ("short_factor", "long_factor")}
@@ -158,11 +176,11 @@ def _yarn_factor(rope: Json, factor: float) -> float:
 
 def _written_scaling(m: ModelConfig) -> dict[str, object]:
     s = m.rope_scaling
-    if s.type != "longrope" and s.factor == 1:
+    if not s.is_scaled:
         return {}
     written: dict[str, object] = {"rope_type": s.type, "type": s.type, "factor": s.factor}
     if s.type != "linear":
-        written["original_max_position_embeddings"] = s.original_max_position
+        written[_ORIGINAL] = s.original_max_position
     names = {
         "linear": (),
         "llama3": ("low_freq_factor", "high_freq_factor"),

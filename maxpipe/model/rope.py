@@ -29,10 +29,10 @@ def frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarra
 
 def rotary_factor(scaling: RopeScalingConfig) -> float:
     """Return the factor of rotated queries and keys; 1 except for yarn and longrope."""
-    if scaling.type not in ("yarn", "longrope") or scaling.factor == 1:
+    if scaling.type not in ("yarn", "longrope"):
         return 1.0
-    if scaling.attention_factor:
-        return scaling.attention_factor
+    if scaling.attention_factor or scaling.factor == 1:
+        return scaling.attention_factor or 1.0
     if scaling.type == "yarn":
         return 0.1 * math.log(scaling.factor) + 1
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))

@@ -14,7 +14,9 @@ from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
+from maxpipe.data.chat_template import is_chat
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
+from maxpipe.generation.chat import end_of_turn, find_chat_template
 from maxpipe.generation.text import find_tokenizer
 from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export
@@ -57,7 +59,9 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
             family = choose_family(config, flags.type, origin)
             if flags.adapter:
                 with open_parameters(store, steps) as reader, _writing("--adapter", target):
-                    names = export_adapter(reader, config, target, family=family, dtype=dtype)
+                    names = export_adapter(
+                        reader, config, target, family=family, dtype=dtype, origin=origin
+                    )
                 print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
                 return DONE
             tokenizer = _tokenizer_of(config, record, store)
@@ -73,6 +77,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     companions=companions,
                     origin=origin,
                     tokenizer=tokenizer,
+                    turn_ends=_turn_ends(config, tokenizer, store),
                     version=version_of(record.meta),
                 )
     except OSError as error:
@@ -105,3 +110,17 @@ def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer
         reason = error.problems[0].message
         print(f"warning: the ids of special tokens are not known: {reason}", file=sys.stderr)
         return None
+
+
+def _turn_ends(config: Config, tokenizer: Tokenizer | None, store: StepStore) -> set[int]:
+    """Return the ids that end a turn of a run's conversations, as in `maxpipe.generate --chat`.
+
+    Raises:
+      ConfigError: the run's chat template cannot be used.
+    """
+    if tokenizer is None or not is_chat(config.data):
+        return set()
+    end = end_of_turn(find_chat_template(config, store), tokenizer)
+    if not end.tokens:
+        print(f"answers end with the text {end.text!r}, which is no token: eos_token_id stays")
+    return end.tokens

@@ -5,7 +5,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from helpers.hf_folder import save_run, write_folder
+from helpers.hf_folder import save_run, write_byte_pairs, write_folder
 from helpers.training_process import TrainingProcess
 
 from maxpipe import export
@@ -52,6 +52,30 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
     expected = ids | {"pad_token_id": 3}
     assert content_of(target / "generation_config.json") == expected
     assert content_of(target / "config.json").items() >= expected.items()
+
+
+@pytest.mark.parametrize("has_generation", [True, False])
+@pytest.mark.parametrize("marks", [["<end>"], []])
+def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
+    folder, tmp_path, marks, has_generation, capsys
+):
+    write_byte_pairs(folder, "abc", ["<s>", "</s>", *marks], 300)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    template = "{% for m in messages %}{{ m.content }}<end>\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.5}')
+    if not has_generation:
+        (folder / "generation_config.json").unlink()
+    content = content_of(folder / "config.json") | {"eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(content))
+    values = {"data.tokenizer": f"hf:{folder}", "data.source": "chat"}
+    run, target = save_run(folder, **values), tmp_path / "exported"
+    assert export.main([run, "--hf", str(target)]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert content_of(target / name)["eos_token_id"] == ([1, 2] if marks else 1)
+    if has_generation:
+        assert content_of(target / "generation_config.json")["temperature"] == 0.5
+    assert ("is no token: eos_token_id stays" in capsys.readouterr().out) is not marks
 
 
 def test_length_that_is_null_in_the_imported_file_becomes_that_of_the_run(tmp_path):

@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from helpers.hf_folder import FAMILIES
 from helpers.hf_models import CASES, LENGTH, recorded
 
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.imports import implementation
 from maxpipe.hf.family import shortest_pattern
+from maxpipe.hf.rope import rope_conflicts
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 # Where files of the hub, which transformers 4 wrote, have a key of the newer dialect
 LEGACY = {
     "gemma3": {
@@ -258,3 +261,27 @@ def test_reading_a_shape_imports_no_jax():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "line"),
+    [
+        ({}, {"type": "yarn", "original_max_position": 32}, ""),
+        ({"rope_scaling": YARN | {"factor": 4.0}}, {"factor": 4.0}, "rope_scaling counts"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"type": "linear"}, "counts"),
+        ({"rope_scaling": YARN}, {"factor": 8.0}, ""),
+        (
+            {"original_max_position_embeddings": 64},
+            {"original_max_position": 64},
+            "original_max_position_embeddings outside",
+        ),
+    ],
+)
+def test_rotation_with_two_places_is_that_of_transformers_which_is_said(changes, expected, line):
+    """Values are those of transformers 5.24, most of them also those of 4.57."""
+    c = recorded("llama")["config"] | {"rope_parameters": YARN} | changes
+    values = FAMILIES["llama"]().model(c)
+    assert {name: values[f"rope_scaling.{name}"] for name in expected} == expected
+    lines = rope_conflicts(c)
+    assert len(lines) == bool(line)
+    assert all(line in text for text in lines)

@@ -7,7 +7,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from helpers.hf_models import LENGTH, tokens
+from helpers.hf_models import CASES, LENGTH, keys_of, tokens
 
 import maxpipe
 from maxpipe import export
@@ -55,13 +55,35 @@ def logits_of(model):
         return model(torch.from_numpy(tokens()).long()).logits[0].numpy()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def with_images(base):
+    """Write a tiny Gemma 3 with a vision tower, whose projections have the text part's names."""
+    text = {
+        **keys_of("llama"),
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["full_attention"] * 2,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    transformers.Gemma3ForConditionalGeneration(config).eval().save_pretrained(base)
+    return transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gemma3 with images"])
 def test_peft_and_the_merged_model_have_the_logits_of_the_run(name, tmp_path):
     # Here, since its import takes long and every worker loads this file.
     peft = pytest.importorskip("peft", reason="needs the extra `hf-test`")
     base, adapter, merged = (tmp_path / part for part in ("base", "adapter", "merged"))
-    model = record_hf.model_of(name)
-    model.save_pretrained(base)
+    if name in CASES:
+        model = record_hf.model_of(name)
+        model.save_pretrained(base)
+    else:
+        model = with_images(base)
     save_run(base, tmp_path)
     expected = np.asarray(maxpipe.load_model(tmp_path).logits(tokens())[0])
     scale = np.abs(expected).max()

@@ -124,6 +124,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
         companions=(),
         origin=before,
         tokenizer=None,
+        turn_ends=set(),
         version="",
     )
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(

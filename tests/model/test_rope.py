@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +168,11 @@ def test_rotate_by_product_has_the_bits_of_slices_and_of_their_gradient(
     assert actual.dtype == expected.dtype == dtype
     np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(of_product(weight)[0], of_slices(weight)[0])
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_factor_of_queries_counts_without_a_longer_context(kind):
+    """As in transformers, whose classes look at attention_factor first."""
+    scaling = RopeScalingConfig(type=kind, factor=1.0, attention_factor=1.2)
+    assert rotary_factor(scaling) == 1.2
+    assert rotary_factor(replace(scaling, attention_factor=0.0)) == 1

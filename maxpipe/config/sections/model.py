@@ -107,8 +107,13 @@ class RopeScalingConfig:
 
     def reads(self, name: str) -> bool:
         """Return whether the rotation depends on the key of this name."""
-        is_scaled = self.factor != 1 or self.type == "longrope"
-        return name == "factor" or (is_scaled and self.type in _READERS[name])
+        return name == "factor" or (self.is_scaled and self.type in _READERS[name])
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether anything differs from rotations without scaling."""
+        by_yarn = self.type == "yarn" and self.attention_factor not in (0, 1)
+        return self.factor != 1 or self.type == "longrope" or by_yarn
 
 
 @dataclass(frozen=True)
