@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from helpers.hf_folder import FAMILIES
 from helpers.hf_models import CASES, LENGTH, recorded
 
 from maxpipe.config import Config, replace, resolve
@@ -280,7 +279,7 @@ def test_reading_a_shape_imports_no_jax():
 def test_rotation_with_two_places_is_that_of_transformers_which_is_said(changes, expected, line):
     """Values are those of transformers 5.24, most of them also those of 4.57."""
     c = recorded("llama")["config"] | {"rope_parameters": YARN} | changes
-    values = FAMILIES["llama"]().model(c)
+    values = implementation(MODEL_TYPES["llama"])().model(c)
     assert {name: values[f"rope_scaling.{name}"] for name in expected} == expected
     lines = rope_conflicts(c)
     assert len(lines) == bool(line)
