@@ -13,6 +13,7 @@ from maxpipe.config import from_hf
 from maxpipe.config.catalog import SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import read_files
+from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
     SCHEME,
     TOKENIZER,
@@ -60,6 +61,7 @@ def apply(
             values, sources, problems = from_hf.override(values, sources, _shape_of(run), KEY)
         elif folder := str(values.get(from_hf.KEY, "")):
             shape = from_hf.read_shape(folder, KEY if base else from_hf.KEY)
+            _untie(values, shape)
             values, sources, problems = from_hf.override(values, sources, shape, from_hf.KEY)
         _take_tokenizer(values, sources)
         if base and not from_hf.stands(sources, _TEMPLATE, KEY):
@@ -113,16 +115,34 @@ def _shape_of(run: str) -> from_hf.Shape:
     return from_hf.Shape("", {key: settings.get(key, shape[key]) for key in shape}, file)
 
 
+def _untie(values: Mapping[str, object], shape: from_hf.Shape) -> None:
+    """Let the head be a matrix of its own if local files have another one, as in transformers 5.
+
+    A run that has begun keeps what it began with.
+    """
+    base, tied = str(values.get(_WEIGHTS, "")), from_hf.TIED
+    if not shape.values[tied] or not base.startswith(SCHEME) or not is_directory(folder_of(base)):
+        return
+    begun = _settings_of_begun(values)
+    is_tied = begun[tied] if tied in begun else not attribute_of("maxpipe.hf.matching:unties")(base)
+    shape.values[tied] = is_tied
+
+
+def _settings_of_begun(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings of the run itself if it has checkpoints."""
+    output_dir, name = (str(values.get(k, OPTIONS[k].default)) for k in ("output_dir", "run_name"))
+    own = Path(output_dir, name)
+    is_begun = next(own.glob("checkpoints/[0-9]*"), None) is not None
+    return _settings_of(str(own)) if is_begun else {}
+
+
 def _take_tokenizer(values: dict[str, object], sources: dict[str, str]) -> None:
     """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
     init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
     is_needed = any(source.needs_tokenizer for source in _sources(values))
     if _TOKENIZER in values or not (init_from or folder) or not is_needed:
         return
-    output_dir, name = (str(values.get(k, OPTIONS[k].default)) for k in ("output_dir", "run_name"))
-    own = Path(output_dir, name)
-    is_begun = next(own.glob("checkpoints/[0-9]*"), None) is not None
-    tokenizer = _settings_of(str(own)).get(_TOKENIZER) if is_begun else None
+    tokenizer = _settings_of_begun(values).get(_TOKENIZER)
     if tokenizer := tokenizer or base_tokenizer(init_from, folder):
         values[_TOKENIZER], sources[_TOKENIZER] = tokenizer, init_from or folder
 

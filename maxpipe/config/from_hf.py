@@ -19,6 +19,7 @@ from maxpipe.config.values import check_bounds, check_type, is_finite, nearest
 KEY = "model.from_hf"
 FILE = "config.json"
 _TEXT = "text_config"
+TIED = "model.tie_embeddings"  # may be false for files that have an output projection
 VOCABULARY = "model.vocab_size"  # may be larger than the file's
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of its text part that a model with images may give outside that part
@@ -112,7 +113,7 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
     return content, source
 
 
-def is_text_a_part(content: Mapping[str, Any]) -> bool:
+def is_text_a_part(content: Mapping[str, object]) -> bool:
     """Return whether a config.json is of a model whose text part is one of several."""
     return isinstance(content.get(_TEXT), dict) and content.get("model_type") not in MODEL_TYPES
 
@@ -140,6 +141,9 @@ def override(
         is_flag = sources.get(key) == COMMAND_LINE
         # The file that names the folder may give the vocabulary more rows, too.
         if key == VOCABULARY and own_value > value and stands(sources, key, named_by):
+            merged[key] = own_value
+            continue
+        if key == TIED and is_flag and value:
             merged[key] = own_value
             continue
         if not is_flag or own_value == value or _is_derived(key, own_value):

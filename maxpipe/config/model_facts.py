@@ -178,11 +178,12 @@ class Block(Variant):
 
     Attributes:
       quantises: whether its projections come from `maxpipe.model.layers.projection`.
-      model_types: those of `MODEL_TYPES` that compute the same with the same parameters.
+      model_types: those of `MODEL_TYPES` that compute the same with the same parameters;
+        None for all of them.
     """
 
     quantises: bool = False
-    model_types: tuple[str, ...] = ()
+    model_types: tuple[str, ...] | None = ()
 
 
 BLOCKS: dict[str, Block] = {
@@ -190,7 +191,7 @@ BLOCKS: dict[str, Block] = {
         "maxpipe.model.block:LlamaBlock",
         summary="attention, then a gated MLP, each with its norms",
         quantises=True,
-        model_types=tuple(MODEL_TYPES),
+        model_types=None,
     )
 }
 

@@ -115,7 +115,7 @@ def export(
 
 
 def _write_configs(
-    target: Path, content: Mapping[str, Any], ids: Mapping[str, Any], turn_ends: Set[int]
+    target: Path, content: Mapping[str, object], ids: Mapping[str, object], turn_ends: Set[int]
 ) -> None:
     """Write config.json, and generation_config.json unless an imported one needs no change.
 
@@ -123,7 +123,7 @@ def _write_configs(
     """
     file = target / GENERATION
     is_kept = file.exists()
-    generation = {**ids}
+    generation: dict[str, object] = {**ids}
     if is_kept and turn_ends:
         try:
             generation = {**json.loads(file.read_bytes())}

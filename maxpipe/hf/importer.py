@@ -17,12 +17,19 @@ from maxpipe.checkpoint.arrays import Box as Region
 from maxpipe.checkpoint.arrays import box_of
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, read_config_json, read_shape
+from maxpipe.config.from_hf import FILE, TIED, read_config_json, read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
 from maxpipe.hf.fp8 import dequantised
-from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
+from maxpipe.hf.matching import (
+    HEAD,
+    differences,
+    has_own_head,
+    is_ignored,
+    shape_problems,
+    text_name,
+)
 from maxpipe.hf.mxfp4 import joined
 from maxpipe.hf.rope import rope_conflicts
 from maxpipe.hf.safetensors import INDEX, WEIGHTS, SafetensorsError, copy_view, read_folder
@@ -71,6 +78,10 @@ class HfWeights:
         self._num_layers = config.model.stacked_layers
         expected = tensor_names(list(self._rules.values()), self._num_layers)
         tied = config.model.tie_embeddings
+        self._is_untied = shape.values[TIED] and not tied
+        if tied and has_own_head(stored):
+            message = f"{directory}: {HEAD} is not the embedding table; set {TIED}=false to use it"
+            raise ConfigError(Problem(KEY, message))
         self.ignored = sorted(
             name for name in stored if is_ignored(name, config.model.num_layers, tied)
         )
@@ -89,6 +100,9 @@ class HfWeights:
         if self.ignored:
             kinds = sorted({re.sub(r"\d+", "*", name) for name in self.ignored})
             lines.append(f"init_from   not part of the model: {', '.join(kinds)}")
+        if self._is_untied:
+            text = f"{HEAD} is not the embedding table, so they are not tied, whatever {FILE} says"
+            lines.append(f"init_from   {text}")
         conflicts = rope_conflicts(read_config_json(self._directory, KEY))
         lines += [f"init_from   {FILE}: {line}" for line in conflicts]
         if self._skips_index:

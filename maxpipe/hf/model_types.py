@@ -25,6 +25,7 @@ def choose_family(config: Config, model_type: str, origin: Path | None) -> Famil
         message = f"{model_type!r} is not one of {', '.join(MODEL_TYPES)}"
         raise ConfigError(Problem("--type", message))
     of_block = BLOCKS[config.model.block].model_types
+    of_block = tuple(MODEL_TYPES) if of_block is None else of_block
     imported = str(read_config_json(str(origin)).get("model_type")) if origin else ""
     only = model_type or (imported if imported in MODEL_TYPES else "")
     names = [only] if only else sorted(of_block, key=lambda name: name != "llama")

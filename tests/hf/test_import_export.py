@@ -137,6 +137,27 @@ def test_tensor_that_is_not_finite_is_named_with_its_file(folder, value):
         trainer.replace_parameters(trainer.init(jax.random.key(0)), HfWeights(config).read)
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_head_that_is_not_the_table_is_untied_and_said(folder, factor):
+    """As in transformers 5; a run that is tied by its configuration is refused."""
+    path = folder()
+    tied = config_of(path, "mesh.ici.fsdp=4")
+    stored = read_folder(LocalFolder(path))
+    assert tied.model.tie_embeddings
+    head = factor * np.array(stored["model.embed_tokens.weight"].read(), np.float32)
+    write_weights(path / "head.safetensors", {"lm_head.weight": head})
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "head.safetensors"
+    (path / INDEX).write_text(json.dumps(index))
+    config = config_of(path, "mesh.ici.fsdp=4")
+    assert config.model.tie_embeddings == (factor == 1)
+    said = any("lm_head.weight is not the emb" in line for line in HfWeights(config).describe())
+    assert said == (factor == 2)
+    if factor == 2:
+        with pytest.raises(ConfigError, match=r"model\.tie_embeddings=false"):
+            HfWeights(tied)
+
+
 def test_file_that_is_read_instead_of_those_of_an_index_is_said(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")
