@@ -214,31 +214,43 @@ def tokenizer_notes(config: Config) -> list[str]:
     return [f"the model has no ids for {what}; texts must not have them: {names}"]
 
 
-def cut_answers_note(config: Config) -> list[str]:
-    """Return a note for users on the share of rows without a token to learn, judged by a sample.
+def conversation_notes(config: Config) -> list[str]:
+    """Return notes for users about training on conversations, judged by a sample of them.
 
-    Only `data.packing=false` cuts conversations, and then each is a row.
+    They are the number of epochs, and the share of the rows that `data.packing=false` cuts before
+    any answer, so that nothing is learned from them.
     """
     data = config.data
     names = [entry["source"] for entry in data.mixture] or [data.source]
-    if data.packing or not any(SOURCES[name].is_chat for name in names):
+    if not all(SOURCES[name].is_chat for name in names):
         return []
-    without, size = [], 0
+    sizes: list[int] = []
+    weights: list[np.ndarray] = []  # of the targets of each conversation
     for documents in open_sources(data, "train"):
         encoder = EncodedDocuments(
             documents, open_tokenizer(config), config.model.num_token_ids, skips_bad=True
         )
         sample = np.unique(np.linspace(0, len(documents) - 1, SAMPLED).astype(int)).tolist()
-        without += [not encoder[i].weights[1:][: data.sequence_length].any() for i in sample]
-        size += len(documents)
-    if not any(without):
-        return []
-    about = "about " if len(without) < size or data.mixture else ""
-    return [
-        f"nothing is learned from {about}{sum(without) / len(without):.0%} of the rows: "
-        f"data.packing=false cuts them after {data.sequence_length} tokens, before any answer; "
-        "raise it, or set data.packing=true"
-    ]
+        weights += [encoder[index].weights[1:] for index in sample]
+        sizes.append(len(documents))
+    about = "about " * (len(weights) < sum(sizes))
+    notes = []
+    of_rows = config.steps * data.global_batch_size
+    rows = sizes[0] * (np.mean([w.size for w in weights]) / data.sequence_length)
+    if len(sizes) == 1 and rows:  # sources of a mixture have epochs of their own
+        epochs = of_rows / (rows if data.packing else sizes[0])
+        notes.append(
+            f"steps: {config.steps:,} steps = {about * data.packing}{epochs:.3g} epochs of "
+            f"{sizes[0]:,} conversations"
+        )
+    share = np.mean([not w[: data.sequence_length].any() for w in weights])
+    if share and not data.packing:
+        notes.append(
+            f"data.sequence_length: nothing is learned from {about}{share:.0%} of the rows: "
+            f"data.packing=false cuts them after {data.sequence_length} tokens, before any answer; "
+            "raise it, or set data.packing=true"
+        )
+    return notes
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

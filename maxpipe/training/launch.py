@@ -32,7 +32,7 @@ from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.held_out import HeldOut, open_held_out
 from maxpipe.data.loader import (
     Loader,
-    cut_answers_note,
+    conversation_notes,
     make_loader,
     token_bytes,
     tokenizer_notes,
@@ -453,8 +453,8 @@ def _log_notes(config: Config, loader: Loader, held_out: HeldOut | None) -> None
     """Log the notes of the tokenizer and of the data loaders."""
     for note in tokenizer_notes(config):
         log(f"data.tokenizer: {note}")
-    for note in cut_answers_note(config):
-        log(f"data.sequence_length: {note}")
+    for note in conversation_notes(config):
+        log(note)
     for note in loader.notes:
         log(f"data.path: {note}{_held_out(config, held_out)}")
 

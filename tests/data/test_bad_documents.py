@@ -8,7 +8,7 @@ import pytest
 from maxpipe.config import Config, ConfigError, load, replace
 from maxpipe.data.__main__ import main
 from maxpipe.data.documents import open_documents
-from maxpipe.data.loader import cut_answers_note, make_loader
+from maxpipe.data.loader import conversation_notes, make_loader
 
 BAD = {3: "not json", 17: '{"text": 5}', 30: '{"other": "x"}'}
 
@@ -144,8 +144,10 @@ class TestCheck:
         assert main(["check", "configs/base.yml", *words]) == 0
         learned = len("a<|im_end|>\n")
         assert f" tokens, {learned} of them learned\n" in capsys.readouterr().out
-        (note,) = cut_answers_note(load("configs/base.yml", words).config)
-        assert note.startswith("nothing is learned from 50% of the rows: data.packing=false")
+        words += ["steps=3", "data.global_batch_size=4"]
+        epochs, note = conversation_notes(load("configs/base.yml", words).config)
+        assert epochs == "steps: 3 steps = 6 epochs of 2 conversations"
+        assert "nothing is learned from 50% of the rows: data.packing=false" in note
 
     def test_check_finds_token_ids_outside_the_vocabulary(self, tmp_path, capsys):
         np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))
