@@ -21,6 +21,7 @@ CALLER, LISTENER = "caller", "listener"
 _PROOF_SECONDS = 5.0
 _LETTERS = 64  # of a random number, and of a proof
 _ACCEPT_SECONDS = 0.2
+_MOST_UNPROVED = 32  # at once; strangers must not take the files that supervisor 0 needs
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -95,6 +96,7 @@ class Listener:
         self.port = int(address[1])
         is_everywhere = ipaddress.ip_address(address[0]).is_unspecified
         self.own_host = "localhost" if is_everywhere else str(address[0])
+        self._unproved = threading.Semaphore(_MOST_UNPROVED)
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -109,14 +111,14 @@ class Listener:
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
+            if not self._unproved.acquire(timeout=_ACCEPT_SECONDS):
+                continue
             try:
                 connection = listener.accept()[0]
-            except TimeoutError:
-                continue
-            except OSError:  # too many open files, or closed
-                self._closed.wait(_ACCEPT_SECONDS)
-                continue
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # none has come, or too many files or threads
+                self._unproved.release()
+                self._closed.wait(_ACCEPT_SECONDS / 10)
 
     def _admit(self, connection: socket.socket) -> None:
         secret = self._secret()
@@ -127,6 +129,8 @@ class Listener:
         except Unproved:
             connection.close()
             return
+        finally:
+            self._unproved.release()
         self._handle(connection, secret)
 
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
+from maxpipe.devices.cluster import Sizes
 from maxpipe.supervision import link
 from maxpipe.supervision.council import Council, Policy
 from maxpipe.supervision.link import Hub
-from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, decode, encode
+from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, Stopping, decode, encode
 from maxpipe.supervision.proof import CALLER, prove
 
 SECRET = "of this run"
@@ -118,6 +119,30 @@ def test_hub_drops_a_supervisor_of_another_count_without_loss_of_the_member(join
     assert members[1].hear().code == 2
     members[1].close()
     assert not members[0].has_order()
+
+
+def test_hub_drops_who_reports_before_it_has_greeted(join, hub, council):
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    for report in (Stopping(15), Sizes("1", 0.0, "x"), Ended(council.status.attempt, 1)):
+        with socket.create_connection(hub.address) as early:
+            prove(early, SECRET, CALLER)
+            early.settimeout(20)
+            early.sendall(f"{encode(report)}\n".encode())
+            assert early.recv(100) == b""
+    assert not members[0].has_order()
+
+
+def test_hub_that_refuses_a_number_beyond_the_last_does_not_lose_it(join, council):
+    lines = []
+    council._log = lines.append
+    members = [join(0), join(1)]
+    assert {type(member.hear()) for member in members} == {Start}
+    stranger = join(77)
+    assert stranger.hear().code == 2
+    stranger.close()
+    assert not members[0].has_order()
+    assert not [line for line in lines if "77 is lost" in line or "process 77 on" in line]
 
 
 def test_hub_tells_a_late_supervisor_how_the_run_has_ended(join, council):

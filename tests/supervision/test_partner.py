@@ -260,7 +260,7 @@ def test_partners_fetch_steps_of_the_common_history_in_place_of_their_own(hosts)
 def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_name(
     hosts, monkeypatch
 ):
-    copied, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    began, copied, goes_on, ended = (threading.Event() for _ in range(4))
     fetch = Source.fetch
 
     def late(source, name, target):
@@ -273,6 +273,8 @@ def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_n
     copy = partner.copy_new_steps
 
     def told(source, target):
+        if target == hosts[1].memory / PARTNER:
+            began.set()
         try:
             copy(source, target)
         finally:
@@ -281,6 +283,7 @@ def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_n
 
     monkeypatch.setattr(Source, "fetch", late)
     monkeypatch.setattr(partner, "copy_new_steps", told)
+    assert began.wait(30)
     write(hosts[0].memory / OWN, 10)
     assert copied.wait(30)
     hosts[1].begin([hosts[1]]).join()
