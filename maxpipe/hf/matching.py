@@ -71,11 +71,12 @@ def has_own_head(tensors: Mapping[str, WeightTensor]) -> bool:
     head, table = tensors.get(HEAD), tensors.get("model.embed_tokens.weight")
     if head is None or table is None or head.shape != table.shape or len(head.shape) != 2:
         return False
-    parts = [(i, min(i + _ROWS, head.shape[0])) for i in range(0, head.shape[0], _ROWS)]
-    return any(
-        not np.array_equal(*(x.read_rows(*part).astype(np.float32) for x in (head, table)))
-        for part in parts
-    )
+    for first in range(0, head.shape[0], _ROWS):
+        end = min(first + _ROWS, head.shape[0])
+        rows, own = (x.read_rows(first, end).astype(np.float32) for x in (table, head))
+        if not np.array_equal(rows, own):
+            return True
+    return False
 
 
 def unties(value: str) -> bool:

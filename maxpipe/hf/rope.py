@@ -32,6 +32,7 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
     parameters, scaling = _section(c, "rope_parameters"), _section(c, "rope_scaling")
     default_local = c.get("rope_local_base_freq", theta_local)
     local: Json | None = None
+    full: Json
     if _FULL in parameters or _SLIDING in parameters:
         full = {**_section(parameters, _FULL), **scaling}
         local = _section(parameters, _SLIDING) if theta_local or _SLIDING in parameters else None
@@ -138,19 +139,21 @@ def _scaling(c: Json, rope: Json) -> dict[str, object]:
     inner, outer = (place.get(_ORIGINAL) for place in (rope, c))
     by_kind = _FULL in (c.get("rope_parameters") or ())  # which transformers reads by itself
     original = (inner if by_kind else outer or inner) or longest
-    values: dict[str, object] = {"type": kind, "factor": float(rope.get("factor") or 0)}
+    factor = float(rope.get("factor") or 0)
+    values: dict[str, object] = {"type": kind}
     if kind in ("llama3", "yarn", "longrope"):
         if not original:
             raise ValueError(f"{kind} needs {_ORIGINAL} or max_position_embeddings")
         values["original_max_position"] = int(original)
-        values["factor"] = values["factor"] or max(1.0, longest / original)
+        factor = factor or max(1.0, longest / original)
+    values["factor"] = factor
     if kind == "llama3":
         values |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     elif kind == "yarn":
         values["beta_fast"] = float(rope.get("beta_fast") or 32)
         values["beta_slow"] = float(rope.get("beta_slow") or 1)
         values["truncate"] = bool(rope.get("truncate", True))
-        values["attention_factor"] = _yarn_factor(rope, values["factor"])
+        values["attention_factor"] = _yarn_factor(rope, factor)
     elif kind == "longrope":
         values["attention_factor"] = float(rope.get("attention_factor") or 0)
         values |= {name: [float(x) for x in rope[name]] for name in ("short_factor", "long_factor")}
