@@ -13,8 +13,10 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS
+from maxpipe.config.printing import DERIVED
 from maxpipe.config.values import is_finite
 from maxpipe.telemetry.recorder import METRICS
+from maxpipe.telemetry.writers import CHANGED
 
 CONFIG, HISTORY = "config.yml", "config_history"
 DEPTH = 3  # how far below a directory its runs are looked for
@@ -35,16 +37,22 @@ class Recorded:
       name: name that distinguishes the run from the others read with it.
       root: the run's directory.
       settings: full key -> value of the latest start; empty if its configuration is lost.
+      derived: keys that the user did not set; None if an earlier version wrote the configuration.
       steps: a column for each of `COLUMNS`, one row for each finished step.
       evaluations: step -> loss, for evaluations with a finite loss.
+      bits_per_byte: the last evaluation's, None without one or if bytes are not known.
+      changes: (step, key, value before, value after) of every key changed midway.
       seconds: phase -> seconds of all starts, the sum of the `goodput` rows.
     """
 
     name: str
     root: Path
     settings: Settings
+    derived: frozenset[str] | None
     steps: Mapping[str, Sequence[Number]]
     evaluations: Mapping[int, float]
+    bits_per_byte: Number
+    changes: Sequence[tuple[int, str, object, object]]
     seconds: Mapping[str, float]
 
     @property
@@ -131,22 +139,31 @@ def last_step(file: Path) -> int:
 
 
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
-    """Return the keys whose values differ between runs, other than their names and places."""
-    known = [run.settings for run in runs if run.settings]
+    """Return the keys that differ between runs or were changed midway; not names and places.
+
+    A key that was derived in all runs follows from others.
+    """
+    known = [run for run in runs if run.settings]
+    midway = {change[1] for run in known for change in run.changes}
     return [
         key
         for key in OPTIONS
         if key not in ("run_name", "output_dir")
-        and any(settings.get(key) != known[0].get(key) for settings in known[1:])
+        and not all(key in (run.derived or ()) for run in known)
+        and (key in midway or len({str(run.settings.get(key)) for run in known}) > 1)
     ]
 
 
 def changed_keys(run: Recorded) -> list[str]:
-    """Return the keys that have other values than their defaults, without derived ones."""
+    """Return the keys that were set to other values than their defaults, or changed midway."""
+    midway = {change[1] for change in run.changes}
+    may_be_derived = {key for key, option in OPTIONS.items() if option.bounds.derived}
+    derived = may_be_derived if run.derived is None else run.derived
     return [
         key
         for key, option in OPTIONS.items()
-        if key in run.settings and not option.bounds.derived and run.settings[key] != option.default
+        if key in run.settings and key not in derived
+        if key in midway or run.settings[key] != option.default
     ]
 
 
@@ -178,6 +195,8 @@ def _warn(path: Path, error: OSError) -> None:
 def _read(name: str, root: Path) -> Recorded:
     columns: dict[str, list[Number]] = {column: [] for column in COLUMNS}
     evaluations: dict[int, float] = {}
+    bits_per_byte: Number = None
+    changes: list[tuple[int, str, object, object]] = []
     seconds: dict[str, float] = {}
     for step, row in _rows(root / METRICS):
         if "loss" in row:
@@ -185,12 +204,18 @@ def _read(name: str, root: Path) -> Recorded:
                 values.append(_number(row.get(column)))
         if (loss := _number(row.get("eval_loss"))) is not None:
             evaluations[step] = loss
+            bits_per_byte = _number(row.get("eval_bits_per_byte"))
+        if isinstance(key := row.get(CHANGED), str) and row.get("before") is not None:
+            changes.append((step, key, row["before"], row.get("now")))
         if "goodput" in row:
             for key, value in row.items():
                 if key.startswith("seconds_in_") and (number := _number(value)) is not None:
                     phase = key.removeprefix("seconds_in_")
                     seconds[phase] = seconds.get(phase, 0.0) + number
-    return Recorded(name, root, _read_settings(root / CONFIG), columns, evaluations, seconds)
+    settings, derived = _read_settings(root / CONFIG)
+    return Recorded(
+        name, root, settings, derived, columns, evaluations, bits_per_byte, changes, seconds
+    )
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
@@ -210,14 +235,24 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
         _warn(file, error)
 
 
-def _read_settings(file: Path) -> Settings:
+def _read_settings(file: Path) -> tuple[Settings, frozenset[str] | None]:
+    """Return the values of a `config.yml`, and the keys that it marks as derived."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        tree = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         tree = None
     if not isinstance(tree, Mapping):
-        return {}
-    return {key: _lookup(tree, key, option.default) for key, option in OPTIONS.items()}
+        return {}, None
+    derived, sections = set(), list[str]()
+    for line in text.splitlines():  # as `to_yaml` writes them: two blanks for each section
+        name = line.strip().partition(":")[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        sections[depth:] = [name]
+        if line.endswith(DERIVED):
+            derived.add(".".join(sections))
+    values = {key: _lookup(tree, key, option.default) for key, option in OPTIONS.items()}
+    return values, frozenset(derived) if derived else None
 
 
 def _lookup(tree: object, key: str, default: object) -> object:

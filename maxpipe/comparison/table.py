@@ -7,7 +7,7 @@ from maxpipe.config.values import as_written
 from maxpipe.render.columns import columns
 from maxpipe.telemetry.console import format_seconds
 
-HEADER = ("run", "step", "loss", "eval loss", "best eval", "tokens/s", "MFU")
+HEADER = ("run", "step", "loss", "eval loss", "best eval", "bits/byte", "tokens/s", "MFU")
 _LONGEST_VALUE = 60  # characters of a value
 
 
@@ -44,6 +44,7 @@ def run_text(run: Recorded) -> str:
         "loss": _loss(run),
         "eval loss": _figure(run.eval_loss, ".4f"),
         "best eval": f"{best[1]:.4f} after step {best[0]}" if best else "-",
+        "bits/byte": _figure(run.bits_per_byte, ".4f"),
         "tokens": f"{run.step * tokens:,}" if tokens else "-",
         "tokens/s": _of_all_steps(_rate(run.median("tokens_per_second"))),
         "step": _of_all_steps("-" if seconds is None else f"{seconds:.4g} s"),
@@ -71,17 +72,22 @@ def figures(run: Recorded) -> tuple[str, ...]:
         _loss(run),
         _figure(run.eval_loss, ".4f"),
         f"{best[1]:.4f} @{best[0]}" if best else "-",
+        _figure(run.bits_per_byte, ".4f"),
         _rate(run.median("tokens_per_second")),
         _mfu(run.median("mfu")),
     )
 
 
 def value_text(run: Recorded, key: str) -> str:
-    """Return the value of a key, shortened; "?" where it is not known."""
+    """Return the value of a key, shortened, with earlier ones of the run; "?" if not known."""
     if not run.settings:
         return "?"
-    value = run.settings.get(key)
-    text = as_written(value)
+    before = [
+        f"{as_written(value)} to step {step}, "
+        for step, name, value, _ in run.changes
+        if name == key
+    ]
+    text = "".join(before) + as_written(run.settings.get(key))
     return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
 
 

@@ -121,6 +121,11 @@ class Change(NamedTuple):
         return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 
+def differing_keys(a: Config, b: Config) -> list[str]:
+    """Return the keys whose values differ between two configurations."""
+    return [key for key in OPTIONS if get(a, key) != get(b, key)]
+
+
 def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
     """Return every key whose value differs from that of a saved configuration.
 

@@ -7,6 +7,7 @@ import yaml
 
 from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS, SCHEDULES
 from maxpipe.config.files import COMMAND_LINE
+from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.batches import data_shards, least_microbatches
@@ -15,6 +16,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.config.values import AUTO, as_written, nearest, number
 
+DERIVED = "  # derived"  # ends a line of config.yml
 _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
 _REASONS = {
@@ -42,9 +44,15 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     return unused
 
 
-def to_yaml(config: Config, keys: Collection[str] = OPTIONS.keys()) -> str:
-    """Return YAML text that `load` reads back to an equal config, if other `keys` have defaults."""
-    return "".join(f"{line}\n" for line, _ in _lines(config, keys))
+def to_yaml(
+    config: Config, keys: Collection[str] = OPTIONS.keys(), derived: Collection[str] = ()
+) -> str:
+    """Return YAML text that `load` reads back to an equal config, if other `keys` have defaults.
+
+    A comment marks the keys that were `derived`.
+    """
+    lines = _lines(config, keys)
+    return "".join(f"{line}{DERIVED if key in derived else ''}\n" for line, key in lines)
 
 
 def print_config(loaded: Loaded) -> str:
@@ -75,7 +83,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
     before = loaded.config if isinstance(loaded, Loaded) else loaded
     lines = []
     if before is not None:
-        changed = [key for key in OPTIONS if get(resolved, key) != get(before, key)]
+        changed = differing_keys(resolved, before)
         lines = [
             f"{key}={get(resolved, key)}: {reason}"
             for key in changed

@@ -23,7 +23,7 @@ from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import Change
+from maxpipe.config.identity import Change, differing_keys
 from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
@@ -169,6 +169,7 @@ def run(
     with naming_all_inputs(config):
         config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config, supervision.memory)
+    directory.derived = differing_keys(config, loaded.config)
     with naming_all_inputs(config):
         config = dated(config, directory)
     mark = followed(config.checkpoint.resume, job_of_process())

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,7 @@ class RunDirectory:
       tokenizer: copies of the tokenizer's files, if it has any.
       origin: copies of small files of the folder that the run was imported from.
       config_history: the configuration of every start that changed it, in order.
+      derived: keys that are not set but derived from others.
     """
 
     def __init__(self, config: Config, mirror: Mirror | None = None):
@@ -51,6 +52,7 @@ class RunDirectory:
         self.tokenizer = self.root / TOKENIZER
         self.origin = self.root / ORIGIN
         self.config_history = self.root / "config_history"
+        self.derived: Collection[str] = ()
 
     def check_place(self) -> None:
         """Raise ConfigError if the directory cannot be made or written to."""
@@ -95,7 +97,7 @@ class RunDirectory:
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config_file, [to_yaml(config).encode()])
+            write_atomically(self.config_file, [to_yaml(config, derived=self.derived).encode()])
         except OSError as error:
             message = f"cannot write to {self.root}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
@@ -138,7 +140,7 @@ class RunDirectory:
         Raises:
           ConfigError: the directory cannot be written to.
         """
-        text = to_yaml(config).encode()
+        text = to_yaml(config, derived=self.derived).encode()
         try:
             self.config_history.mkdir(exist_ok=True)
             earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
@@ -186,7 +188,7 @@ class RunDirectory:
         if self._mirror is None:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
-            self._mirror.write_file("config.yml", to_yaml(config).encode())
+            self._mirror.write_file("config.yml", to_yaml(config, derived=self.derived).encode())
             for name, content in _tokenizer_contents(config.data).items():
                 self._mirror.write_file(f"{TOKENIZER}/{name}", content)
             files = self.origin.iterdir() if self.origin.is_dir() else ()

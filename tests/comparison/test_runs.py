@@ -15,7 +15,7 @@ from maxpipe import runs
 from maxpipe.comparison import page
 from maxpipe.comparison.page import page_html, run_data
 from maxpipe.comparison.recorded import _names, differing_keys, has_runs, read_runs
-from maxpipe.config import to_yaml
+from maxpipe.config import identity, resolve, to_yaml
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -26,7 +26,9 @@ def write_run(root, *words, steps=6, losses=None, evaluations=(3, 6), end="\n"):
     """Write what a run with a step time of 2 s would have written."""
     root.mkdir(parents=True)
     config = maxpipe.load_config("base", f"run_name={root.name}", *words)
-    (root / "config.yml").write_text(to_yaml(config))
+    resolved = resolve(config, 4)
+    derived = identity.differing_keys(resolved, config)
+    (root / "config.yml").write_text(to_yaml(resolved, derived=derived))
     tokens = config.data.global_batch_size * config.data.sequence_length
     rows = []
     for step in range(1, steps + 1):
@@ -35,7 +37,7 @@ def write_run(root, *words, steps=6, losses=None, evaluations=(3, 6), end="\n"):
         row = {"step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": 0.25}
         rows.append(row | {"step_seconds": seconds, "tokens_per_second": tokens / seconds})
         if step in evaluations:
-            rows.append({"step": step, "eval_loss": 6.5 - 0.5 * step})
+            rows.append({"step": step, "eval_loss": 6.5 - 0.5 * step, "eval_bits_per_byte": 1.25})
     rows.append({"step": steps, "goodput": 0.9, "seconds_in_step": 70.0, "seconds_in_data": 0.1})
     (root / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + end)
     return root
@@ -55,12 +57,34 @@ def printed(capsys, *words):
 
 def test_ls_has_a_line_with_the_figures_of_each_run_in_natural_order(two, capsys):
     header, *lines = printed(capsys, "ls", two).splitlines()
-    assert " ".join(header.split()) == "run step loss eval loss best eval tokens/s MFU"
+    assert " ".join(header.split()) == "run step loss eval loss best eval bits/byte tokens/s MFU"
     # 16 x 128 tokens in 2 s; the first step, with compilation, does not count.
     assert [line.split() for line in lines] == [
-        ["run-2", "6/8", "3.0000", "3.5000", "3.5000", "@6", "1.02k", "25.0%"],
-        ["run-10", "6/6", "3.0000", "3.5000", "3.5000", "@6", "1.02k", "25.0%"],
+        ["run-2", "6/8", "3.0000", "3.5000", "3.5000", "@6", "1.2500", "1.02k", "25.0%"],
+        ["run-10", "6/6", "3.0000", "3.5000", "3.5000", "@6", "1.2500", "1.02k", "25.0%"],
     ]
+
+
+def test_show_lists_every_key_that_was_set_and_none_that_was_derived(tmp_path, capsys):
+    write_run(tmp_path / "run", "mesh.ici.stage=4", "mesh.ici.fsdp=-1", "pipeline.num_repeats=1")
+    text = printed(capsys, "show", tmp_path / "run")
+    shown = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "." in line}
+    assert shown["mesh.ici.stage"] == ["4"]
+    assert shown["pipeline.num_repeats"] == ["1"]
+    derived = {"mesh.ici.fsdp", "pipeline.engine", "model.unpadded_vocab_size", "model.head_dim"}
+    assert not derived & shown.keys()
+    assert "bits/byte   1.2500" in text
+
+
+def test_change_midway_is_marked_and_derived_keys_do_not_count_as_differences(two, capsys):
+    with (two / "run-2" / "metrics.jsonl").open("a") as file:
+        row = {"step": 4, "changed": "optimizer.learning_rate", "before": 3e-3, "now": 1e-4}
+        file.write(json.dumps(row) + "\n")
+    write_run(two / "wide", "model.vocab_size=640")
+    for text in (printed(capsys, "compare", two), printed(capsys, "show", two / "run-2")):
+        assert "0.003 to step 4, 0.0001" in text
+        assert "unpadded_vocab_size" not in text
+    assert "0.003 to step 4, 0.0001" in page_html(read_runs([str(two)]))
 
 
 def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
@@ -106,8 +130,18 @@ def test_ls_takes_live_damaged_and_empty_runs(two, capsys):
     (two / "begun" / "config_history").mkdir(parents=True)
     (two / "begun" / "config.yml").write_text(to_yaml(maxpipe.load_config("base")))
     lines = {line.split()[0]: line.split()[1:] for line in printed(capsys, "ls", two).splitlines()}
-    assert lines["begun"] == ["0/200", "-", "-", "-", "-", "-"]
-    assert lines["torn"] == ["8/?", "not", "finite", "3.5000", "3.5000", "@6", "1.02k", "25.0%"]
+    assert lines["begun"] == ["0/200", "-", "-", "-", "-", "-", "-"]
+    assert lines["torn"] == [
+        "8/?",
+        "not",
+        "finite",
+        "3.5000",
+        "3.5000",
+        "@6",
+        "1.2500",
+        "1.02k",
+        "25.0%",
+    ]
 
 
 def test_ls_leaves_out_what_it_may_not_read_and_says_so(two, capsys, monkeypatch):
