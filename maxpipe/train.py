@@ -10,8 +10,10 @@ if __name__ == "__main__":
 
     ctrl_c.expect()
 
+import argparse
 import faulthandler
 from collections.abc import Sequence
+from dataclasses import replace
 
 from maxpipe.comparison.sweep import add_sweep_flag, sweep
 from maxpipe.config.cli import exit_on_config_error, parse_args
@@ -21,6 +23,13 @@ from maxpipe.supervision.ending import run_command
 from maxpipe.training.inputs import check_inputs
 
 
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_sweep_flag(parser)
+    parser.add_argument(
+        "--verbose", "-v", action="store_true", help="list every derived value at the start"
+    )
+
+
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
@@ -28,19 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         prog="python -m maxpipe.train",
         description="Train a language model from one YAML file.",
-        add_flags=add_sweep_flag,
+        add_flags=_add_flags,
     )
-    config = arguments.loaded.config
+    loaded = replace(arguments.loaded, verbose=arguments.flags.verbose)
+    config = loaded.config
     check_trains(config)
     if arguments.flags.sweep:
-        return sweep(arguments.loaded, arguments.flags)
+        return sweep(loaded, arguments.flags)
     with supervise(config.telemetry) as supervision:
-        check_inputs(arguments.loaded)
+        check_inputs(loaded)
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer
         from maxpipe.training.launch import launch
 
-        return launch(arguments.loaded, supervision, build_trainer)
+        return launch(loaded, supervision, build_trainer)
 
 
 if __name__ == "__main__":

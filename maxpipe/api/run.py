@@ -7,6 +7,7 @@ import jax
 
 from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.steps import committed_steps
+from maxpipe.comparison.recorded import metrics_rows
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.rules.run import check_trains
@@ -15,7 +16,8 @@ from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
 from maxpipe.supervision import supervise_in_program
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
-from maxpipe.training.launch import launch
+from maxpipe.telemetry.recorder import METRICS
+from maxpipe.training.launch import launch, log
 from maxpipe.training.loop import DIVERGED, DONE, OnStep
 from maxpipe.training.loop import Run as LoopRun
 from maxpipe.training.run_directory import RunDirectory
@@ -76,6 +78,14 @@ class Run:
         """
         return self._current.state if self._current else self._state
 
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl` so far, those of earlier starts included.
+
+        Rows of steps have `loss`, those of evaluations `eval_loss`; all have `step`.
+        """
+        return [row for _, row in metrics_rows(self.directory / METRICS)]
+
     def train(self, callback: OnStep | None = None) -> None:
         """Train to the last step, or continue a run that has been stopped.
 
@@ -93,8 +103,11 @@ class Run:
           KeyboardInterrupt, SystemExit: after Ctrl-C; after SIGTERM, with code 75.
         """
 
+        begun = False
+
         def begin(current: LoopRun) -> None:
-            self._current = current
+            nonlocal begun
+            self._current, begun = current, True
             current.on_step = callback
 
         try:
@@ -102,9 +115,10 @@ class Run:
                 exit_code = launch(self._loaded, supervision, build_trainer, begin)
         finally:
             self._close()
-        if exit_code == DONE and self._state is None:  # an earlier start has finished the run
+        if exit_code == DONE and not begun:  # an earlier start has finished the run
             saved = committed_steps(RunDirectory(self.config).checkpoints)
             self._step = max([self.config.steps, *saved])
+            log("nothing was trained and no callback called: another run_name, or more steps, does")
         if exit_code == DIVERGED:
             raise Diverged(
                 f"the run in {self.directory} is not finite after step {self.step}; lower "

@@ -133,7 +133,7 @@ def has_runs(directory: Path) -> bool:
 def last_step(file: Path) -> int:
     """Return the last step of a metrics file, 0 if it has none or does not exist."""
     step = 0
-    for step_of_row, row in _rows(file):
+    for step_of_row, row in metrics_rows(file):
         step = step_of_row if "loss" in row else step
     return step
 
@@ -198,7 +198,7 @@ def _read(name: str, root: Path) -> Recorded:
     bits_per_byte: Number = None
     changes: list[tuple[int, str, object, object]] = []
     seconds: dict[str, float] = {}
-    for step, row in _rows(root / METRICS):
+    for step, row in metrics_rows(root / METRICS):
         if "loss" in row:
             for column, values in columns.items():
                 values.append(_number(row.get(column)))
@@ -218,7 +218,7 @@ def _read(name: str, root: Path) -> Recorded:
     )
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def metrics_rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """Yield step and contents of each row; a crash or a live run may leave half a line."""
     if not file.is_file():
         return

@@ -29,11 +29,13 @@ class Loaded:
       config: the config, with all checks done that need no devices.
       sources: source of the value of every key: `file.yml:12`, `command line` or `default`.
       remarks: notes for the user on how the values were read.
+      verbose: whether the start of a run lists every derived value.
     """
 
     config: Config
     sources: Mapping[str, str]
     remarks: tuple[str, ...] = ()
+    verbose: bool = False
 
 
 def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = ()) -> Loaded:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, limit_of
+from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, is_other, limit_of
 
 NONE = ""  # our key, where there is no counterpart
 
@@ -258,7 +258,9 @@ def maxtext_hint(key: str) -> str:
 
 
 def unknown_maxtext_key(key: str) -> str:
-    """Return the message for a key that MaxText does not know either, with a similar key if any."""
+    """Return the message for a key that is not in MaxText's base.yml, with a similar key if any."""
+    if is_other(key):
+        return "is a key of MaxText that is not translated; leave it out"
     near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
     return "is no key of MaxText 0.2.5" + (f"; did you mean {near[0]}?" if near else "")
 

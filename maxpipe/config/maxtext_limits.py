@@ -307,8 +307,8 @@ IDLE = (
     Idle("for sparse weights", "weight_sparsity_*"),
     Idle(
         "for images, video and sound",
-        "*_for_vit *_for_audio image_* video_* audio_* freeze_vision_* freeze_audio_* dtype_mm "
-        "*_image_column use_audio_in_video max_num_images_* vision_output_length mrope_section "
+        "*_for_vit *_for_audio vision_* image_* video_* audio_* freeze_vision_* freeze_audio_* "
+        "dtype_mm *_image_column use_audio_in_video max_num_images_* mrope_section "
         "position_id_per_seconds",
     ),
     Idle(
@@ -372,7 +372,8 @@ IDLE = (
         "metrics_file gcs_metrics save_config_to_gcs enable_mllog mllog_file "
         "record_internal_nn_metrics enable_goodput_* goodput_* monitor_* enable_pathways_goodput "
         "step_deviation_* enable_gcp_* report_* heartbeat_* enable_tensorboard use_vertex_* "
-        "vertex_* managed_mldiagnostics* log_config log_step_diagnostics prometheus_port",
+        "vertex_* managed_mldiagnostics* log_config log_step_diagnostics prometheus_port "
+        "log_moe_bias_norms",
     ),
     Idle(
         "telemetry.profile_steps says which steps are traced",
@@ -417,6 +418,27 @@ IDLE = (
     Idle("evaluations begin with the first that eval.every asks for", "eval_start_step"),
 )
 
+# Keys of MaxText 0.2.5 that its base.yml has not: of its other programs, or set by itself.
+OTHERS = (
+    "*_vllm *_weight_sync algo async_scheduling attn_module_name batch_size checkpoint_dir "
+    "chips_per_vm cluster convert_checkpoint_if_possible data_template_path dataset* "
+    "dcn_parallelism debug debug_converter dpo* enable_dp_attention enable_expert_parallel "
+    "enable_lora enable_tunix_* epsilon_high eval_* evaluation force_on_policy_ratio "
+    "formatting_func_* fuse_expert_scales gcs_debug_path generation_configs "
+    "global_batch_size_to_* grpo_* hf_subset ici_parallelism kv_cache_buffer learn_to_init_mode "
+    "load_checkpoint_only_once log_sampler_* log_weight_sync_time lora* loss_* lti_* "
+    "math_verify_* max_concurrency max_num_* max_prompt_length max_seq_token_per_tpu "
+    "metrics_dir micro_batch_size_to_* mlp_dim num_*_slices num_batches num_diloco_replicas "
+    "num_eval_passes num_generations num_iterations num_kv_heads num_query_heads "
+    "num_target_devices num_test_batches off_policy_steps offline_data_dir orpo_* "
+    "padded_base_moe_mlp_dim penalty_* prefuse_moe_weights ragged_sort_use_single_sparsecore "
+    "rampup_* reasoning_* replicator_backup_interval_minutes reshard_chunk_size reward* rl "
+    "sampler_devices_fraction sharding_strategy solution_* special_tokens stop_strings "
+    "student_* swap_space_vllm_gb system_prompt teacher_* tensorboard_dir tensors_* "
+    "test_batch_start_index train_fraction train_micro_batch_size trainer_devices_fraction "
+    "use_agentic_rollout use_grpo use_pathways* use_replicator_service use_rollout_logps "
+    "use_standalone_converter use_tunix_* using_pipeline_parallelism vllm"
+)
 _LIMIT_OF = {key: limit for limit in LIMITS for key in limit.values}
 _IDLE_NAMES = [(name, idle) for idle in IDLE for name in idle.names.split()]
 
@@ -424,6 +446,11 @@ _IDLE_NAMES = [(name, idle) for idle in IDLE for name in idle.names.split()]
 def limit_of(key: str) -> Limit | None:
     """Return what bounds the value of a MaxText key; None if nothing does."""
     return _LIMIT_OF.get(key)
+
+
+def is_other(key: str) -> bool:
+    """Return whether MaxText has a key that its base.yml has not."""
+    return any(fnmatch.fnmatchcase(key, name) for name in OTHERS.split())
 
 
 def idle_of(key: str) -> Idle | None:

@@ -72,13 +72,16 @@ def print_config(loaded: Loaded) -> str:
     return "\n".join(text) + "\n"
 
 
-def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
+def notes(
+    resolved: Config, loaded: Loaded | Config | None = None, *, verbose: bool = True
+) -> list[str]:
     """Return automatic decisions and keys without effect, one line each with the reason.
 
     Args:
       resolved: the config, from `resolve`.
       loaded: the config before `resolve`; without it neither derived values nor unused pipeline
         options are listed.
+      verbose: whether to list values, too, that are derived as the help of their keys says.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
     lines = []
@@ -87,7 +90,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
         lines = [
             f"{key}={get(resolved, key)}: {reason}"
             for key in changed
-            if (reason := _reason(resolved, key))
+            if (verbose or not OPTIONS[key].bounds.derived) and (reason := _reason(resolved, key))
         ]
         lines += _unused_options(before, resolved)
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()

@@ -2,6 +2,7 @@
 
 import os
 
+from maxpipe.config.model_places import SCHEME, is_directory
 from maxpipe.migration.translator import Translator
 
 HF_READERS = {"json": "jsonl", "parquet": "parquet", "text": "text"}
@@ -75,10 +76,14 @@ def _translate_tokenizer(t: Translator) -> None:
     if path.endswith((".json", ".model")):
         t.set("data.tokenizer", path, "tokenizer_path")
         return
+    kind = "tiktoken" if path.endswith(".tiktoken") else t.text("tokenizer_type")
+    if kind == "huggingface" and path and not is_directory(path):
+        t.set("data.tokenizer", f"{SCHEME}{path}", "tokenizer_path")
+        return
+    hub = "tokenizer_type=huggingface tokenizer_path=ORG/NAME"
     advice = {
-        "huggingface": "download tokenizer.json from the Hugging Face hub and give its path",
         "sentencepiece": "give the path of a SentencePiece model whose name ends in .model",
-    }.get(t.text("tokenizer_type"), "give the path of a tokenizer.json")
+    }.get(kind, f"give the path of a tokenizer.json, or {hub} of the hub")
     t.refuse("tokenizer_path", f"{path or 'nothing'} is no local tokenizer: {advice}")
 
 

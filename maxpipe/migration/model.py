@@ -97,7 +97,7 @@ def _translate_logits(t: Translator, width: int) -> None:
     """Set scale and cap of the logits of tied embeddings; MaxText changes no others."""
     cap = t.number("final_logits_soft_cap")
     is_tied = t.is_on("logits_via_embedding")
-    if is_tied and t.is_on("normalize_embedding_logits"):
+    if t.is_on("normalize_embedding_logits") and is_tied:
         t.set("model.logit_scale", 1 / math.sqrt(width), "normalize_embedding_logits")
     if cap and not is_tied:
         message = "left out: MaxText caps the logits of tied embeddings only"

@@ -190,7 +190,7 @@ def run(
         current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
     current.meta |= mark
     supervision.progress.run_directory(directory.root)
-    reasons = decisions.take(notes(config, loaded))
+    reasons = decisions.take(notes(config, loaded, verbose=loaded.verbose))
     held_out = str(current.held_out) if current.held_out else ""
     for line in report(config, mesh, str(directory.root), current.step, held_out, reasons):
         log(line)

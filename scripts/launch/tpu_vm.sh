@@ -48,6 +48,10 @@ while (($#)); do
       training=("$@")
       break
       ;;
+    -h | --help)
+      sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+      exit
+      ;;
     -*) fail "there is no option $1; $usage" ;;
     *) positional+=("$1") ;;
   esac

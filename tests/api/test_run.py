@@ -51,6 +51,19 @@ class TestTrainedRun:
         assert [[*done] for _, _, *done in calls] == [[1, 1], [2, 2], [3, 3], [4, 4]]
         assert steps[0]["loss"] > 5.5  # ln 320 is 5.77
 
+    def test_history_is_the_rows_of_the_file(self, trained):
+        assert trained.history == rows(trained.directory)
+        assert [row["step"] for row in trained.history if "loss" in row] == [1, 2, 3, 4]
+
+    def test_second_training_of_a_finished_run_says_that_it_trains_nothing(
+        self, trained, words, capsys
+    ):
+        again = maxpipe.Run(maxpipe.load_config(*words))
+        for run in (trained, again):
+            run.train(lambda step, metrics: pytest.fail("called back"))
+            assert "no callback called" in capsys.readouterr().out
+            assert run.step == 4
+
     def test_run_writes_what_the_command_writes(self, trained, words, tmp_path):
         assert train.main([*words, f"output_dir={tmp_path}"]) == 0
         assert trained.directory.name == "tiny"

@@ -3,7 +3,7 @@
 import fnmatch
 from pathlib import Path
 
-from maxpipe.config.maxtext import KEYS, SAME_NAMES
+from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
 from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, limit_of
 
 NAMES = (Path(__file__).parent / "maxtext_keys.txt").read_text().split()  # of its base.yml
@@ -13,6 +13,7 @@ OLDER = {  # names of earlier versions
     "emb_dim",
     "cosine_learning_rate_final_fraction",
 }
+MORE = ("vision_encoder_block", "log_moe_bias_norms")  # in files of models only
 PATTERNS = [(pattern, idle) for idle in IDLE for pattern in idle.names.split()]
 
 
@@ -36,10 +37,20 @@ def test_tables_name_keys_of_maxtext_only():
 
 def test_every_pattern_decides_about_a_key():
     def decides(pattern, idle):
-        names = [name for name in fnmatch.filter(NAMES, pattern) if name not in KEYS]
+        names = [name for name in fnmatch.filter([*NAMES, *MORE], pattern) if name not in KEYS]
         return idle in [idle_of(name) for name in names]
 
     assert [pattern for pattern, idle in PATTERNS if not decides(pattern, idle)] == []
+
+
+def test_keys_that_only_the_code_of_maxtext_has_are_not_called_none():
+    names = (Path(__file__).parent / "maxtext_other_keys.txt").read_text().split()  # of types.py
+    assert len(names) == 163
+    unknown = [n for n in names if n not in KEYS and not idle_of(n) and not limit_of(n)]
+    assert [n for n in unknown if "no key of MaxText" in unknown_maxtext_key(n)] == []
+    assert idle_of("vision_encoder_block")
+    assert idle_of("log_moe_bias_norms")
+    assert "no key of MaxText" in unknown_maxtext_key("hidden_size")
 
 
 def test_unknown_key_has_no_verdict():

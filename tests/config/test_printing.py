@@ -64,6 +64,17 @@ def test_notes_give_reasons_of_derived_values(base):
     assert not any(line.startswith("pipeline.num_repeats") for line in lines)
 
 
+def test_values_derived_as_their_help_says_are_listed_only_if_asked_for():
+    loaded = load("base", ["data.source=synthetic", "model.vocab_size=64"])
+    resolved = resolve(loaded, 4)
+    every, surprising = (
+        {line.partition("=")[0] for line in notes(resolved, loaded, verbose=verbose)}
+        for verbose in (True, False)
+    )
+    assert "optimizer.warmup_steps" in every - surprising
+    assert "data.tokenizer" in surprising
+
+
 def test_notes_name_keys_without_effect(base):
     words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
     lines = notes(resolve(load(base, words), 4))

@@ -201,6 +201,10 @@ def test_run_has_maxtexts_defaults(translated):
             {"data.source": "datasets", "data.path": "hf:roneneldan/TinyStories"},
         ),
         (
+            "dataset_type=hf hf_path=a/b tokenizer_type=huggingface tokenizer_path=a/Llama",
+            {"data.tokenizer": "hf:a/Llama"},
+        ),
+        (
             "dataset_type=hf hf_path=allenai/c4 hf_name=en train_split=train[:1%] "
             "tokenizer_path=t.json",
             {"data.source": "datasets", "data.path": "hf:allenai/c4:en:train[:1%]"},
@@ -285,6 +289,13 @@ def test_words_set_our_keys(translated, words, values):
         ("dataset_type=hf hf_path=a/b use_sft=true", 8, "use_sft", r"data\.source=chat"),
         ("dataset_type=grain", 8, "grain_train_files", "names no files"),
         ("dataset_type=grain", 8, "tokenizer_path", r"name ends in \.model"),
+        (
+            "dataset_type=hf hf_path=a/b tokenizer_path=assets/tokenizer_llama3.tiktoken",
+            8,
+            "tokenizer_path",
+            r"tokenizer_type=huggingface tokenizer_path=ORG/NAME",
+        ),
+        ("lora_rank=8", 8, "lora_rank", "is a key of MaxText"),
         ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
         ("load_parameters_path=gs://a", 8, "init_from", "copy the step"),
         ("load_full_state_path=/a", 8, "load_full_state_path", "load_parameters_path reads"),
@@ -377,3 +388,8 @@ def test_defaults_are_not_noted(translated):
 def test_config_without_changes_sets_no_pipeline(translated):
     pipeline = translated().config.pipeline
     assert pipeline == Config().pipeline
+
+
+def test_scale_of_logits_of_untied_embeddings_has_no_line(translated):
+    words = "logits_via_embedding=false normalize_embedding_logits=false"
+    assert "normalize_embedding_logits" not in str(translated(*words.split()).notes)
