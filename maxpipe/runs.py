@@ -10,6 +10,7 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.action == "plot":
         if reason := unwritable(flags.html):
             raise ConfigError(Problem("--html", f"cannot write {flags.html}: {reason}"))
+        earlier = ", in place of an earlier file" if os.path.exists(flags.html) else ""
         write_file("--html", flags.html, redacted(page_html(runs)))
-        print(f"wrote {flags.html}", file=sys.stderr)
+        print(f"wrote {flags.html}{earlier}", file=sys.stderr)
     elif flags.action == "show":
         print(redacted("\n".join(run_text(run) for run in runs)), end="")
     else:

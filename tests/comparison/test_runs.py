@@ -295,6 +295,8 @@ def test_plot_writes_a_page_that_needs_nothing_but_itself(two, tmp_path, capsys)
     assert "a&lt;b&gt;&amp;&#x27;c&#x27;" in text
     assert "a<b>" not in text
     assert capsys.readouterr().err == f"wrote {tmp_path}/page.html\n"
+    runs.main(["plot", str(two), "--html", str(tmp_path / "page.html")])
+    assert "in place of an earlier file" in capsys.readouterr().err
 
 
 def test_page_of_a_long_run_keeps_its_spikes(tmp_path):

@@ -177,3 +177,10 @@ def test_notes_topology_is_for_compile_only(base):
 
 def test_notes_plain_run_has_none(base):
     assert notes(resolve(load(base), 4)) == []
+
+
+def test_repr_of_a_config_is_its_differences_as_yaml():
+    config = load("base", ["model.num_layers=12"]).config
+    assert "model:\n  num_layers: 12\n" in repr(config)
+    assert "checkpoint:\n  every: 50\n" in repr(config)
+    assert "keep" not in repr(config)

@@ -287,6 +287,10 @@ class TestTpuVm:
         assert fakes.calls == []
         assert "+ gcloud compute tpus" in done.stderr
 
+    def test_tpu_vm_prints_its_help(self, tpu_vm):
+        done = tpu_vm("--help")
+        assert (done.returncode, "create NAME --zone" in done.stdout) == (0, True), done.stderr
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
