@@ -55,6 +55,7 @@ def export(
     tokenizer: Tokenizer | None,
     turn_ends: Set[int],
     version: str,
+    history: Sequence[Path] = (),
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
 
@@ -71,6 +72,7 @@ def export(
       tokenizer: the tokenizer that the run was trained with, None if it is not known.
       turn_ends: ids of tokens that end a turn of the assistant in the run's conversations.
       version: version of maxpipe that wrote the checkpoint, for the model card.
+      history: the run's `config_history`, for the model card.
 
     Returns:
       Names of all files.
@@ -105,6 +107,7 @@ def export(
             size=sum(math.prod(e.shape) for file in files for e in file.entries.values()),
             version=version,
             has_tokenizer=any(unfinished.glob("tokenizer*")),
+            history=history,
         )
         (unfinished / CARD).write_text(card, encoding="utf-8")
         names = sorted(file.name for file in unfinished.iterdir())

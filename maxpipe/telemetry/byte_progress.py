@@ -33,6 +33,7 @@ class ByteProgress:
         self._print_line = print_line
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         self._bar: tqdm | None = None
+        self._shown = 0
         self.total = total
         if stream is not None and stream.isatty():
             self._bar = open_bar(
@@ -60,7 +61,8 @@ class ByteProgress:
         """Show that `done` bytes have been read; a line only if the last one is old enough."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
-        elif time.monotonic() >= self._next_line:
+        elif done > self._shown and time.monotonic() >= self._next_line:
+            self._shown = done
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             factor, unit = _unit_of(self.total)
             amounts = f"{done / factor:.2f} of {self.total / factor:.2f} {unit}"

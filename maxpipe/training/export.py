@@ -65,7 +65,11 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                 print(f"{target}: {what}, adapters of {family.model_type}: {', '.join(names)}")
                 return DONE
             tokenizer = _tokenizer_of(config, record, store)
-            with open_parameters(store, steps) as reader, _writing("--hf", target):
+            with (
+                store.local_files("config_history") as history,
+                open_parameters(store, steps) as reader,
+                _writing("--hf", target),
+            ):
                 names = export(
                     reader,
                     record,
@@ -79,6 +83,7 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
                     tokenizer=tokenizer,
                     turn_ends=_turn_ends(config, tokenizer, store),
                     version=version_of(record.meta),
+                    history=history,
                 )
     except OSError as error:
         raise ConfigError(Problem(RUN_DIR, f"cannot read files of {store}: {error}")) from None

@@ -19,7 +19,7 @@ from maxpipe import export as export_command
 from maxpipe import train
 from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.record import Record
-from maxpipe.config import ConfigError, load, replace, resolve
+from maxpipe.config import ConfigError, load, replace, resolve, to_yaml
 from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.importer import HfWeights
@@ -344,3 +344,14 @@ def test_card_of_a_run_on_bytes_promises_no_tokenizer():
     started = replace(config, init_from="run:runs/base")
     card = model_card(started, record, **facts, has_tokenizer=False)
     assert "from the weights of another run" in card
+
+
+def test_card_names_every_learning_rate_up_to_the_step(tmp_path):
+    for number, (step, rate) in enumerate([(0, 3e-3), (120, 1e-3), (150, 1e-3), (300, 1e-5)], 1):
+        text = to_yaml(load("base", [f"optimizer.learning_rate={rate}"]).config)
+        (tmp_path / f"{number:04}-step-{step}.yml").write_text(text)
+    facts = {"steps": [200], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
+    config = resolve(load("base", ["optimizer.learning_rate=1e-3"]), 4)
+    history = [*tmp_path.iterdir()]
+    card = model_card(config, Record(200, {}, {}), **facts, has_tokenizer=False, history=history)
+    assert "learning rate 0.003 to step 120, 0.001 |" in card

@@ -1,6 +1,7 @@
 """Bytes that have been read, on a terminal and in a log."""
 
 import io
+import itertools
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_lines_of_a_small_model_are_in_smaller_units(monkeypatch):
     with ByteProgress("init_from", 3_700_000, lines.append) as progress:
         progress.show(40_000)
     assert lines == ["init_from   0.04 of 3.70 MB are read"]
+
+
+def test_amount_that_has_not_grown_gets_no_second_line(monkeypatch):
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    lines = []
+    with ByteProgress("init_from", 5_200_000, lines.append) as progress:
+        for _ in range(3):
+            progress.show(2_440_000)
+    assert lines == ["init_from   2.44 of 5.20 MB are read"]
 
 
 @pytest.mark.parametrize(
