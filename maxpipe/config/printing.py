@@ -55,6 +55,15 @@ def to_yaml(
     return "".join(f"{line}{DERIVED if key in derived else ''}\n" for line, key in lines)
 
 
+def _differences(config: Config) -> str:
+    """Return the keys that differ from their defaults, as YAML."""
+    return to_yaml(config, [key for key in OPTIONS if is_set(config, key)]) or "Config()"
+
+
+# What a notebook shows. `Config` itself cannot know YAML, which is written from all of its keys.
+Config.__repr__ = _differences  # type: ignore[method-assign,assignment]
+
+
 def print_config(loaded: Loaded) -> str:
     """Return YAML text with the source of every value as a comment, and known derived values."""
     known = derive_known(loaded.config)

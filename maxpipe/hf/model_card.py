@@ -64,13 +64,14 @@ def model_card(
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
     start = "imported weights" if config.init_from else "random weights"
     start = "the weights of another run" if run_of(config.init_from) else start
+    rates = _rates(config, history, record.step)
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
         "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
         "data": describe_sources(config.data),
-        "optimizer": f"{config.optimizer.name}, learning rate {_rates(config, history, record.step)}",
+        "optimizer": f"{config.optimizer.name}, learning rate {rates}",
         "seed": config.seed,
     }
     loss = record.meta.get(EVAL_LOSS)

@@ -71,13 +71,6 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
 
-    def __repr__(self) -> str:
-        """Return the keys that differ from their defaults, as YAML, for a notebook."""
-        from maxpipe.config.options import OPTIONS, is_set  # which imports this module
-        from maxpipe.config.printing import to_yaml
-
-        return to_yaml(self, [key for key in OPTIONS if is_set(self, key)]) or "Config()"
-
 
 __all__ = [
     "MESH_AXES",
