@@ -96,7 +96,7 @@ def ending_with_lost_process() -> Iterator[None]:
     except Exception as error:
         if processes.count() == 1 or (cause := _cause_in_jax(error)) is None:
             raise
-        is_own = str(cause).startswith(_OWN_FAULTS)
+        is_own = isinstance(cause, MemoryTooSmall) or str(cause).startswith(_OWN_FAULTS)
         # While this waits, JAX may end the process, or the listener may with another one's reason,
         # compared to which this error would say nothing.
         is_alike = not is_own and _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS)
@@ -123,7 +123,7 @@ def _cause_in_jax(error: BaseException | None) -> BaseException | None:
 
 def _is_of_jax(error: BaseException) -> bool:
     # JAX raises a ValueError for an operation that another process's failure prevents.
-    return isinstance(error, jax.errors.JaxRuntimeError) or (
+    return isinstance(error, jax.errors.JaxRuntimeError | MemoryTooSmall) or (
         isinstance(error, ValueError) and "Gloo" in str(error)
     )
 

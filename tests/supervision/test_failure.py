@@ -11,7 +11,7 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.devices import processes
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervision import ending, failure
-from maxpipe.supervision.failure import failing_fast
+from maxpipe.supervision.failure import ending_with_lost_process, failing_fast
 
 
 class Left(BaseException):
@@ -169,9 +169,12 @@ def test_an_error_of_jax_that_all_processes_come_to_ends_with_1(store):
     assert store.events == ["barrier", 1]
 
 
-def test_an_error_of_jax_that_is_the_process_s_own_ends_all_with_1(store):
-    with pytest.raises(Left), failing_fast():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+@pytest.mark.parametrize(
+    "error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a"), failure.MemoryTooSmall("a")]
+)
+def test_lack_of_memory_in_one_process_ends_all_with_1_before_it_closes_anything(store, error):
+    with pytest.raises(Left), ending_with_lost_process():
+        raise error
     assert store.events == ["post", "barrier", 1]
 
 
