@@ -19,6 +19,7 @@ from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
 from maxpipe.data.template_process import Answer, ProcessEnded, ask
+from maxpipe.data.tokenizer_json import named_tokens
 from maxpipe.data.tokenizers import (
     CHAT_TEMPLATE,
     TemplateFiles,
@@ -138,11 +139,10 @@ def load_chat_template(
       ConfigError: there is no template, it is invalid, or it does not write the given date.
     """
     files = template_files(tokenizer, cache_dir)
-    special_tokens = _special_tokens(_read_config(files.config))
     if value == CHATML:
-        template = ChatTemplate(_CHATML, special_tokens, f"{_KEY}={CHATML}")
+        template = _with_tokens(_CHATML, f"{_KEY}={CHATML}", files)
     elif value:
-        template = ChatTemplate(_read(Path(value)), special_tokens, value)
+        template = _with_tokens(_read(Path(value)), value, files)
     elif own := _template_of(files):
         template = own
     else:
@@ -219,12 +219,21 @@ def put_chat_template(source: str, folder: Path) -> None:
 
 
 def _template_of(files: TemplateFiles) -> ChatTemplate | None:
-    config = _read_config(files.config)
     if files.template is not None:
         source, name = _read(files.template), str(files.template)
     else:
-        source, name = _own_template(config), f"the template of {files.config}"
-    return ChatTemplate(source, _special_tokens(config), name) if source else None
+        source = _own_template(_read_config(files.config))
+        name = f"the template of {files.config}"
+    return _with_tokens(source, name, files) if source else None
+
+
+def _with_tokens(source: str, name: str, files: TemplateFiles) -> ChatTemplate:
+    """Return a template that may write the tokens which the files of a tokenizer name."""
+    config = _read_config(files.config)
+    # A run's fingerprint has these tokens. Earlier versions did not read this file, and their runs
+    # go on if the template does not write them.
+    names = {key: item for key, item in _read_config(files.names).items() if key in source}
+    return ChatTemplate(source, _special_tokens(named_tokens(config, names) or {}), name)
 
 
 def has_reserved_characters(text: str) -> bool:
@@ -245,7 +254,7 @@ def _read(file: Path) -> str:
 
 
 def _read_config(file: Path | None) -> Mapping[str, object]:
-    """Return the content of a tokenizer_config.json; empty without one."""
+    """Return the content of a JSON file of a tokenizer; empty without one."""
     if file is None:
         return {}
     try:

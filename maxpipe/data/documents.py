@@ -15,7 +15,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer
+from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer, frame_of
 
 _BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
 
@@ -316,7 +316,7 @@ class EncodedDocuments:
         return skipped
 
     def __getitem__(self, index: int) -> Encoded:
-        """Return [bos?, tokens..., eos], all of them targets; empty if there are no tokens.
+        """Return [begin..., tokens..., eos], all of them targets; empty if there are no tokens.
 
         A `MarkedText` has only its own tokens; those that overlap one of its spans are targets.
 
@@ -354,8 +354,8 @@ class EncodedDocuments:
         if ids.size == 0:
             return _EMPTY
         self._check_ids(ids)
-        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
-        start = [] if bos is None or ids[0] == bos else [bos]
+        begin, eos = frame_of(self._tokenizer)
+        start = [] if ids[: len(begin)].tolist() == begin else begin
         end = [] if ids[-1] == eos and ids.size + len(start) > 1 else [eos]
         framed = np.concatenate(
             [start, ids.astype(np.int32), end], dtype=np.int32, casting="unsafe"

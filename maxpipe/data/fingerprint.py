@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,13 @@ from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.files import local_files, parts_of, sorted_parts
-from maxpipe.data.tokenizers import tokenizer_files
+from maxpipe.data.tokenizer_json import SPECIAL_TOKENS_MAP, Frame
+from maxpipe.data.tokenizers import (
+    earlier_frame_of,
+    frame_of,
+    load_tokenizer,
+    tokenizer_files,
+)
 from maxpipe.storage.local_files import (
     cache_directory,
     each_once,
@@ -39,6 +46,7 @@ _TEMPLATE = "data.chat_template"
 _CACHED_FROM = 64  # files; fewer are quicker to read than to cache
 
 APPENDED, SHORTENED, REORDERED, CHANGED = "appended", "shortened", "reordered", "changed"
+FRAMED = "other documents"
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class DataChange(NamedTuple):
 
     Attributes:
       key: the configuration key that names the data.
-      kind: `APPENDED`, `SHORTENED`, `REORDERED` or `CHANGED`.
+      kind: `APPENDED`, `SHORTENED`, `REORDERED`, `CHANGED` or `FRAMED`.
       text: what is different, for users.
     """
 
@@ -253,6 +261,8 @@ class DataFingerprint:
       eval: the validation set, `data.eval_path`; None without one.
       tokenizer: digest of the tokenizer's files, or its name.
       chat_template: digest of the template that lays out conversations; "" if there are none.
+      frame: what surrounds documents; None if there are only conversations.
+      earlier_frame: what surrounded them before this was recorded.
     """
 
     key: str
@@ -260,6 +270,8 @@ class DataFingerprint:
     eval: SourceFiles | None
     tokenizer: str
     chat_template: str
+    frame: Frame | None = None
+    earlier_frame: Frame | None = None
 
     def digests(self) -> dict[str, str]:
         """Return a digest for each key that names data or the tokenizer."""
@@ -277,6 +289,7 @@ class DataFingerprint:
             "eval": asdict(self.eval.fingerprint) if self.eval else None,
             "tokenizer": self.tokenizer,
             "chat_template": self.chat_template,
+            "frame": self.frame,
         }
 
     def changes_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
@@ -303,9 +316,17 @@ class DataFingerprint:
             differing.append(DataChange("data.eval_path", CHANGED, text))
         elif eval_before and self.eval and (change := self.eval.change_since(eval_before)):
             differing.append(DataChange("data.eval_path", *change))
+        earlier = saved.get("frame") or self.earlier_frame  # of documents, if there are any
+        frame = Frame(*earlier) if earlier else self.frame
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
             differing.append(DataChange("data.tokenizer", CHANGED, text))
+        elif self.frame is not None and frame != self.frame:
+            text = (
+                f"ids {frame.begin} before and {frame.end} after a document have become "
+                f"{self.frame.begin} and {self.frame.end}"
+            )
+            differing.append(DataChange("data.tokenizer", FRAMED, text))
         before_template = saved.get("chat_template", "")  # earlier versions had no conversations
         if before_template != self.chat_template:
             text = f"the template has digest {self.chat_template!r}, then {before_template!r}"
@@ -333,7 +354,15 @@ def fingerprint_data(config: Config) -> DataFingerprint:
         train = (SourceFiles(data.source, data.path, 1.0, cache),)
     evaluation = SourceFiles(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
     tokenizer = tokenizer_digest(data.tokenizer, cache)
-    return DataFingerprint(key, train, evaluation, tokenizer, _template_digest(data))
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    frame = earlier = None
+    if not all(SOURCES[source].is_chat for source in read):
+        with suppress(ConfigError):  # the loader refuses it
+            loaded = load_tokenizer(data.tokenizer, cache)
+            frame, earlier = frame_of(loaded), earlier_frame_of(loaded)
+    return DataFingerprint(
+        key, train, evaluation, tokenizer, _template_digest(data), frame, earlier
+    )
 
 
 def data_digests(config: Config) -> dict[str, str]:
@@ -356,6 +385,9 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     files = tokenizer_files(name_or_path, cache_dir)
     if not files:
         return name_or_path
+    # What special_tokens_map.json names shows in the recorded frame; earlier versions did not read
+    # it, and their runs go on.
+    files = [file for file in files if file.name != SPECIAL_TOKENS_MAP]
     digest = hashlib.blake2b(digest_size=8)
     try:
         for file in files:

@@ -21,7 +21,14 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of, open_sources
-from maxpipe.data.tokenizers import Tokenizer, extends, load_tokenizer, needed_ids, unknown_tokens
+from maxpipe.data.tokenizers import (
+    Tokenizer,
+    describe_begin,
+    extends,
+    load_tokenizer,
+    needed_ids,
+    unknown_tokens,
+)
 
 if TYPE_CHECKING:
     import grain
@@ -206,12 +213,14 @@ def check_base_tokenizer(config: Config) -> None:
 def tokenizer_notes(config: Config) -> list[str]:
     """Return notes for users about a run's tokenizer."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
+    begin = describe_begin(tokenizer)
+    lines = [begin] if begin else []
     unknown = unknown_tokens(tokenizer, config.model)
     if not unknown:
-        return []
+        return lines
     names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
     what = f"{len(unknown)} of the tokenizer's tokens"
-    return [f"the model has no ids for {what}; texts must not have them: {names}"]
+    return [*lines, f"the model has no ids for {what}; texts must not have them: {names}"]
 
 
 def conversation_notes(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.corpus import Corpus, text_of
-from maxpipe.data.tokenizers import TOKENIZER_CONFIG
+from maxpipe.data.tokenizer_json import TOKENIZER_CONFIG
 from maxpipe.storage.local_files import write_atomically
 
 END = "<|endoftext|>"

@@ -5,12 +5,11 @@ SentencePiece model, or a model's folder, as in `maxpipe.config.model_places`. T
 imported when a file needs them.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,13 +23,17 @@ from maxpipe.config.model_places import (
     tokenizer_path,
 )
 from maxpipe.config.sections import ModelConfig
+from maxpipe.data.tokenizer_json import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    Frame,
+    HuggingFaceTokenizer,
+    other_format,
+)
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
-TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# Tried in this order if no tokenizer_config.json names the tokens.
-COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
-COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
+_OF_TEMPLATES = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)
 
 
 class Tokenizer(Protocol):
@@ -105,8 +108,8 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     if file.suffix == ".model":
         return [file]
     file = file / "tokenizer.json" if isdir(file) else file
-    config = file.with_name(TOKENIZER_CONFIG)
-    return [file, config] if isfile(config) else [file]
+    others = map(file.with_name, (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP))
+    return [file, *filter(isfile, others)]
 
 
 class TemplateFiles(NamedTuple):
@@ -115,10 +118,12 @@ class TemplateFiles(NamedTuple):
     Attributes:
       config: tokenizer_config.json.
       template: chat_template.jinja, which takes precedence.
+      names: special_tokens_map.json, which names tokens that it may write.
     """
 
-    config: Path | None
-    template: Path | None
+    config: Path | None = None
+    template: Path | None = None
+    names: Path | None = None
 
 
 def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
@@ -128,22 +133,20 @@ def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
       ConfigError: an object store or the hub cannot be read.
     """
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
-        return TemplateFiles(None, None)
+        return TemplateFiles()
     if folder := tokenizer_folder(name_or_path):
-        directory = open_folder(folder, "data.tokenizer").fetch(
-            (TOKENIZER_CONFIG, CHAT_TEMPLATE), cache_dir
-        )
+        directory = open_folder(folder, "data.tokenizer").fetch(_OF_TEMPLATES, cache_dir)
     else:
         path = Path(tokenizer_path(name_or_path))
         directory = path if path.is_dir() else path.parent
-    files = (directory / TOKENIZER_CONFIG, directory / CHAT_TEMPLATE)
+    files = (directory / name for name in _OF_TEMPLATES)
     return pick_template_files([file for file in files if file.exists()])
 
 
 def pick_template_files(files: Sequence[Path]) -> TemplateFiles:
     """Return which of the files of a tokenizer or model may hold its chat template."""
     by_name = {file.name: file for file in files}
-    return TemplateFiles(by_name.get(TOKENIZER_CONFIG), by_name.get(CHAT_TEMPLATE))
+    return TemplateFiles(*map(by_name.get, _OF_TEMPLATES))
 
 
 @cache
@@ -155,7 +158,8 @@ def _local_path(value: str, cache_dir: str) -> str:
         return path
     name = path.rpartition("/")[2]
     try:
-        directory = open_folder(folder, "data.tokenizer").fetch((name, TOKENIZER_CONFIG), cache_dir)
+        names = (name, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+        directory = open_folder(folder, "data.tokenizer").fetch(names, cache_dir)
         is_there = (directory / name).is_file()
     except FileNotFoundError:
         is_there = False
@@ -192,23 +196,47 @@ def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
 
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
-    return next(
-        (file for file in files if file.name not in (TOKENIZER_CONFIG, CHAT_TEMPLATE)), None
-    )
+    return next((file for file in files if file.name not in _OF_TEMPLATES), None)
+
+
+def frame_of(tokenizer: Tokenizer) -> Frame:
+    """Return what surrounds the documents of a tokenizer, in training and in every command.
+
+    A tokenizer.json defines the ids before a text. Other tokenizers put the begin of document
+    there, if they have one.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.frame
+    return Frame([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.eos_id)
+
+
+def earlier_frame_of(tokenizer: Tokenizer) -> Frame:
+    """Return what surrounded documents in training before runs recorded it."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.earlier_frame
+    return frame_of(tokenizer)
+
+
+def describe_begin(tokenizer: Tokenizer) -> str:
+    """Return how documents begin, for users; "" if the tokenizer leaves no doubt."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return ""
+    begin = tokenizer.frame.begin
+    if not begin and tokenizer.bos_id is None:
+        return ""
+    ids = begin or [tokenizer.bos_id]
+    tokens = tokenizer.decode_with_special_tokens(ids)
+    how = "with" if begin else "without"
+    return f"documents and prompts begin {how} {tokens}, as in transformers"
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text that a model is to continue.
-
-    A tokenizer.json defines which special tokens surround a text. Other tokenizers put the begin
-    of document before it, if they have one.
+    """Return the token ids of a text that a model is to continue: those of a document that begins
+    with it.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.encode_with_special_tokens(text)
-    ids = tokenizer.encode(text).tolist()
-    if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
-        return ids
-    return [tokenizer.bos_id, *ids]
+    ids: list[int] = tokenizer.encode(text).tolist()
+    begin = frame_of(tokenizer).begin
+    return ids if ids[: len(begin)] == begin else begin + ids
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
@@ -313,7 +341,8 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
-            raise _problem(f"{path} is no SentencePiece model: {error}") from error
+            message = f"{path} is no SentencePiece model: {error}"
+            raise _problem(other_format(file) or message) from error
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()
         if self.eos_id < 0:
@@ -338,156 +367,6 @@ class SentencePieceTokenizer:
         return self._model.decode(
             [token for token in np.asarray(ids).tolist() if token < self.vocab_size]
         )
-
-
-class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`, read by the `tokenizers` library without running code.
-
-    The file does not say which of its tokens begin and end a document. `tokenizer_config.json` next
-    to it does (`bos_token`, `eos_token`, `pad_token`, `add_bos_token`); without one, common names
-    are tried, and likewise for an `eos_token` that it leaves out.
-
-    Truncation and padding lengths that the script that saved the file may have left in it are
-    ignored: a text has all of its tokens and no others.
-
-    Args:
-      path: a tokenizer.json, or the directory that holds it.
-
-    Raises:
-      ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
-
-    Attributes:
-      needed_vocab_size: least number of ids that a model needs for texts without added tokens, some
-        of which may have larger ids.
-      special_tokens: the text of each special token.
-    """
-
-    def __init__(self, path: str):
-        from tokenizers import Tokenizer as FastTokenizer
-
-        file = Path(path)
-        file = file / "tokenizer.json" if isdir(file) else file
-        if not isfile(file):
-            raise _problem(
-                f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
-                "or of a SentencePiece .model"
-            )
-        try:
-            self._tokenizer = FastTokenizer.from_file(str(file))
-        # The library raises bare Exception for whatever it cannot parse.
-        except Exception as error:
-            raise _problem(f"{file} is not a Hugging Face tokenizer.json: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self.vocabulary
-        # Ids may have gaps, so the number of tokens may be smaller than the largest id.
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        special = _special_tokens(file.with_name(TOKENIZER_CONFIG), vocabulary)
-        if special["eos_token"] not in vocabulary:
-            raise _problem(
-                f"{file} has no end-of-document token; "
-                "name its eos_token in tokenizer_config.json next to it"
-            )
-        self.eos_id = vocabulary[special["eos_token"]]
-        self.bos_id = vocabulary.get(special["bos_token"])
-        self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
-        own_ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
-        framing = [self.eos_id, self.pad_id, -1 if self.bos_id is None else self.bos_id]
-        self.needed_vocab_size = max([*own_ids, *framing]) + 1
-        content = json.loads(self._tokenizer.to_str())
-        self.token_bytes = _token_bytes(content, vocabulary)
-        added = content.get("added_tokens") or ()
-        self.special_tokens = [token["content"] for token in added if token["special"]]
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each token, added ones included."""
-        return self._tokenizer.get_vocab(with_added_tokens=True)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return token ids, int32 [tokens]."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [tokens], and the character range of each, int64 [tokens, 2]."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Return token ids with the special tokens that the file's post-processor adds."""
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids` without special tokens."""
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
-
-    def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`, including special tokens."""
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-    def tokens_from(self, first_id: int) -> list[str]:
-        """Return the tokens whose ids are at least `first_id`, in their order."""
-        tokens = map(self._tokenizer.id_to_token, range(first_id, self.vocab_size))
-        return [token for token in tokens if token is not None]
-
-
-def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
-    """Return the byte count of each token of a byte-level tokenizer, int32 [ids]; None for others.
-
-    Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
-    Special tokens count as 0 bytes; other added tokens are stored as plain text.
-
-    Args:
-      tokenizer: content of the tokenizer.json.
-      vocabulary: ids by token, added tokens included.
-    """
-    steps = tokenizer.get("pre_tokenizer") or {}
-    levels = [
-        step
-        for step in steps.get("pretokenizers", [steps])
-        if isinstance(step, Mapping) and step.get("type") == "ByteLevel"
-    ]
-    if not levels or any(step.get("add_prefix_space") for step in levels):
-        return None  # a prefix is a byte that the text does not have
-    counts = np.zeros(max(vocabulary.values()) + 1, np.int32)
-    for token, index in vocabulary.items():
-        counts[index] = len(token)
-    for added in tokenizer.get("added_tokens") or ():
-        counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-    return counts
-
-
-def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
-    """Return the tokens that begin a document, end it, and pad; "" where there is none."""
-    if not file.is_file():
-        return {
-            "bos_token": _first_of(COMMON_BOS, vocabulary),
-            "eos_token": _first_of(COMMON_EOS, vocabulary),
-            "pad_token": "",
-        }
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _problem(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise _problem(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise _problem(f"{file} is not a JSON object")
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    if "eos_token" not in config:  # as in GPT-2's
-        tokens["eos_token"] = _first_of(COMMON_EOS, vocabulary)
-    if config.get("add_bos_token") is False:
-        tokens["bos_token"] = None
-    # Older files wrap a token in an object.
-    names = {
-        kind: token.get("content") if isinstance(token, dict) else token
-        for kind, token in tokens.items()
-    }
-    return {kind: name if isinstance(name, str) else "" for kind, name in names.items()}
-
-
-def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:
-    return next((token for token in tokens if token in vocabulary), "")
 
 
 def _problem(message: str) -> ConfigError:

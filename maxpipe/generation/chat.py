@@ -13,10 +13,10 @@ from maxpipe.data.chat_template import (
     load_chat_template,
 )
 from maxpipe.data.documents import BadDocument
+from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
 from maxpipe.data.tokenizers import (
     CHAT_TEMPLATE,
     TOKENIZER,
-    HuggingFaceTokenizer,
     Tokenizer,
     template_files,
 )

@@ -20,6 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from maxpipe.data.tokenizers import encode_prompt, frame_of
 from maxpipe.generation.decoding import Decoder, Sampling
 from maxpipe.generation.model import Model, check_numbers, load_model
 from maxpipe.generation.text import check_known
@@ -36,9 +37,9 @@ TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 class ModelOfRun(TemplateLM):
     """A loaded model as lm-eval takes it.
 
-    Texts begin like documents in training, with the begin-of-document token if the tokenizer has
-    one. A context too long for `data.sequence_length` loses its beginning, and one of more than
-    half of that leaves room for the answer. Samples of a text differ from each other.
+    Texts begin like documents in training. A context too long for `data.sequence_length` loses its
+    beginning, and one of more than half of that leaves room for the answer. Samples of a text
+    differ from each other.
 
     Args:
       model: the model, from `maxpipe.load_model`.
@@ -59,8 +60,8 @@ class ModelOfRun(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Return the token before a text without context."""
-        bos = self.model.tokenizer.bos_id
-        return self.eot_token_id if bos is None else bos
+        frame = frame_of(self.model.tokenizer)
+        return [frame.end, *frame.begin][-1]
 
     @property
     def tokenizer_name(self) -> str:
@@ -74,10 +75,7 @@ class ModelOfRun(TemplateLM):
         tokenizer = self.model.tokenizer
         ids: list[int] = tokenizer.encode(string).tolist()
         check_known(ids, tokenizer, self.model.config.model.num_token_ids, "text")
-        bos = tokenizer.bos_id
-        if add_special_tokens is False or bos is None or ids[:1] == [bos]:
-            return ids
-        return [bos, *ids]
+        return ids if add_special_tokens is False else encode_prompt(tokenizer, string)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

@@ -12,7 +12,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config, OptimizerConfig
-from maxpipe.data.fingerprint import APPENDED, CHANGED, DataChange, DataFingerprint
+from maxpipe.data.fingerprint import APPENDED, CHANGED, FRAMED, DataChange, DataFingerprint
 from maxpipe.training.optimizer import learning_rate
 from maxpipe.training.run_directory import Meta, RunDirectory
 
@@ -169,7 +169,9 @@ def _refusal(change: DataChange, place: str) -> str:
             "held-out documents stay held out, but with data.shuffle documents of this epoch "
             "come again or are left out"
         )
-    if change.key == "data.tokenizer":
+    if change.kind == FRAMED:
+        consequence = "documents would begin or end differently"
+    elif change.key == "data.tokenizer":
         consequence = "the same token ids would mean other text"
     return (
         f"is not what the checkpoints in {place} were made with, {change.kind}: {change.text}; "

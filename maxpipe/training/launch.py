@@ -171,7 +171,7 @@ def run(
     directory, checkpointer = open_run_directory(config, supervision.memory)
     directory.derived = differing_keys(config, loaded.config)
     with naming_all_inputs(config):
-        config = dated(config, directory)
+        config = dated(config, directory, decisions.add)
     mark = followed(config.checkpoint.resume, job_of_process())
     config = followed_once(config, checkpointer, job_of_process(), log)
     last_step = finished_step(config, checkpointer)

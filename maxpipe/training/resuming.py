@@ -12,6 +12,7 @@ from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.devices import processes
@@ -47,7 +48,7 @@ def followed_once(
     return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO))
 
 
-def dated(config: Config, directory: RunDirectory) -> Config:
+def dated(config: Config, directory: RunDirectory, note: Note) -> Config:
     """Return the configuration with the date that its chat template writes: that of the run's
     earlier starts, or today. All processes call this.
     """
@@ -57,6 +58,7 @@ def dated(config: Config, directory: RunDirectory) -> Config:
     text = directory.chat_date()
     day = datetime.fromisoformat(text) if text else datetime.now()
     day = date.fromordinal(processes.of_first_process(day.toordinal()))
+    note(f"data.chat_date={day}: the day on which the run began")
     return replace(config, data=replace(config.data, chat_date=day.isoformat()))
 
 

@@ -5,12 +5,15 @@ import time
 from dataclasses import asdict
 
 import pytest
+from helpers.hf_folder import write_byte_pairs
+from tokenizers import Tokenizer, processors
 
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.data import fingerprint as module
 from maxpipe.data.fingerprint import (
     APPENDED,
     CHANGED,
+    FRAMED,
     REORDERED,
     SHORTENED,
     SourceFiles,
@@ -50,6 +53,24 @@ def kinds(config, saved):
 def recorded(config):
     """Return a fingerprint as it comes back from a checkpoint."""
     return json.loads(json.dumps(fingerprint_data(config).to_json()))
+
+
+@pytest.mark.parametrize(("single", "changes"), [("$A", [FRAMED]), ("<s> $A", [])])
+def test_fingerprint_notices_that_documents_begin_otherwise_than_in_earlier_versions(
+    single, changes, config, tmp_path
+):
+    path = write_byte_pairs(tmp_path, "fox", ["<s>", "</s>"], size=300)
+    stored = Tokenizer.from_file(str(path))
+    special = [("<s>", 0), ("</s>", 1)]
+    stored.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    stored.save(str(path))
+    config = replace(config, **{"data.tokenizer": str(path)})
+    saved = recorded(config)
+    assert kinds(config, saved) == []
+    del saved["frame"]
+    assert kinds(config, saved) == [("data.tokenizer", kind) for kind in changes]
+    chats = replace(config, **{"data.source": "chat", "data.chat_template": "chatml"})
+    assert fingerprint_data(chats).frame is None
 
 
 def test_fingerprint_of_the_same_data_has_no_changes_wherever_it_lies(config, corpus, tmp_path):

@@ -10,10 +10,12 @@ import pytest
 from helpers.hf_folder import write_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import ModelConfig
+from maxpipe.data.documents import EncodedDocuments
+from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
 from maxpipe.data.tokenizers import (
     encode_prompt,
     load_tokenizer,
@@ -55,16 +57,64 @@ def test_tokenizer_of_a_folder_is_that_of_its_file(tmp_path: Path) -> None:
     assert load_tokenizer(f"hf:{tmp_path}").eos_id == 0
 
 
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_prompt_begins_as_the_post_processor_says(tmp_path: Path, adds_bos: bool) -> None:
+@pytest.mark.parametrize(("single", "begin"), [("", []), ("<s> $A", [0]), ("<s> $A </s>", [0])])
+def test_documents_and_prompts_begin_as_the_post_processor_says(
+    tmp_path: Path, single: str, begin: list[int]
+) -> None:
     path = _make(tmp_path, ["<s>", "</s>"])
-    if not adds_bos:
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(content | {"post_processor": None}))
+    stored = Tokenizer.from_file(str(path))
+    stored.post_processor = processors.TemplateProcessing(
+        single=single or "$A", pair="$A $B", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    stored.save(str(path))
     tokenizer = load_tokenizer(f"hf:{tmp_path}")
     ids = tokenizer.encode("fox").tolist()
     assert tokenizer.bos_id == 0
-    assert encode_prompt(tokenizer, "fox") == [0] * adds_bos + ids
+    assert encode_prompt(tokenizer, "fox") == begin + ids
+    assert encode_prompt(tokenizer, "<s>fox") == [0, *ids]
+    documents = EncodedDocuments(["fox"], tokenizer, tokenizer.vocab_size)
+    assert documents[0].ids.tolist() == [*begin, *ids, 1]
+
+
+def test_special_tokens_map_names_tokens_where_the_config_has_no_added_tokens(
+    tmp_path: Path,
+) -> None:
+    names = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "pad_token": "<c>"}
+    path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>"])
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    assert path.with_name("special_tokens_map.json") in tokenizer_files(str(path))
+    tokenizer = HuggingFaceTokenizer(str(path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"eos_token": "</s>"}')
+    assert HuggingFaceTokenizer(str(path)).eos_id == 1
+    config.write_text('{"eos_token": "</s>", "added_tokens_decoder": {}}')
+    assert HuggingFaceTokenizer(str(path)).eos_id == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tiktoken", "IQ== 0\nIg== 1\n"),
+        ("tiktoken.model", "IQ== 0\nIg== 1\n"),
+        (
+            "tekken.json",
+            '{"config": {"pattern": "a"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}',
+        ),
+    ],
+)
+def test_file_of_another_library_asks_for_its_conversion(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    kind = "tekken" if "tekken" in name else "tiktoken"
+    for path in [tmp_path / name, tmp_path][: 1 + ("a." not in name)]:
+        with pytest.raises(
+            ConfigError, match=rf"^data\.tokenizer: \S* is a file of {kind}, .*save_pretrained"
+        ):
+            load_tokenizer(str(path))
+    _make(tmp_path, ["<s>", "</s>"])
+    assert load_tokenizer(f"hf:{tmp_path}").eos_id == 1
 
 
 def test_prompt_of_another_tokenizer_begins_with_the_begin_of_document() -> None:

@@ -56,15 +56,17 @@ def test_date_of_a_chat_template_is_that_of_the_first_start(config, tmp_path):
     keys = {"data.source": "chat", "data.chat_template": str(tmp_path / "mine.jinja")}
     config = replace(config, **keys)
     run = RunDirectory(config)
-    today = dated(config, run)
+    notes = []
+    today = dated(config, run, notes.append)
+    assert notes[0].startswith(f"data.chat_date={today.data.chat_date}: ")
     assert abs(date.fromisoformat(today.data.chat_date) - date.today()) <= timedelta(days=1)
     claim(replace(today, **{"data.chat_date": "2024-07-26"}))
     commit(config)
     claim(config)  # a date that is not given is no change
     run.config_file.write_text(to_yaml(replace(config, **{"data.chat_date": "2024-07-26"})))
-    assert dated(config, run).data.chat_date == "2024-07-26"
+    assert dated(config, run, notes.append).data.chat_date == "2024-07-26"
     (tmp_path / "mine.jinja").write_text("no date")
-    assert dated(config, run) == config
+    assert dated(config, run, notes.append) == config
 
 
 def test_claim_with_checkpoints_accepts_the_same_config_and_records_changes(config):
