@@ -45,6 +45,8 @@ keys:
 
 zb_v and zb_h2 have their published orders; with any of these times, orders that follow them.
 
+The bubble is the idle share of all stages' time, from a step's first unit to its last.
+
 With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules
 (zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
 out. Peaks count chunks; --compare counts whole stages instead.

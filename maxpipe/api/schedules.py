@@ -11,7 +11,7 @@ from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
 from maxpipe.render.request import Collector, in_own_keys, parse_request, simulate_schedules
 from maxpipe.render.terminal import (
-    FOOTNOTE,
+    FOOTNOTES,
     HEADER,
     comparison_rows,
     comparison_text,
@@ -24,6 +24,8 @@ Value = str | float | bool | Sequence[float]
 
 class Schedules(Sequence[Simulation]):
     """Simulated schedules; each has `table`, `makespan`, `bubble_fraction`, `peak_in_flight`.
+
+    `bubble_fraction` is the idle share of all stages' time, from a step's first unit to its last.
 
     `print` shows them as text, and a notebook as charts on one time scale.
 
@@ -74,7 +76,8 @@ class Schedules(Sequence[Simulation]):
             f"<tr>{''.join(f'<td>{escape(value)}</td>' for value in row)}</tr>"
             for row in comparison_rows(self._runs)
         ]
-        table = f"<table>{''.join(rows)}</table><p>{FOOTNOTE}; {escape(self._subtitle)}</p>"
+        notes = "; ".join([*FOOTNOTES, escape(self._subtitle)])
+        table = f"<table>{''.join(rows)}</table><p>{notes}</p>"
         return "\n".join([table, *charts])
 
 

@@ -189,7 +189,7 @@ class StagesReport:
             lines += map(collective_line, collectives)
         if self.predicted:
             lines += self.predicted.lines()
-            lines.append("  parts are those of the busiest stage")
+            lines.append("  parts are means of all stages")
             lines.append("  the optimizer's update is a closed form, among the loop fusions")
             lines += [f"  without {part}" for part in self.predicted.leaves_out]
             if self.schedule_words:

@@ -133,7 +133,7 @@ SCHEDULES: dict[str, Schedule] = {
         ("mpmd",),
         splits_backward=True,
         timed=True,
-        summary="split backwards: almost no bubble in twice the memory of 1F1B",
+        summary="split backwards: hardly a wait within a stage, in twice the memory of 1F1B",
     ),
     "zb_v": Schedule(
         _SCHEDULES + "v_shape:zb_v",
@@ -141,7 +141,7 @@ SCHEDULES: dict[str, Schedule] = {
         repeats=2,
         splits_backward=True,
         timed=True,
-        summary="two chunks per stage in a V: no bubble in the memory of 1F1B",
+        summary="two chunks per stage in a V: no wait within a stage, in the memory of 1F1B",
     ),
     "v_half": Schedule(
         _SCHEDULES + "building_block:v_half",

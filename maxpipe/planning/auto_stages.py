@@ -118,10 +118,7 @@ def fullest_stage_bytes(config: Config, *, on_tpus: bool = False) -> float:
 
 
 def bubble_fraction(config: Config) -> float:
-    """Return the idle share of the stages' time, from 0 to 1.
-
-    One program computes chunks of equal size, padding included. Where each stage has its own
-    programs, a chunk takes as long as its layers, and the last one takes the head's time as well.
+    """Return the idle share of the stages' time, from 0 to 1, with the times of their layers.
 
     Args:
       config: the resolved configuration, with its stages chosen.
@@ -129,9 +126,41 @@ def bubble_fraction(config: Config) -> float:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    if ENGINES[config.pipeline.engine].one_program:
-        return simulate(build_table(config)).bubble_fraction
-    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
+    return simulate_stages(config).bubble_fraction
+
+
+def simulate_stages(config: Config) -> Simulation:
+    """Simulate a step with the chosen stages, the head included; arguments as `bubble_fraction`."""
+    return predict(config, build_layout(config).chunk_sizes).run
+
+
+def slowest_stage(config: Config) -> str:
+    """Return which stage takes over 10 % more than the mean and what helps; empty if none does.
+
+    Args:
+      config: the resolved configuration, with its stages chosen.
+    """
+    run = simulate_stages(config)
+    stage, excess = run.slowest
+    if excess <= 0.1:
+        return ""
+    # Larger chunks lessen what a head, a window or a remainder adds to one of them.
+    remedy = "fewer stages or repeats, or more layers, even it out"
+    for keys, other in _other_sizes(config):
+        if (saved := 1 - other.run.makespan / run.makespan) >= 0.01:
+            remedy = f"{keys} saves {100 * saved:.0f} % of a step"
+            break
+    return f"stage {stage}, {100 * excess:.0f} % above the mean; {remedy}"
+
+
+def _other_sizes(config: Config) -> Iterator[tuple[str, PredictedStages]]:
+    """Yield the keys of sizes that maxpipe would choose, and what they cost."""
+    if ENGINES[config.pipeline.engine].auto_stages:
+        if config.pipeline.parallel_layers == config.model.stacked_layers:
+            for prediction in _candidates(config, memory_limit(config, None)):
+                yield f"{LAYERS_KEY}=auto", prediction
+    elif uniform := uniform_sizes(config):
+        yield f"{LAYERS_KEY}=[]", predict(config, uniform)
 
 
 def uniform_sizes(config: Config) -> list[int] | None:

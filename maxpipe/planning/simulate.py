@@ -130,18 +130,32 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Return the time lost: the longest span minus the work of the busiest stage.
-
-        Spans count, since steps that follow each other without a barrier overlap where stages start
-        and end at different times; zero-bubble schedules count on it.
-        """
-        lost = float(self.span.max() - self.work.max())
-        return lost if lost > ROUNDING * self.makespan else 0.0
+        """Return how long a stage is idle on average, from the step's first unit to its last."""
+        return self._lost(self.makespan - self.work.mean())
 
     @property
     def bubble_fraction(self) -> float:
-        """Return `bubble` as a fraction of the longest span."""
-        return self.bubble / float(self.span.max()) if self.span.max() > 0 else 0.0
+        """Return the share of all stages' time that is idle, from 0 to 1."""
+        return self.bubble / self.makespan if self.makespan > 0 else 0.0
+
+    @property
+    def idle_in_span(self) -> float:
+        """Return the longest time from a stage's first unit to its last, minus the most work.
+
+        Zero-bubble schedules bring this to 0: steps that followed each other without a barrier
+        would overlap where stages start and end at different times. An optimizer that waits for all
+        gradients is such a barrier, so that the bubble remains.
+        """
+        return self._lost(self.span.max() - self.work.max())
+
+    def _lost(self, time: float) -> float:
+        return float(time) if time > ROUNDING * self.makespan else 0.0
+
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """Return the stage that works longest, and by what part longer than the mean of all."""
+        stage, mean = int(self.work.argmax()), self.work.mean()
+        return stage, float(self.work[stage] / mean - 1) if mean > 0 else 0.0
 
     def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """Return when the number of chunks in flight on a stage changes, and its new value."""

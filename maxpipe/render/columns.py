@@ -1,6 +1,7 @@
 """Align rows of cells in columns."""
 
 from collections.abc import Collection, Sequence
+from decimal import Decimal
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -18,3 +19,14 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         ).rstrip()
         for row in rows
     ]
+
+
+def numbers(values: Sequence[float], digits: int) -> list[str]:
+    """Write the numbers of a column with equally many decimals, as the longest of them needs.
+
+    >>> numbers([11, 11.95, 12.5], digits=4)
+    ['11.00', '11.95', '12.50']
+    """
+    rounded = [Decimal(f"{value:.{digits}g}").normalize() for value in values]
+    places = max((-int(number.as_tuple().exponent) for number in rounded), default=0)
+    return [f"{number:.{max(places, 0)}f}" for number in rounded]

@@ -6,7 +6,7 @@ from html import escape
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import STYLE, chart_svg, fit_frame
 from maxpipe.render.html import document
-from maxpipe.render.terminal import FOOTNOTE, HEADER, comparison_rows
+from maxpipe.render.terminal import FOOTNOTES, HEADER, comparison_rows
 
 PAGE_STYLE = """
 th:first-child,td:first-child{font-weight:600}
@@ -115,4 +115,4 @@ def _figures(runs: Sequence[Simulation]) -> str:
         "".join(f"<td>{escape(value)}</td>" for value in row) for row in comparison_rows(runs)
     ]
     rows = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table>{rows}</table>\n<p>{FOOTNOTE}</p>"
+    return f"<table>{rows}</table>\n<p>{'<br>'.join(FOOTNOTES)}</p>"

@@ -9,21 +9,16 @@ from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
-from maxpipe.render.columns import columns
+from maxpipe.render.columns import columns, numbers
 
 MAX_BLOCKS = 6
 
-HEADER = (
-    "schedule",
-    "repeats",
-    "makespan",
-    "bubble",
-    "of time",
-    "peak in flight",
-    "bytes sent",
-    "runs on",
+HEADER = ("schedule", "repeats", "makespan", "bubble", "in flight", "sent", "runs on")
+FOOTNOTES = (
+    "bubble: idle share of all stages' time, from a step's first unit to its last",
+    "in flight: the most; one microbatch's activations of a whole stage count as one",
+    "sent: bytes of activations and gradients between stages",
 )
-FOOTNOTE = "peak in flight: one microbatch's activations of a whole stage count as one"
 
 
 def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
@@ -136,7 +131,12 @@ def _costs(run: Simulation) -> list[str]:
 
     text = [
         f"makespan        {run.makespan:g}",
-        f"bubble          {run.bubble:g} ({run.bubble_fraction:.1%})",
+        f"bubble          {run.bubble:.6g} a stage, {run.bubble_fraction:.1%} of all stages' time",
+        *(
+            [f"idle in a span  {run.idle_in_span:.6g} (from a stage's first unit to its last)"]
+            if not table.lockstep
+            else []
+        ),
         f"peak in flight  {peak(run.peak_in_flight)}",
         *(
             [f"peak stash      {peak(run.peak_stash)} between I and W"]
@@ -155,22 +155,23 @@ def _costs(run: Simulation) -> list[str]:
 
 def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
     """Return a row under `HEADER` for every run, the shortest first."""
-    rows: list[tuple[str, ...]] = []
-    for run in sorted(runs, key=lambda run: run.makespan):
-        table = run.table
-        rows.append(
-            (
-                table.name,
-                str(table.num_repeats),
-                f"{run.makespan:.5g}",
-                f"{run.bubble:.4g}",
-                f"{run.bubble_fraction:.1%}",
-                f"{run.peak_in_flight.max() / table.num_repeats:.4g}",
-                f"{run.bytes_sent.sum():g}",
-                ", ".join(_engines(table)) or "-",
-            )
+    ordered = sorted(runs, key=lambda run: run.makespan)
+    return [
+        (
+            run.table.name,
+            str(run.table.num_repeats),
+            *figures,
+            ", ".join(_engines(run.table)) or "-",
         )
-    return rows
+        for run, *figures in zip(
+            ordered,
+            numbers([run.makespan for run in ordered], 5),
+            [f"{run.bubble_fraction:.1%}" for run in ordered],
+            numbers([run.peak_in_flight.max() / run.table.num_repeats for run in ordered], 4),
+            [f"{run.bytes_sent.sum():g}" for run in ordered],
+            strict=True,
+        )
+    ]
 
 
 def _engines(table: Table) -> Sequence[str]:
@@ -188,4 +189,4 @@ def _engines(table: Table) -> Sequence[str]:
 def comparison_text(runs: Sequence[Simulation]) -> str:
     """Return the rows as aligned text, with numbers aligned right."""
     lines = columns([HEADER, *comparison_rows(runs)], left=(0, len(HEADER) - 1))
-    return "\n".join([*lines, "", FOOTNOTE]) + "\n"
+    return "\n".join([*lines, "", *FOOTNOTES]) + "\n"

@@ -14,7 +14,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.documents import describe_sources
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import bubble_fraction
+from maxpipe.planning.auto_stages import bubble_fraction, slowest_stage
 from maxpipe.planning.flops import (
     active_parameter_count,
     parameter_count,
@@ -70,11 +70,12 @@ class RunSummary:
         pipeline.
       schedule: engine and schedule in words.
       num_microbatches: microbatches per step.
-      bubble: idle share of the stages' time in the schedule, from 0 to 1.
+      bubble: idle share of the stages' time in a step, from 0 to 1.
       data: source, tokenizer and tokens per step in words.
       steps: steps of the whole run.
       resumed_step: step of the restored checkpoint, or None for a fresh run.
       held_out: what evaluations read, in words; empty without them.
+      slowest: the stage that takes much longer than the mean, and what helps; empty if none does.
       decisions: every automatic choice with its reason, a line each.
     """
 
@@ -96,6 +97,7 @@ class RunSummary:
     steps: int
     resumed_step: int | None = None
     held_out: str = ""
+    slowest: str = ""
     decisions: Sequence[str] = ()
 
 
@@ -118,6 +120,7 @@ def start_summary(run: RunSummary) -> list[str]:
         _line("parameters", _parameters(run)),
         _line("pipeline", _pipeline(run)),
         *_stages(run.stage_layers),
+        *([_line("  slowest", run.slowest)] if run.slowest else []),
         _line("data", run.data),
         *([_line("held out", run.held_out)] if run.held_out else []),
     ]
@@ -227,6 +230,7 @@ def report(
         else "sequential",
         num_microbatches=config.pipeline.num_microbatches,
         bubble=bubble_fraction(config) if pipelined else 0.0,
+        slowest=slowest_stage(config) if pipelined else "",
         data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
         f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
         held_out=f"{held_out} every {config.eval.every} steps" if held_out else "",

@@ -24,6 +24,7 @@ from maxpipe.planning.auto_stages import (
     plan_stages,
     predict,
     run_table,
+    slowest_stage,
     uniform_sizes,
     with_unit_times,
 )
@@ -229,19 +230,39 @@ def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
 
 
 def test_bubble_is_that_of_the_chunks_that_stages_hold():
-    """1F1B: a first stage of five layers never waits, one of a single layer at both ends does."""
+    """1F1B with the times of real stages: the head counts, and what a short stage waits."""
     small = {"model.num_layers": 6, "model.vocab_size": 64}
 
     def of(*sizes, **values):
         return config_of(2, **small, **{"pipeline.layers_per_stage": [*sizes]}, **values)
 
-    assert bubble_fraction(of(5, 1)) == 0
     times = layer_times(of(1, 5))
-    last = 8 * (5 * times.layer + times.head)
-    assert bubble_fraction(of(1, 5)) == pytest.approx(times.layer / (times.layer + last))
-    # One program computes five layers on either stage, in 8 + 1 ticks.
+    work = 8 * (6 * times.layer + times.head)  # of both stages
+    step = times.layer + 8 * (5 * times.layer + times.head)  # the last stage never waits
+    assert bubble_fraction(of(1, 5)) == pytest.approx(1 - work / (2 * step))
+    # One program computes five layers on either stage, in 8 + 1 ticks, and shares the head.
     program = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
-    assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 / 9)
+    step = 9 * 5 * times.layer + 8 * times.head / 2
+    assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 - work / (2 * step))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values", "message"),
+    [
+        ((3, 3), {}, ""),
+        ((1, 5), {}, "stage 1, .* above the mean; pipeline.layers_per_stage=auto saves "),
+        ((1, 1), {"model.vocab_size": 512}, "stage 1, .* fewer stages"),
+        (
+            (1, 5),
+            {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"},
+            r"stage 1, .* pipeline.layers_per_stage=\[\] saves 4",
+        ),
+    ],
+)
+def test_slowest_stage_is_named_with_what_helps(sizes, values, message):
+    small = {"model.num_layers": sum(sizes), "model.vocab_size": 64, **values}
+    line = slowest_stage(config_of(2, **small, **{"pipeline.layers_per_stage": [*sizes]}))
+    assert re.match(message, line) if message else line == ""
 
 
 def chosen(config, chip_bytes=None):

@@ -49,7 +49,7 @@ def test_plain_text_shows_every_unit_once_and_what_it_costs():
     units = re.findall(r"\b\d+[FB]\d+\b", text)
     assert len(units) == len(set(units)) == 2 * 8 * 8
     assert "\x1b" not in text
-    assert "bubble          9 (15.8%)" in text
+    assert "bubble          9 a stage, 15.8% of all stages' time" in text
     assert "peak in flight  11 chunks (by stage: 11 9 7 5)" in text
     assert "ticks           0-6 F, 7-18 F+B, 19-25 B" in text
 
@@ -176,14 +176,13 @@ def test_comparison_is_sorted_by_time_and_counts_whole_stages():
     ]
     rows = comparison_rows(runs)
     assert [row[0] for row in rows] == ["lockstep_1f1b", "gpipe", "1f1b"]
-    assert [row[HEADER.index("peak in flight")] for row in rows] == ["5.5", "8", "4"]
+    assert [row[HEADER.index("in flight")] for row in rows] == ["5.5", "8.0", "4.0"]
     assert [row[HEADER.index("runs on")] for row in rows] == ["scheduled", "circular, mpmd", "mpmd"]
     lines = comparison_text(runs).splitlines()
     assert lines[1].split() == [
         "lockstep_1f1b",
         "2",
         "28.5",
-        "4.5",
         "15.8%",
         "5.5",
         "112",

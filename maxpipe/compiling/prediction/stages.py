@@ -40,7 +40,7 @@ def predict_stages(
       updates: seconds of the optimizer's update of each stage.
 
     Returns:
-      The prediction without its speed; parts and guessed seconds are those of the busiest stage.
+      The prediction without its speed; parts, guessed seconds and bubble are means of all stages.
     """
     unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
     costs = unit_costs(table, timelines, communication)
@@ -49,16 +49,13 @@ def predict_stages(
     for name, timeline in timelines.items():
         if name.kind not in KINDS:
             once[table.stage_of_chunk[name.chunk]] += timeline.seconds
-    work = run.work + once
-    busiest = int(work.argmax())
+    work = run.work + once + updates
     makespan = float((run.last_end + once).max()) + max(updates)
     parts = dict.fromkeys(Part, 0.0)
-    parts[Part.LOOP_FUSIONS] = guessed = updates[busiest]
+    parts[Part.LOOP_FUSIONS] = guessed = float(np.mean(updates))
     waits: dict[tuple[str, str], float] = {}
     for name, timeline in timelines.items():
-        if table.stage_of_chunk[name.chunk] != busiest:
-            continue
-        runs = name.runs(table.num_microbatches)
+        runs = name.runs(table.num_microbatches) / table.num_stages
         guessed += runs * guessed_seconds(timeline)
         for part, seconds in parts_of(timeline).items():
             parts[part] += runs * seconds
@@ -73,7 +70,7 @@ def predict_stages(
             (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
             key=lambda time: -time.seconds,
         ),
-        bubble=makespan - float(work[busiest]) - updates[busiest],
+        bubble=makespan - float(work.mean()),
         has_bubble_in_parts=False,
         unknown=unknown,
         guessed=guessed,

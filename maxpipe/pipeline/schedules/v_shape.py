@@ -13,11 +13,11 @@ from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 
 def zb_v(num_stages: int, num_microbatches: int, times: UnitTimes | None = None) -> Table:
-    """Build ZB-V: no bubble in the memory of 1F1B; Qi et al., arXiv:2401.10241, section 6.
+    """Build ZB-V: no wait within a span, in 1F1B's memory; Qi et al., arXiv:2401.10241, section 6.
 
     With F, I and W of a chunk all equal and M >= 2S - 1
 
-        bubble     0, within each stage's own span
+        idle       0, within each stage's own span
         in flight  2S chunks on every stage, the memory of 1F1B's first stage
 
     With fewer microbatches the order is the one for 2S - 1, without the missing ones. With `times`

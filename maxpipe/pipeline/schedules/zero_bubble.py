@@ -29,7 +29,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Table:
     Stage s runs S-s forwards, then I and F in turn, and runs each W s units after its I, which
     fills the end of 1F1B with W.
 
-        bubble     (S-1)(F + I - W) for M >= S and W <= F
+        idle       (S-1)(F + I - W) for M >= S and W <= F, in the longest span of a stage
         in flight  min(M, S) on every stage, counted until W has run
 
     An example with S=3, M=4. Stage 2 puts off W0 until I2 has run, so that stage 1 gets its
@@ -94,11 +94,11 @@ def _with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUn
 
 
 def zb_h2(num_stages: int, num_microbatches: int, times: UnitTimes | None = None) -> Table:
-    """Build ZB-H2: twice the memory of 1F1B, almost no bubble.
+    """Build ZB-H2: twice the memory of 1F1B, almost no wait within a stage's span.
 
     Stage s runs 2(S-s) - 1 forwards, then I and F in turn, and runs each W 2s units after its I.
 
-        bubble     (S-1)(F + I - 2W) for M >= 2S-1, W <= F and 2W <= F + I, within each stage's own
+        idle       (S-1)(F + I - 2W) for M >= 2S-1, W <= F and 2W <= F + I, within each stage's own
                    span
         in flight  min(M, 2S - 1) on every stage, counted until W has run
 

@@ -192,9 +192,8 @@ class Probing:
         """
         sizes, machine = self._sizes, self._machine
         waits, units = waits_of(sizes, machine), self._units(figures)
-        step = composed(sizes, machine, units, waits)
-        if not sizes.engine.one_program:
-            step = step._replace(bubble=self._idle(units))
+        idle = None if sizes.engine.one_program else self._idle(units)
+        step = composed(sizes, machine, units, waits, idle)
         return Seconds(*(float(np.asarray(part).flat[0]) for part in step))
 
     def _units(self, figures: Mapping[str, UnitFigures]) -> Units:

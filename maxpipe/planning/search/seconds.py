@@ -64,7 +64,7 @@ class Waits(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """A predicted step.
+    """A predicted step, whose parts are means of all devices.
 
     Attributes:
       products: matrix products, attention, what runs between them, and the optimizer's update.

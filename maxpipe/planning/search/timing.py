@@ -20,19 +20,27 @@ def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     return composed(sizes, machine, units_of(sizes, machine), waits_of(sizes, machine))
 
 
-def composed(sizes: BlockSizes, machine: Machine, units: Units, waits: Waits) -> Seconds:
-    """Return the step of given units and transfers, as the schedule runs them."""
-    products = _products(sizes, machine, units)
-    return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
+def composed(
+    sizes: BlockSizes, machine: Machine, units: Units, waits: Waits, idle: Number | None = None
+) -> Seconds:
+    """Return the step of given units and transfers, as the schedule runs them; means of all stages.
 
-
-def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
-    """Return the seconds of everything except waiting and bubble."""
+    Args:
+      sizes, machine: the candidates, and the machine.
+      units, waits: the times of units and transfers.
+      idle: seconds in which the busiest stage waits for others; by default by closed forms.
+    """
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
     outside = sizes.outside * units.layer + first_layers(sizes, machine)
     outside = outside * _share_of_outside(sizes)
-    return count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
+    products = count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
+    bubble = _bubble(sizes, units, waits) if idle is None else idle
+    if sizes.engine.has_stages and not sizes.engine.one_program:
+        # One stage runs these while the others are idle.
+        ends = count * (outside + units.head) * (1.0 - 1.0 / sizes.stages)
+        products, bubble = products - ends, bubble + ends
+    return Seconds(products, _communication(sizes, units, waits), bubble)
 
 
 def _share_of_outside(sizes: BlockSizes) -> Number:

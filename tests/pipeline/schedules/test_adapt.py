@@ -62,12 +62,12 @@ def test_adapted_order_of_any_size_is_valid_and_no_worse_in_its_memory(name, cos
 
 # Bubbles of the published scheduler for the same times and memory, research of peers.
 @pytest.mark.parametrize(("name", "published", "theirs"), [("zb_v", 3.0, 2.1), ("zb_h2", 1.8, 1.4)])
-def test_adapted_order_with_slow_input_gradients_has_no_larger_bubble_than_the_authors(
+def test_adapted_order_with_slow_input_gradients_waits_no_longer_than_the_authors(
     name, published, theirs
 ):
     before, now = adapted(name, 4, 8, SLOW_I)
-    assert before.bubble == pytest.approx(published)
-    assert now.bubble <= theirs + 1e-9
+    assert before.idle_in_span == pytest.approx(published)
+    assert now.idle_in_span <= theirs + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_adapted_order_takes_less_time_where_the_published_one_waits(name, S, M,
 
 
 @pytest.mark.parametrize("name", TIMED)
-def test_order_without_a_bubble_stays_the_published_one(name):
+def test_order_whose_stages_never_wait_stays_the_published_one(name):
     before, now = adapted(name, 4, 8, EQUAL)
-    assert before.bubble == 0
+    assert before.idle_in_span == 0
     assert to_csv(now.table) == to_csv(before.table)
 
 

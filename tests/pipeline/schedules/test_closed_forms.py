@@ -157,7 +157,7 @@ def test_zb_h1_has_its_published_time_and_memory(S, extra, costs):
     F, I, W = costs
     M = S + extra
     run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
-    assert run.bubble == pytest.approx((S - 1) * (F + I - W))
+    assert run.idle_in_span == pytest.approx((S - 1) * (F + I - W))
     assert run.peak_in_flight.tolist() == [S] * S
 
 
@@ -166,8 +166,23 @@ def test_zb_h2_has_its_published_time_and_memory(S, extra, costs):
     F, I, W = costs
     M = 2 * S - 1 + extra
     run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
-    assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
+    assert run.idle_in_span == pytest.approx((S - 1) * (F + I - 2 * W))
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+def test_bubble_is_the_idle_share_of_all_stages_in_a_step(name):
+    """Both take 27 for work of 24, though the stages of ZB-H2 never wait within their spans."""
+    run = simulate(load_schedule(name, 4, 8))
+    assert (run.makespan, run.work.tolist(), run.bubble) == (27, [24] * 4, 3)
+    assert run.bubble_fraction == pytest.approx(3 / 27)
+    assert run.idle_in_span == {"zb_h1": 3, "zb_h2": 0}[name]
+
+
+def test_bubble_counts_the_idle_time_of_stages_that_take_less():
+    run = simulate(load_schedule("1f1b", 2, 1), Costs(forward=[1, 3], backward=[2, 6]))
+    assert run.bubble_fraction == pytest.approx(0.5)  # one of two stages works, always
+    assert run.slowest == (1, pytest.approx(0.5))  # 9 where the mean is 6
 
 
 @for_each(grid(STAGES, REPEATS, (1, 2, 4), SPLIT_COSTS[:3]))
@@ -224,7 +239,7 @@ V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 @for_each(grid(V_STAGES, (-1, 0, 1, 7)))
 def test_zb_v_has_its_published_time_and_memory(S, extra):
     run = simulate(load_schedule("zb_v", S, max(2 * S + extra, 2), 2), Costs(1, 2, 1, 1))
-    assert run.bubble == 0
+    assert run.idle_in_span == 0
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
 

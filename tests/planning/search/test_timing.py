@@ -43,7 +43,8 @@ def test_gradients_of_shared_weights_are_summed_in_every_iteration_by_autodiff(
         # Every stage has some microbatches, and computes logits again.
         ("circular", "circular", {}, 2, 4),
         ("sequential", "", {"stage": 1}, 8, 3),
-        ("mpmd", "1f1b", {}, 8, 3),
+        # One of four stages has all of it, and the parts are means.
+        ("mpmd", "1f1b", {}, 2, 3),
     ],
 )
 def test_every_tile_of_logits_reads_the_head_and_adds_to_its_gradients(
@@ -94,7 +95,7 @@ def test_lockstep_waits_for_transfers_that_take_longer_than_units(is_delayed):
     [
         ("scheduled", "lockstep_1f1b", [1 / 4, 1 / 2, 1]),  # sequences are not divided
         ("circular", "circular", [1 / 4, 1 / 4, 1 / 4]),
-        ("mpmd", "1f1b", [1, 1, 1]),
+        ("mpmd", "1f1b", [1 / 4, 1 / 4, 1 / 4]),  # on one stage, while the others are idle
     ],
 )
 def test_layers_outside_a_pipeline_are_divided_among_the_stages_by_sequences(
