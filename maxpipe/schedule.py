@@ -44,12 +44,10 @@ keys:
   activation_bytes                 size of one transfer (1)
 
 zb_v and zb_h2 have their published orders; with any of these times, orders that follow them.
-
-The bubble is the idle share of all stages' time, from a step's first unit to its last.
-
 With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules
 (zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
-out. Peaks count chunks; --compare counts whole stages instead.
+out. Peaks count chunks; --compare counts whole stages instead. The bubble is the idle share of all
+stages' time, from a step's first unit to its last.
 
 solve finds the order of least makespan, no worse than any named schedule of its sizes that fits,
 and a bound that no order can beat. Besides sizes and times, without collectives, it takes
@@ -125,6 +123,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     parser.add_argument("--svg", metavar="FILE", help="write a chart as SVG")
     parser.add_argument("--html", metavar="FILE", help="write all schedules' charts as one page")
+    parser.add_argument("--plan", action="store_true", help="print what stages do in each tick")
     parser.add_argument(
         "--compare", action="store_true", help="one line per schedule; all of them if none is named"
     )

@@ -461,3 +461,15 @@ def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
 def test_schedule_of_a_bad_configuration_names_the_key(capsys, words, message):
     assert main([str(CONFIGS / "base.yml"), *words]) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_plan_of_an_own_table_says_what_each_stage_does_in_a_tick(capsys, tmp_path):
+    path = tmp_path / "mine.csv"
+    sizes = ("stages=2", "microbatches=2")
+    output(capsys, "lockstep_1f1b", *sizes, "--csv", str(path))
+    text = output(capsys, str(path), "--plan")
+    assert "      1      1F0: a0 -> r0; head 0; 1B0: head r0" in text
+    assert text == output(capsys, "lockstep_1f1b", *sizes, "--plan")
+    assert main(["zb_v", "--plan"]) == 2  # a V, which the scheduled engine cannot run
+    assert "engine=mpmd runs it" in capsys.readouterr().err
+    assert main(["--compare", "--plan"]) == 2

@@ -66,7 +66,7 @@ class TestFinishedRun:
         for text in (
             "stage=2 x fsdp=2",
             "layers 0, 2",
-            "bubble 19.5 %",
+            "2 microbatches, bubble 1",  # below 20 %: the head, which all share, is never idle
             "pipeline.engine=scheduled",
             "61,728",
         ):

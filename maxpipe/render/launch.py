@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.files import repeated_words
@@ -32,7 +33,7 @@ def launch(arguments: argparse.Namespace) -> None:
     """Draw the schedules, or the configuration, of a parsed command line.
 
     Args:
-      arguments: words, and the flags csv, svg, html (paths or None), compare and seconds.
+      arguments: words, and the flags csv, svg, html (paths or None), plan, compare and seconds.
 
     Raises:
       ConfigError: the configuration is wrong, or has no stages that fit.
@@ -62,10 +63,10 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
         if run.table.note:
             print(in_own_keys(run.table.note), file=sys.stderr)
     _write_files(arguments, runs, request.subtitle(runs))
-    if arguments.compare:
+    if arguments.compare and not arguments.plan:
         sys.stdout.write(comparison_text(runs))
     elif not _names_files(arguments):
-        _print(runs)
+        _print(runs, arguments.plan)
 
 
 def _solve(arguments: argparse.Namespace) -> None:
@@ -82,9 +83,16 @@ def _solve(arguments: argparse.Namespace) -> None:
     sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
     _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
     if not _names_files(arguments):
-        _print([solution.run])
+        _print([solution.run], arguments.plan)
         sys.stdout.write("\n")
     sys.stdout.write(solution_text(solution))
+
+
+def _with_jax() -> ModuleType:
+    # Drawing schedules by name needs no JAX, which is slow to import.
+    import maxpipe.render.stages as module
+
+    return module
 
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
@@ -98,13 +106,10 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     collector.check()
     if problems := repeated_words(arguments.words[1:]):
         raise ConfigError(*problems)
-    # This traces a layer of the model; schedules by name need no JAX, which is slow to import.
-    from maxpipe.render.stages import draw_configuration
-
-    drawing = draw_configuration(arguments.words[0], arguments.words[1:])
+    drawing = _with_jax().draw_configuration(arguments.words[0], arguments.words[1:])
     _write_files(arguments, drawing.runs, drawing.subtitle)
     if not _names_files(arguments):
-        _print(drawing.runs[:1])
+        _print(drawing.runs[:1], arguments.plan)
         sys.stdout.write("\n" + drawing.text)
 
 
@@ -114,7 +119,7 @@ def _refuse_seconds(arguments: argparse.Namespace, collector: Collector) -> None
 
 
 def _names_files(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.csv or arguments.svg or arguments.html)
+    return bool(arguments.csv or arguments.svg or arguments.html) and not arguments.plan
 
 
 def _write_files(arguments: argparse.Namespace, runs: Sequence[Simulation], subtitle: str) -> None:
@@ -134,7 +139,10 @@ def _write(option: str, path: str, text: str) -> None:
     print(f"wrote {path}", file=sys.stderr)  # stdout may be the file
 
 
-def _print(runs: Sequence[Simulation]) -> None:
+def _print(runs: Sequence[Simulation], plan: bool) -> None:
+    if plan:
+        sys.stdout.write(_with_jax().plans_text(runs))
+        return
     width = shutil.get_terminal_size((120, 24)).columns
     colour = wants_colour(sys.stdout)
     sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))

@@ -10,6 +10,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
+from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan, plan_text
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import (
     PredictedStages,
@@ -70,6 +71,11 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
         stages_text(chosen, uniform, None if engine.one_program else limit),
         f"{path}, {sum(chosen.sizes)} layers; the forward of a layer takes 1",
     )
+
+
+def plans_text(runs: Sequence[Simulation]) -> str:
+    """Return what the scheduled engine does in each tick; ScheduleError if it cannot run one."""
+    return "\n".join(f"{plan_text(lockstep_plan(run.table))}\n" for run in runs)
 
 
 def stages_text(
