@@ -167,8 +167,8 @@ def _take_template(base: str, values: dict[str, object], sources: dict[str, str]
 def _sources(values: Mapping[str, object]) -> Iterator[DataSource]:
     """Yield the known sources that are read."""
     mixture = values.get("data.mixture")
-    entries = [entry for entry in mixture if isinstance(entry, Mapping)] if mixture else []
-    names = [entry.get("source") for entry in entries]
+    entries = mixture if isinstance(mixture, list) else []
+    names = [entry.get("source") for entry in entries if isinstance(entry, Mapping)]
     for name in names or [values.get("data.source", OPTIONS["data.source"].default)]:
         if str(name) in SOURCES:
             yield SOURCES[str(name)]
