@@ -321,7 +321,7 @@ class DataFingerprint:
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
             differing.append(DataChange("data.tokenizer", CHANGED, text))
-        elif self.frame is not None and frame != self.frame:
+        elif self.frame is not None and frame is not None and frame != self.frame:
             text = (
                 f"ids {frame.begin} before and {frame.end} after a document have become "
                 f"{self.frame.begin} and {self.frame.end}"

@@ -222,9 +222,9 @@ def describe_begin(tokenizer: Tokenizer) -> str:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return ""
     begin = tokenizer.frame.begin
-    if not begin and tokenizer.bos_id is None:
+    ids = begin or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
+    if not ids:
         return ""
-    ids = begin or [tokenizer.bos_id]
     tokens = tokenizer.decode_with_special_tokens(ids)
     how = "with" if begin else "without"
     return f"documents and prompts begin {how} {tokens}, as in transformers"

@@ -57,9 +57,9 @@ def dated(config: Config, directory: RunDirectory, note: Note) -> Config:
         return config
     text = directory.chat_date()
     day = datetime.fromisoformat(text) if text else datetime.now()
-    day = date.fromordinal(processes.of_first_process(day.toordinal()))
-    note(f"data.chat_date={day}: the day on which the run began")
-    return replace(config, data=replace(config.data, chat_date=day.isoformat()))
+    first = date.fromordinal(processes.of_first_process(day.toordinal())).isoformat()
+    note(f"data.chat_date={first}: the day on which the run began")
+    return replace(config, data=replace(config.data, chat_date=first))
 
 
 def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:
