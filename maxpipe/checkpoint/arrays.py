@@ -6,7 +6,9 @@ memory, and reports damage as one exception. (Tasks that fail in Orbax's reader 
 with tracebacks.)
 """
 
+import errno
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -126,6 +128,8 @@ def load(
     for name, sharding in shardings.items():
         store = _open(step_directory / ITEM, name, context)
         _check(name, store, leaves[name])
+        if sharding is None:
+            _check_memory(name, nbytes(leaves[name]))
         pending.append((name, _start(store, leaves[name].shape, sharding)))
         in_flight += nbytes(leaves[name])
         while in_flight > BYTES_IN_FLIGHT:
@@ -158,6 +162,14 @@ def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
     lengths = zip(chunk, leaf.shape, strict=True)
     if any(length is not None and length > max(size, 1) for length, size in lengths):
         raise ValueError(f"{name} has chunks of {list(chunk)}")
+
+
+def _check_memory(name: str, size: int) -> None:
+    """Raise OSError for an array that the memory of this machine cannot hold as a whole."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
+        raise OSError(errno.ENOMEM, message)
 
 
 def _start(

@@ -1,6 +1,7 @@
 """Define the errors of checkpoints, one class for each thing that the user has to do."""
 
 import errno
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,17 @@ _PASSING = (
     "ETIMEDOUT",
 )
 PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING)
+
+
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
+
+
+def errno_of(error: Exception) -> int | None:
+    """Return the number of the file system's error that this one reports; None if it is another."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
 
 
 class CheckpointDamaged(RuntimeError):

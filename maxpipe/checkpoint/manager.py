@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +20,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
     ReplicasDamaged,
     StateNotFinite,
+    errno_of,
 )
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.mirror_sync import MirrorSync
@@ -467,6 +469,8 @@ class Checkpointer:
             where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
             reason = f"{type(error).__name__}: {_brief(str(error))}"
+            if number := errno_of(error):
+                reason = os.strerror(number)
             raise CheckpointSaveError(
                 f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}"
             ) from error

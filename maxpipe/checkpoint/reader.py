@@ -1,9 +1,6 @@
 """Read a committed step: first the record, then the arrays, and verify every digest."""
 
-import errno
 import json
-import os
-import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointUnreadable,
+    errno_of,
 )
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
 from maxpipe.devices.processes import agree, of_first_process
@@ -37,7 +35,6 @@ _LOCAL_STATUS = (
     "DEADLINE_EXCEEDED",
     "CANCELLED",
 )
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -160,7 +157,6 @@ def read_arrays(
     failure: Exception | None = None
     try:
         _check_files(directory)
-        _check_memory(leaves, shardings)
         for name, array in load(directory, leaves, shardings):
             arrays[name] = array
     except READ_ERRORS as error:
@@ -211,17 +207,6 @@ def _check_files(directory: Path) -> None:
             raise ValueError(f"{path.relative_to(directory)} is not a regular file")
 
 
-def _check_memory(
-    leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
-) -> None:
-    """Raise OSError for arrays that the memory of this machine cannot hold as a whole."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name, sharding in shardings.items():
-        if sharding is None and (size := nbytes(leaves[name])) > memory:
-            message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
-            raise OSError(errno.ENOMEM, message)
-
-
 def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:
     """Return the leaves below a top-level name."""
     return {path: leaf for path, leaf in leaves.items() if path.partition(".")[0] == name}
@@ -244,10 +229,7 @@ def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
 
 def _is_local(error: Exception) -> bool:
     """Return whether the error is about this machine and says nothing about the checkpoint."""
-    if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
-        return True
-    number = _OS_ERROR.search(str(error))
-    if number and int(number[1]) in PASSING_ERRNOS:
+    if errno_of(error) in PASSING_ERRNOS:
         return True
     return isinstance(error, PermissionError) or str(error).startswith(_LOCAL_STATUS)
 

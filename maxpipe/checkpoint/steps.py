@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.record import Record, read_record
 
 COMMITTED = "committed"
@@ -100,8 +101,12 @@ class StepsDirectory:
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name; other names are left out."""
         names = []
-        if self.path.is_dir():
-            names = [path.name for path in self.path.iterdir() if path.is_dir()]
+        try:
+            if self.path.is_dir():
+                names = [path.name for path in self.path.iterdir() if path.is_dir()]
+        except PermissionError as error:
+            message = f"{self.path} cannot be read: {error.strerror}; allow this user to read it"
+            raise CheckpointUnreadable(message) from error
         entries = [entry for name in names if (entry := _parse(name)) is not None]
         return sorted(entries, key=lambda entry: (entry.step, entry.name))
 
@@ -161,10 +166,19 @@ def step_path(directory: Path, step: int) -> Path:
 def remove_step(path: Path) -> None:
     """Remove a step's directory in such a way that no reader takes a part of it for the whole."""
     removed = path.with_name(f"{path.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove(removed)
     with suppress(OSError):
         path.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or what is in its place; `rmtree` would wait for a pipe's writer."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def committed_steps(directory: Path) -> list[int]:

@@ -138,7 +138,7 @@ class SourceFiles:
 
     def __init__(self, source: str, path: str, weight: float, cache_dir: str):
         self._files = _list_files(source, path, cache_dir)
-        self._cache = _Cache(cache_directory(cache_dir), source, path)
+        self._cache = _Cache(cache_dir, source, path)
         count = len(self._files)
         last = self._file(count - 1, count) if count else None
         self.fingerprint = SourceFingerprint(
@@ -214,7 +214,11 @@ class _Cache:
     A cache that cannot be read or written is ignored: it only saves time.
     """
 
-    def __init__(self, directory: Path, source: str, path: str):
+    def __init__(self, cache_dir: str, source: str, path: str):
+        try:
+            directory = cache_directory(cache_dir)
+        except ConfigError:  # a user without a home, for whom nothing is kept
+            directory = Path(os.devnull)
         name = hashlib.sha256(f"{source}\0{os.path.abspath(path)}".encode()).hexdigest()[:24]
         self._file = directory / f"{name}.fingerprints.json"
         self._known: dict[str, list[object]] = {}

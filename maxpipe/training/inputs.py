@@ -148,7 +148,8 @@ def _find_weights(config: Config) -> None:
 
 
 def _check_executable(file: str) -> None:
-    """Refuse a `compile.load` file that does not exist."""
-    if file and not Path(file).exists():
-        message = f"cannot read {file}: No such file or directory"
+    """Refuse a `compile.load` file that does not exist, or is a pipe, which may never end."""
+    if file and not Path(file).is_file():
+        reason = "it is no regular file" if Path(file).exists() else "No such file or directory"
+        message = f"cannot read {file}: {reason}"
         raise ConfigError(Problem("compile.load", message))

@@ -73,6 +73,13 @@ def test_fingerprint_notices_that_documents_begin_otherwise_than_in_earlier_vers
     assert fingerprint_data(chats).frame is None
 
 
+def test_fingerprint_needs_no_home(config, monkeypatch):
+    saved = recorded(config)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for a uid without an entry
+    assert kinds(replace(config, **{"data.cache_dir": ""}), saved) == []
+
+
 def test_fingerprint_of_the_same_data_has_no_changes_wherever_it_lies(config, corpus, tmp_path):
     saved = recorded(config)
     assert kinds(config, saved) == []

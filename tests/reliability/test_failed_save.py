@@ -62,8 +62,7 @@ def test_train_failed_save_is_one_message_that_names_safe_steps(tmp_path, progra
         assert time.monotonic() - failed_at < 10
     errors = process.output[process.output.index("\nstep 2/2") :].splitlines()
     (message,) = (line for line in errors if line.startswith("error: "))
-    assert f"saving checkpoint {tmp_path}/base/checkpoints/2 failed: " in message
-    assert reason in message
+    assert f"saving checkpoint {tmp_path}/base/checkpoints/2 failed: {reason}" in message
     assert f"; safe: step 1 in {tmp_path}/base/checkpoints" in message
     assert len(errors) <= 6, process.output
     assert "Traceback" not in process.output

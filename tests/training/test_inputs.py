@@ -135,6 +135,10 @@ def test_commands_name_what_is_missing_without_jax(tmp_path):
         ("train", f"init_from=run:{empty}"): "holds no checkpoint",
         ("train", "init_from=maxtext:/none"): "init_from: cannot read /none: ",
         ("train", "checkpoint.resume=must"): "checkpoint.resume: ",
+        (
+            "train",
+            "compile.load=/dev/null",
+        ): "compile.load: cannot read /dev/null: it is no regular",
         ("train", "compile.load=none.bin"): "compile.load: cannot read none.bin: No such file",
         ("train", f"output_dir={words[0]}"): "output_dir: cannot write to ",
         ("generate", "/none", "--prompt=a"): "RUN_DIR: there is no directory /none",
