@@ -165,7 +165,7 @@ def _rows(run: Simulation, frame: Frame) -> list[str]:
         parts.append(
             f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{width}" height="{ROW}" rx="3"/>'
         )
-    for time in _nice(frame.horizon, frame.scale * frame.horizon / 60):
+    for time in round_values(frame.horizon, frame.scale * frame.horizon / 60):
         x = _n(frame.x(time))
         parts.append(
             f'<text class="mid muted" x="{x}" y="{_n(frame.rows_end + 14)}">{time:g}</text>'
@@ -270,7 +270,7 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
     peak = max(int(run.peak_in_flight.max()), 1)  # nothing is in flight if units take no time
     bottom = top + CURVES
     parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
-    for value in _nice(peak, 4):
+    for value in round_values(peak, 4):
         y = _n(bottom - CURVES * value / peak)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(frame.x(frame.horizon))}"/>')
         parts.append(
@@ -312,7 +312,7 @@ def _number_width(microbatch: int) -> int:
     return 7 * len(str(microbatch)) + 6
 
 
-def _nice(limit: float, count: float) -> list[float]:
+def round_values(limit: float, count: float) -> list[float]:
     """Return about `count` round values from 0 to a limit."""
     rough = limit / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))

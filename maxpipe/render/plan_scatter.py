@@ -7,6 +7,7 @@ from typing import NamedTuple
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.candidate import Candidate
 from maxpipe.planning.search.plan import Plan
+from maxpipe.render.chart import round_values
 
 _SLOWEST = 2.5  # end of the axis, as a multiple of the chosen or the fastest one
 _RIGHT = 110  # right margin of the plot, for a label that overlaps no points
@@ -90,9 +91,9 @@ def _axes(frame: tuple[float, float, float], most: float, longest: float) -> str
     width, height, margin = frame
     bottom = height + 10
     ticks = "".join(
-        f'<text class="quiet" x="{margin - 8}" y="{bottom - i / 4 * height + 4:.1f}" '
-        f'text-anchor="end">{most * i / 4:.3g}</text>'
-        for i in range(5)
+        f'<text class="quiet" x="{margin - 8}" y="{bottom - value / most * height + 4:.1f}" '
+        f'text-anchor="end">{value:g}</text>'
+        for value in round_values(most, 4)
     )
     ticks += "".join(
         f'<text class="quiet" x="{margin + i / 4 * (width - margin):.1f}" y="{bottom + 16}" '
