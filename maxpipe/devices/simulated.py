@@ -129,7 +129,8 @@ def _needed(config: Config, devices: int, processes: int) -> int:
     """
     loads_programs = bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
     can_load = processes == 1 and THREADS_PER_DEVICE * devices <= MOST_THREADS
-    if devices > 1 and (config.pipeline.parallel_layers > 0 or (loads_programs and can_load)):
+    has_layers_outside = 0 < config.pipeline.parallel_layers < config.model.stacked_layers
+    if devices > 1 and (has_layers_outside or (loads_programs and can_load)):
         return min(THREADS_PER_DEVICE * devices, MOST_THREADS)
     return min(HELD_PER_DEVICE * devices + 1, MOST_THREADS) if processes > 1 else 0
 

@@ -100,6 +100,11 @@ class TestProgramsFromFiles:
         assert said.startswith("NPROC=6 threads are too few")
         assert said.endswith("set it to 128" if processes == 1 else "set it to 25")
 
+    def test_explain_threads_says_nothing_where_any_number_will_do(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "2")
+        all_inside = replace(Config(), **{"pipeline.parallel_layers": Config().model.num_layers})
+        assert not [line for line in explain_threads(all_inside) if "NPROC" in line]
+
     def test_hindrance_with_more_devices_than_threads_names_the_limit(self, monkeypatch):
         monkeypatch.setenv("NPROC", "1024")
         monkeypatch.setattr(jax, "device_count", lambda: 64)
