@@ -259,7 +259,8 @@ def maxtext_hint(key: str) -> str:
 
 def unknown_maxtext_key(key: str) -> str:
     """Return the message for a key that is not in MaxText's base.yml, with a similar key if any."""
-    if is_other(key):
+    # Patterns of other keys fit misspelt ones, too.
+    if is_other(key) and not difflib.get_close_matches(key, KEYS, n=1, cutoff=0.92):
         return "is a key of MaxText that is not translated; leave it out"
     near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
     return "is no key of MaxText 0.2.5" + (f"; did you mean {near[0]}?" if near else "")

@@ -29,7 +29,6 @@ _RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
 _SURE_SECONDS = 1.0  # a line heard this long after another one came: there are two
 _MAX_LINE = 200_000  # bytes
-_MAX_UNREAD = 100  # lines
 _OTHERS = "another program answers, or a supervisor with another output_dir or MAXPIPE_SECRET"
 
 
@@ -105,14 +104,14 @@ class _Guest:
     Attributes:
       line: the connection.
       came: when it was opened, by `time.monotonic`.
-      member: number that the supervisor claims; None until it has greeted.
+      member: number that the supervisor claims; -1 until it has greeted.
       unread: received lines that have not been processed.
       is_refused: whether it has been ordered to leave.
     """
 
     line: Line
     came: float = field(default_factory=time.monotonic)
-    member: int | None = None
+    member: int = -1
     unread: list[str] = field(default_factory=list)
     is_refused: bool = False
 
@@ -186,8 +185,6 @@ class Hub:
                 guest.unread.clear()  # it has not yet read the order to leave
             while guest.unread and self._is_heard(guest):
                 self._take(guest, guest.unread.pop(0))
-            if len(guest.unread) > _MAX_UNREAD:
-                raise ValueError("a supervisor that waits for its seat says too much")
             guest.line.ping()
         except (LinkLost, ValueError):
             self._drop(guest)
@@ -198,7 +195,7 @@ class Hub:
         Another line of this member may be an earlier one whose host has failed: it is silent then,
         and soon found lost. If it is alive, two claim this number, and the council decides.
         """
-        if guest.member is None:
+        if guest.member < 0:
             greeting = decode(guest.unread[0])
             if not isinstance(greeting, Joined):
                 raise ValueError(f"no greeting: {greeting}")
@@ -211,7 +208,6 @@ class Hub:
         report = decode(text)
         if not isinstance(report, Report):
             raise ValueError(f"no report: {text!r}")
-        assert guest.member is not None
         if refusal := self._council.receive(guest.member, report):
             guest.is_refused = True
             guest.unread.clear()
@@ -220,7 +216,7 @@ class Hub:
 
     def _leave_seat(self, guest: _Guest) -> bool:
         """Free a guest's seat; return whether it had one."""
-        if guest.member is None or self._seats.get(guest.member) is not guest:
+        if self._seats.get(guest.member) is not guest:
             return False
         del self._seats[guest.member]
         return True
@@ -229,7 +225,7 @@ class Hub:
         self._guests.remove(guest)
         self._selector.unregister(guest.line)
         guest.line.close()
-        if self._leave_seat(guest) and guest.member is not None:
+        if self._leave_seat(guest):
             self._council.lose(guest.member)
 
     def _broadcast(self, orders: Sequence[Order]) -> None:

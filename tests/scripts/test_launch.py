@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -317,7 +318,7 @@ class TestSlurm:
         fakes.add("scontrol")
         (fakes.directory / "srun").write_text('#!/bin/bash\nshift\n"$@"\n')
         (fakes.directory / "python").write_text(
-            '#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n'
+            '#!/bin/bash\nprintf "%s\\0" "$MAXPIPE_SECRET" "$@" >"$OUT"; exit $CODE\n'
         )
         for name in ("srun", "python"):
             (fakes.directory / name).chmod(0o755)
@@ -337,7 +338,8 @@ class TestSlurm:
         done = slurm(code, "a.yml", AWKWARD)
         assert done.returncode == code, done.stderr
         assert fakes.calls == [["scontrol", "requeue", "9"]] * again
-        words = (fakes.directory / "words").read_text().split("\0")[:-1]
+        secret, *words = (fakes.directory / "words").read_text().split("\0")[:-1]
+        assert re.fullmatch("[0-9a-f]{64}", secret)
         assert words[:2] == ["-m", "maxpipe.supervise"]
         training = ["python", "-m", "maxpipe.train", "a.yml", AWKWARD]
         assert words[words.index("--") + 1 :] == training
