@@ -15,6 +15,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.shipped import locate_config, names_config
 from maxpipe.config.values import Scalar
 from maxpipe.storage.local_files import cache_directory
+from maxpipe.storage.object_store import is_remote
 
 SECRET = "MAXPIPE_SECRET"
 
@@ -68,7 +69,7 @@ def _secret_in(directory: Path) -> str:
 
 
 def _output_dir(command: Sequence[str]) -> Path | None:
-    """Return `output_dir` of a command that trains; None if it is another one, or is wrong.
+    """Return `output_dir` of a command that trains; None if it is another one, or no directory.
 
     Variants need not be known here, so the configuration is not checked.
     """
@@ -87,4 +88,6 @@ def _output_dir(command: Sequence[str]) -> Path | None:
     setting = locate(chosen).settings.get("output_dir")
     if setting is None:
         return Path(Config().output_dir)
-    return Path(setting.raw.text) if isinstance(setting.raw, Scalar) else None
+    if not isinstance(setting.raw, Scalar) or is_remote(setting.raw.text):
+        return None  # the trainer refuses it
+    return Path(setting.raw.text)

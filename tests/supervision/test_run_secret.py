@@ -30,6 +30,7 @@ def train(*words):
         (train("c.yml", "run_name=x", "output_dir=x/${run_name}"), "x/x"),
         (train("base", "steps=3"), "runs"),
         (["maxpipe", "train", "base"], "runs"),
+        (train("base", "output_dir=gs://bucket/runs"), "home/.cache/maxpipe"),
         (["sh", "train.sh"], "home/.cache/maxpipe"),
         (train(), "home/.cache/maxpipe"),
     ],
@@ -37,6 +38,7 @@ def train(*words):
 def test_run_secret_is_in_the_output_dir_for_its_owner_alone(here, command, place):
     secret = run_secret(command, 2)
     (file,) = (here / place).iterdir()
+    assert not (here / "gs:").exists()
     assert file.name == f".supervisors-{os.geteuid()}"
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.read_text() == secret
