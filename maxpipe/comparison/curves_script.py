@@ -47,6 +47,15 @@ const short = (value) => {
     if (size >= unit) return +(value / (unit === 1e4 ? 1e3 : unit)).toPrecision(4) + name;
   return String(+value.toPrecision(4));
 };
+// Texts of the values of an axis, with equally many decimals.
+const evenly = (values) => {
+  const texts = values.map(short), last = texts.at(-1)?.replace(/[-\\d.]/g, "");
+  const places = Math.max(0, ...texts.map((text) =>
+    /\\.(\\d+)/.exec(text)?.[1].length ?? 0));
+  const even = new RegExp(`^(-?\\\\d+)(?:\\\\.(\\\\d+))?${last}$`);
+  return places === 0 ? texts : texts.map((text) => text.replace(even, (_, whole, part = "") =>
+    `${whole}.${part.padEnd(places, "0")}${last}`));
+};
 const place = (run, steps, hours) => form.along.value === "hours" ? hours :
   form.along.value === "tokens" ? steps.map((step) => step * (run.tokensPerStep ?? 1)) : steps;
 // [x, y] of what is known, with null where a value is missing so that the line breaks.
@@ -145,8 +154,8 @@ class Chart {
     this.lines = lines;
     this.axes(low, high, isLog);
     const clip = `clip-${this.metric}`;
-    node(node(this.svg, "clipPath", {id: clip}), "rect", {x: LEFT, y: 0,
-      width: Math.max(this.width - LEFT - RIGHT, 1), height: this.height});
+    node(node(this.svg, "clipPath", {id: clip}), "rect", {x: LEFT - 4, y: 0,
+      width: Math.max(this.width - LEFT - RIGHT, 1) + 8, height: this.height});
     const group = node(this.svg, "g", {"clip-path": `url(#${clip})`});
     for (const {number, raw, line} of lines) {
       if (line !== raw) node(group, "path", {class: `curve raw run${number}`, d: this.path(raw)});
@@ -160,17 +169,20 @@ class Chart {
   }
   axes(low, high, isLog) {
     const bottom = this.height - BOTTOM, right = this.width - RIGHT;
-    for (const value of isLog ? logTicks(low, high) : ticks(low, high, 4)) {
+    const heights = isLog ? logTicks(low, high) : ticks(low, high, 4);
+    const texts = isLog ? heights.map(short) : evenly(heights);
+    for (const [i, value] of heights.entries()) {
       const y = this.y(value).toFixed(1);
       node(this.svg, "path", {class: "grid", d: `M${LEFT} ${y}H${right}`});
-      node(this.svg, "text", {x: LEFT - 7, y: +y + 4, "text-anchor": "end"}, short(value));
+      node(this.svg, "text", {x: LEFT - 7, y: +y + 4, "text-anchor": "end"}, texts[i]);
     }
     const unit = {step: "", tokens: "", hours: " h"}[form.along.value];
     const shown = ticks(...this.range, Math.max(2, Math.floor(this.width / 110)));
-    for (const value of shown) {
+    const along = evenly(shown);
+    for (const [i, value] of shown.entries()) {
       const x = this.x(value).toFixed(1);
       const anchor = +x > right - 20 ? "end" : "middle";
-      node(this.svg, "text", {x, y: bottom + 17, "text-anchor": anchor}, short(value) + unit);
+      node(this.svg, "text", {x, y: bottom + 17, "text-anchor": anchor}, along[i] + unit);
     }
   }
   path(line) {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from maxpipe.comparison.recorded import Number, Recorded, changed_keys, differing_keys
 from maxpipe.config.values import as_written
 from maxpipe.render.columns import columns
-from maxpipe.telemetry.console import format_seconds
+from maxpipe.telemetry.console import format_count, format_seconds
 
 HEADER = ("run", "step", "loss", "eval loss", "best eval", "bits/byte", "tokens/s", "MFU")
 _LONGEST_VALUE = 60  # characters of a value
@@ -108,12 +108,7 @@ def _mfu(value: Number) -> str:
 
 
 def _rate(value: Number) -> str:
-    if value is None:
-        return "-"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+    return "-" if value is None else format_count(value)
 
 
 def _width(text: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
+from maxpipe.config.terminal import folded, terminal_width
 from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.planning.search.emptiness import emptiness, given_text
 from maxpipe.planning.search.facts import Facts
@@ -54,9 +56,10 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
     if plan.winner is None:
         plan = replace(plan, remedies=remedies(plan, facts, _print))
-    print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
+    _print(*basis_lines(plan))
+    print(*table_lines(plan, terminal_width(sys.stdout)), sep="\n", flush=True)
     if plan.winner is None:
-        print(*nothing_fits_lines(plan), sep="\n")
+        _print(*nothing_fits_lines(plan))
     if flags.json:
         write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
     if flags.html:
@@ -100,7 +103,7 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     outcome, space = plan.outcome, plan.request.space()
     if not outcome.tried:
         raise ConfigError(emptiness(space))
-    print(*summary_lines(plan), sep="\n", flush=True)
+    _print(*summary_lines(plan))
     if outcome.least is None:
         raise ConfigError(_nothing_legal(plan))
     if flags.probe and is_provable(plan):
@@ -123,5 +126,6 @@ def _nothing_legal(plan: Plan) -> Problem:
     return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
 
 
-def _print(text: str) -> None:
-    print(text, flush=True)
+def _print(*lines: str) -> None:
+    for line in lines:
+        print(folded(line, terminal_width(sys.stdout)), flush=True)

@@ -3,7 +3,10 @@
 import errno
 import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -31,6 +34,22 @@ def printable(text: str) -> str:
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of a terminal, 120 if it does not know; None for files and pipes."""
+    return shutil.get_terminal_size((120, 24)).columns if stream.isatty() else None
+
+
+def folded(text: str, width: int | None) -> str:
+    """Break lines that are longer than a width between words, but not commands in backquotes."""
+    if width is None:
+        return text
+    text = re.sub("`[^`\\n]*`", lambda command: command[0].replace(" ", "\0"), text)
+    wrap = textwrap.TextWrapper(
+        width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrap.fill(line) for line in text.split("\n")).replace("\0", " ")
 
 
 @contextmanager

@@ -270,7 +270,7 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
     peak = max(int(run.peak_in_flight.max()), 1)  # nothing is in flight if units take no time
     bottom = top + CURVES
     parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
-    for value in round_values(peak, 4):
+    for value in round_values(peak, min(peak, 4)):
         y = _n(bottom - CURVES * value / peak)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(frame.x(frame.horizon))}"/>')
         parts.append(
@@ -317,8 +317,6 @@ def round_values(limit: float, count: float) -> list[float]:
     rough = limit / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    if limit >= 1:
-        step = max(step, 1.0)
     return [step * i for i in range(math.floor(limit / step + 1e-9) + 1)]
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import ModuleType
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.files import repeated_words
 from maxpipe.config.shipped import names_config
-from maxpipe.config.terminal import wants_colour
+from maxpipe.config.terminal import terminal_width, wants_colour
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
@@ -143,6 +142,6 @@ def _print(runs: Sequence[Simulation], plan: bool) -> None:
     if plan:
         sys.stdout.write(_with_jax().plans_text(runs))
         return
-    width = shutil.get_terminal_size((120, 24)).columns
+    width = terminal_width(sys.stdout) or 120
     colour = wants_colour(sys.stdout)
     sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))

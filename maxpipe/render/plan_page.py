@@ -135,9 +135,9 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
             parts.append(_bar(x, y, width, colour, f"{name}: {share:.1%} of the step"))
             x += width
         relative = row.per_sequence / fastest(plan)
-        seconds = f"{row.seconds:.3g} s" if machine.is_timed else f"{relative:.3g}"
+        seconds = f"{_three(row.seconds)} s" if machine.is_timed else _three(relative)
         parts.append(f'<text class="quiet" x="{x + 5:.1f}" y="{y + 14}">{seconds}</text>')
-        text = f"{row.memory / GIB:.3g} GiB"
+        text = f"{_three(row.memory / GIB)} GiB"
         colour = "--bad" if limit is not None and row.memory > (machine.capacity or 0) else "--mem"
         parts.append(_bar(left, y, _MEMORY * row.memory / most, colour, text))
         # In a column of its own, clear of the lines of the limits.
@@ -147,6 +147,11 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
         if line:
             parts.append(_limit_line(left + _MEMORY * line / most, height, name))
     return f'<svg viewBox="0 0 {left + _MEMORY + 80} {height}">{"".join(parts)}</svg>'
+
+
+def _three(value: float) -> str:
+    """Return three significant digits, zeros included."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def _label(plan: Plan, row: Row, y: float, *, is_chosen: bool) -> str:

@@ -8,6 +8,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.candidate import Candidate
 from maxpipe.planning.search.plan import Plan
 from maxpipe.render.chart import round_values
+from maxpipe.render.columns import numbers
 
 _SLOWEST = 2.5  # end of the axis, as a multiple of the chosen or the fastest one
 _RIGHT = 110  # right margin of the plot, for a label that overlaps no points
@@ -90,15 +91,17 @@ def scatter_svg(plan: Plan) -> str:
 def _axes(frame: tuple[float, float, float], most: float, longest: float) -> str:
     width, height, margin = frame
     bottom = height + 10
+    memory, times = round_values(most, 4), [1 + more for more in round_values(longest - 1, 5)]
     ticks = "".join(
         f'<text class="quiet" x="{margin - 8}" y="{bottom - value / most * height + 4:.1f}" '
-        f'text-anchor="end">{value:g}</text>'
-        for value in round_values(most, 4)
+        f'text-anchor="end">{text}</text>'
+        for value, text in zip(memory, numbers(memory, 6), strict=True)
     )
+    scale = (width - margin) / max(longest - 1, 1e-12)
     ticks += "".join(
-        f'<text class="quiet" x="{margin + i / 4 * (width - margin):.1f}" y="{bottom + 16}" '
-        f'text-anchor="middle">{1 + (longest - 1) * i / 4:.2f}</text>'
-        for i in range(5)
+        f'<text class="quiet" x="{margin + (value - 1) * scale:.1f}" y="{bottom + 16}" '
+        f'text-anchor="middle">{text}</text>'
+        for value, text in zip(times, numbers(times, 6), strict=True)
     )
     return (
         f'<line class="axis" x1="{margin}" x2="{width}" y1="{bottom}" y2="{bottom}"/>'

@@ -1,5 +1,7 @@
 """Show a plan as lines of text, and as JSON."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES
@@ -15,15 +17,35 @@ HEADER = (
     "+ comm", "+ bubble", "MFU", "why not chosen",
 )  # fmt: skip
 LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
+_FIRST = (0, 8, 13, 14)  # the columns of a row's first line where a terminal is narrow
+_SECOND = (*range(1, 8), 9)
 _REASONS_SHOWN = 8
 
 
-def table_lines(plan: Plan) -> list[str]:
-    """Return the table, the chosen row first."""
+def table_lines(plan: Plan, width: int | None = None) -> list[str]:
+    """Return the table, the chosen row first; of two lines a row where one exceeds the width."""
     cells = table_cells(plan)
     lines = columns(cells, LEFT) if len(cells) > 1 else []
+    if width and max(map(len, lines), default=0) > width:
+        lines = _narrow_lines(cells, width)
     if isinstance(plan.own, str) and plan.own:
         lines.append(plan.own)
+    return lines
+
+
+def _narrow_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return two lines for each row, without the parts of its seconds; reasons are wrapped."""
+    firsts, seconds = (
+        columns(
+            [[row[n] for n in shown] for row in cells], [shown.index(n) for n in LEFT & {*shown}]
+        )
+        for shown in (_FIRST, _SECOND)
+    )
+    indent = " " * firsts[0].index(HEADER[-1])
+    lines = []
+    for first, second in zip(firsts, seconds, strict=True):
+        lines += textwrap.wrap(first, width, subsequent_indent=indent, break_on_hyphens=False)
+        lines.append(f"  {second}")
     return lines
 
 
@@ -40,11 +62,13 @@ def table_cells(plan: Plan) -> list[list[str]]:
 def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
     candidate, machine = row.candidate, plan.request.machine
     gib = row.memory / GIB
-    memory = f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"
+    memory = f"{gib:.1f}" if gib >= 1 else f"{gib:#.2g}"
     if machine.capacity:
         memory += f" of {machine.capacity / GIB:.0f}"
     unit = 1.0 if machine.is_timed else fastest(plan) * candidate.batch
-    parts = [f"{float(part) / unit:.3g}" for part in row.parts]
+    # As many decimals as give the fastest four digits, so that parts add up.
+    places = max(3 - math.floor(math.log10(fastest(plan) * candidate.batch / unit)), 0)
+    figures = [f"{float(value) / unit:.{places}f}" for value in (row.seconds, *row.parts)]
     reason = reason_text(plan, row)
     if row.name:
         reason = f"{row.name}{'; ' if reason else ''}{reason}"
@@ -59,9 +83,9 @@ def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
         candidate.gather if candidate.has_stages else "",
         str(candidate.tiles),
         memory,
-        f"{row.seconds / unit:.4g}",
+        figures[0],
         row.basis,
-        *parts,
+        *figures[1:],
         f"{100 * plan.mfu(row):.1f} %" if machine.is_timed else "",
         reason,
     ]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from maxpipe.config.terminal import emit
+from maxpipe.config.terminal import emit, folded, terminal_width
 
 WINDOW = 20  # steps of the running median
 
@@ -100,6 +101,7 @@ class Console:
 
     def print_line(self, text: str) -> None:
         """Print `text` on lines of its own, above the progress bar if there is one."""
+        text = folded(text, terminal_width(self._stream))
         if self._bar is not None:
             with tqdm.external_write_mode(file=self._stream):
                 emit(text, self._stream)
@@ -124,6 +126,8 @@ class Console:
         parts = [
             f"step {progress.step:>{len(str(self._total))}}/{self._total}",
             f"loss {progress.loss:.4f}",
+        ]
+        details = [
             *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
             *_worst_load(progress.expert_loads),
             *_most_dropped(progress.dropped),
@@ -131,16 +135,23 @@ class Console:
         ]
         if not self._recent:
             first = format_step_time(progress.step_seconds)
-            return "  ".join([*parts, f"{first} for the first step", "left ?"])
+            return self._fitting(parts, details, [f"{first} for the first step", "left ?"])
         seconds = median(self._recent)
-        parts += [
+        speed = [
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",
         ]
         if self._peak_seconds is not None:
-            parts.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
+            speed.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
         left = format_seconds(seconds * (self._total - progress.step))
-        return "  ".join([*parts, f"left {left}"])
+        return self._fitting(parts, details, [*speed, f"left {left}"])
+
+    def _fitting(self, start: list[str], details: list[str], end: list[str]) -> str:
+        """Return one line of all parts, without the last details if a terminal has no room."""
+        line = "  ".join([*start, *details, *end])
+        if details and len(line) > (terminal_width(self._stream) or math.inf):
+            return self._fitting(start, details[:-1], end)
+        return line
 
 
 def _worst_load(loads: Sequence[float]) -> list[str]:
@@ -159,6 +170,13 @@ def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
     return [max(numbers)] if numbers else []
 
 
+class _Bar(tqdm):
+    @staticmethod
+    def format_meter(*args: Any, **options: Any) -> str:
+        """Return the line, without a bar that has no room to show anything."""
+        return re.sub(r" ?\|[^|]{,7}(\||$)", "", tqdm.format_meter(*args, **options))
+
+
 def open_bar(stream: TextIO, **options: Any) -> tqdm:
     """Return a progress bar on a terminal.
 
@@ -167,7 +185,7 @@ def open_bar(stream: TextIO, **options: Any) -> tqdm:
       options: further options of tqdm.
     """
     has_size = _has_size(stream)
-    return tqdm(
+    return _Bar(
         file=stream,
         dynamic_ncols=has_size,
         ncols=None if has_size else 120,
@@ -206,8 +224,10 @@ def format_step_time(seconds: float) -> str:
 
 def format_count(count: float) -> str:
     """Return three significant digits with k, M, G or T (powers of 1000)."""
-    for unit in ("", "k", "M", "G"):
-        if abs(count) < 999.5:
-            return f"{count:.3g}{unit}"
+    if abs(count) < 999.5:
+        return f"{count:.3g}"
+    for unit in ("k", "M", "G", "T"):
         count /= 1000
-    return f"{count:.3g}T"
+        if abs(count) < 999.5 or unit == "T":
+            break
+    return f"{count:#.3g}".rstrip(".") + unit

@@ -27,7 +27,7 @@ from maxpipe.config.identity import Change, differing_keys
 from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
-from maxpipe.config.terminal import Note, emit
+from maxpipe.config.terminal import Note, emit, folded, terminal_width
 from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.held_out import HeldOut, open_held_out
 from maxpipe.data.loader import (
@@ -206,7 +206,7 @@ def run(
 def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
-        emit(text)
+        emit(folded(text, terminal_width(sys.stdout)))
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from helpers.stage_configs import PRESETS, config_of, preset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxpipe import load_config
 from maxpipe.config import ConfigError
+from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout
@@ -244,6 +246,14 @@ def test_bubble_is_that_of_the_chunks_that_stages_hold():
     program = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
     step = 9 * 5 * times.layer + 8 * times.head / 2
     assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 - work / (2 * step))
+
+
+def test_bubble_of_the_first_run():
+    # In forwards of a layer, a stage has 4 of 1 and 4 backwards of 3, and waits for 4; the head,
+    # which both stages share, takes as many as it has multiplications for each layer's one.
+    head = 3 * 128 * 320 / (4 * 128**2 + 3 * 128 * 384 + 128 * 128)
+    bubble = bubble_fraction(derive_known(load_config("base")))
+    assert bubble == pytest.approx(4 / (4 * (1 + 3) + head + 4)) == pytest.approx(0.195, abs=5e-4)
 
 
 @pytest.mark.parametrize(

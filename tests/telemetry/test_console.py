@@ -2,6 +2,7 @@ import contextlib
 import io
 import os
 import pty
+import termios
 
 import pytest
 
@@ -128,6 +129,22 @@ def test_console_terminal_of_unknown_size_draws_bar():
     assert "step 5/5" in text
 
 
+def test_console_on_a_narrow_terminal_breaks_no_word_and_draws_no_stump_of_a_bar(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (24, 80))
+    with os.fdopen(writer, "w") as stream:
+        console = run(stream, 5, peak_seconds=0.1)
+        console.print_line(f"done: 5 steps in {'x' * 40}; `python -m maxpipe.runs plot x` draws it")
+        console.close()
+    text = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "\n            `python -m maxpipe.runs plot x` draws it\r\n" in text
+    last = "step   5/100  loss 2.5000  500 ms/step  8.19k tokens/s  MFU 20.0 %  left 0:48"
+    assert last in text
+    assert "|" not in text
+
+
 def test_console_goes_on_without_its_terminal(capsys):
     reader, writer = pty.openpty()
     stream = os.fdopen(writer, "w")
@@ -159,7 +176,7 @@ def test_format_step_time_keeps_three_digits(seconds, text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (999, "999"), (999.7, "1k"), (61234, "61.2k"), (4.1e6, "4.1M"), (2e13, "20T")],
+    [(0, "0"), (999, "999"), (999.7, "1.00k"), (61234, "61.2k"), (4.1e6, "4.10M"), (2e13, "20.0T")],
 )
 def test_format_count_keeps_three_digits(count, text):
     assert format_count(count) == text

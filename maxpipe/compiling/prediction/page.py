@@ -18,6 +18,8 @@ from maxpipe.compiling.prediction.profile import (
     table,
 )
 from maxpipe.compiling.prediction.timeline import Timeline
+from maxpipe.render.chart import round_values
+from maxpipe.render.columns import numbers
 from maxpipe.render.html import document
 
 MAX_LOOPS = 6
@@ -131,8 +133,11 @@ def _figure(title: str, shown: Sequence[Span], seconds: float) -> str:
     lanes = list(dict.fromkeys([COMPUTATION, *(span.lane for span in rectangles)]))
     boxes = "".join(_box(span, lanes.index(span.lane), seconds) for span in rectangles)
     names = "".join(f"<div>{escape(lane)}</div>" for lane in lanes)
+    unit, factor = _unit(seconds)
+    times = round_values(0.95 * factor * seconds, 10)  # a label beyond has no room
     axis = "".join(
-        f'<span style="left:{10 * n}%">{_time(n / 10 * seconds)}</span>' for n in range(10)
+        f'<span style="left:{100 * time / factor / seconds:.4g}%">{text} {unit}</span>'
+        for time, text in zip(times, numbers(times, 6), strict=True)
     )
     return f"""<div><h2>{escape(title)}</h2>
 <p><label>zoom <input type="range" min="0" max="6" step="0.25" value="0"></label></p></div>
@@ -155,7 +160,11 @@ def _box(span: Span, row: int, seconds: float) -> str:
 
 def _time(seconds: float) -> str:
     """Return a time with three digits in µs, ms or s."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} µs"
+    unit, factor = _unit(seconds)
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a time is at least 1, and how many of them a second has."""
+    units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+    return next((unit for unit in units if seconds * unit[1] >= 1), units[-1])
