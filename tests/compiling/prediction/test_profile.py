@@ -89,6 +89,9 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
         assert text in html
     assert "One of 3 iterations of phase_1" in html
     assert html.count("<svg") == 2
+    zero, first, *_ = map(float, re.findall(r'%">([\d.]+) \S*s</span>', html))
+    assert zero == 0
+    assert first == float(f"{first:.0e}")  # round: one digit
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
 
 
