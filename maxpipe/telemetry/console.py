@@ -172,7 +172,7 @@ def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
 
 class _Bar(tqdm):
     @staticmethod
-    def format_meter(*args: Any, **options: Any) -> str:
+    def format_meter(*args: object, **options: object) -> str:
         """Return the line, without a bar that has no room to show anything."""
         return re.sub(r" ?\|[^|]{,7}(\||$)", "", tqdm.format_meter(*args, **options))
 
