@@ -80,7 +80,7 @@ def strangers():
 
 
 def test_listener_passes_on_no_stranger_and_does_not_keep_others_waiting(monkeypatch):
-    monkeypatch.setattr(proof, "_PROOF_SECONDS", 0.5)
+    monkeypatch.setattr(proof, "_PROOF_SECONDS", 60.0)
     passed = []
 
     def take(connection, secret):
@@ -96,13 +96,13 @@ def test_listener_passes_on_no_stranger_and_does_not_keep_others_waiting(monkeyp
         began = time.monotonic()
         with socket.create_connection(address) as caller:
             prove(caller, "secret", CALLER)
-        assert time.monotonic() - began < 0.5
-        time.sleep(0.7)
+        assert time.monotonic() - began < 30
+        time.sleep(0.3)
         assert passed == ["secret"]
 
 
 def test_listener_accepts_few_at_once_and_others_once_these_are_dropped(monkeypatch):
-    monkeypatch.setattr(proof, "_PROOF_SECONDS", 1.0)
+    monkeypatch.setattr(proof, "_PROOF_SECONDS", 2.0)
     monkeypatch.setattr(proof, "_MOST_UNPROVED", 2)
     with (
         Listener("127.0.0.1", 0, lambda: "a", lambda taken, _: taken.close()) as listener,
@@ -111,8 +111,9 @@ def test_listener_accepts_few_at_once_and_others_once_these_are_dropped(monkeypa
         address = listener.own_host, listener.port
         silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
         for stranger in silent:
-            stranger.settimeout(0.4)
+            stranger.settimeout(20)
         assert [len(stranger.recv(64)) for stranger in silent[:2]] == [64, 64]
+        silent[2].settimeout(0.3)
         with pytest.raises(TimeoutError):
             silent[2].recv(64)
         silent[2].settimeout(20)
