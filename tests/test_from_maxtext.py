@@ -35,6 +35,7 @@ def test_command_at_the_top_of_the_file_has_no_secrets(capsys):
     ("words", "problems"),
     [
         (["num_experts=2", "quantization=int8", "--devices", "8"], ["num_experts", "quantization"]),
+        (["steps=1", "--devices", "8", "steps=2"], ["steps (command line): set twice"]),
         ([], ["nothing to translate"]),
         (["steps=1", "--devices", "-1"], ["--devices: must be at least 1"]),
         (["steps=1", "--devices", "0"], ["--devices: must be at least 1; got 0"]),

@@ -6,7 +6,17 @@ import shutil
 
 import pytest
 import yaml
-from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
+from helpers.runs import (
+    checkpoints,
+    last_words,
+    losses,
+    output_dir,
+    rows,
+    run,
+    saved,
+    train,
+    write_config,
+)
 
 from maxpipe import generate, runs
 from maxpipe.devices import chips
@@ -219,7 +229,7 @@ class TestBadInput:
 
         def _refused(*words):
             with pytest.raises(SystemExit) as exit_:
-                main([*config, *IN_PROCESS, *words])
+                main(last_words([*config, *IN_PROCESS, *words]))
             assert exit_.value.code == 2
             captured = capsys.readouterr()
             assert "Traceback" not in captured.err

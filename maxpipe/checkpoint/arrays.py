@@ -139,6 +139,14 @@ def load(
         yield finish_oldest()
 
 
+def check_stored(step_directory: Path, leaves: Mapping[str, Leaf]) -> None:
+    """Raise TensorStore's errors, or ValueError, if stored arrays are not those in `leaves`."""
+    import tensorstore as ts
+
+    for name, leaf in leaves.items():
+        _check(name, _open(step_directory / ITEM, name, ts.Context()), leaf)
+
+
 def array_spec(database: Path, name: str) -> dict[str, object]:
     """Return TensorStore's specification of an array in a database."""
     base = files_in(database)

@@ -5,13 +5,20 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.arrays import Array, differences, load, named_leaves, nbytes
+from maxpipe.checkpoint.arrays import (
+    Array,
+    check_stored,
+    differences,
+    load,
+    named_leaves,
+    nbytes,
+)
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import (
     PASSING_ERRNOS,
@@ -92,7 +99,7 @@ def read_step(
     stored = {name: leaf for name, leaf in expected.items() if name not in zeros}
     if lines := differences(saved, stored, any_float=convert_dtype):
         is_only_dtype = not differences(saved, stored, any_float=True)
-        raise CheckpointMismatch(directory, lines, is_only_dtype)
+        _refuse(directory, record.leaves, lines, is_only_dtype)
     # 2. Read and verify.
     shardings = {name: leaf.sharding for name, leaf in stored.items()}
     arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
@@ -123,7 +130,7 @@ def read_parameters(directory: Path, abstract_params: State) -> State:
     record = _read_record_everywhere(directory)
     expected: dict[str, jax.ShapeDtypeStruct] = named_leaves({PARAMS: abstract_params})
     if lines := differences(_part(record.leaves, PARAMS), expected):
-        raise CheckpointMismatch(directory, lines)
+        _refuse(directory, record.leaves, lines)
     shardings = {name: leaf.sharding for name, leaf in expected.items()}
     arrays = read_arrays(directory, record.leaves, shardings)
     return jax.tree.unflatten(jax.tree.structure(abstract_params), list(arrays.values()))
@@ -193,6 +200,20 @@ def _read_record_everywhere(directory: Path) -> Record:
     if not agree(of_first_process(own) == own):
         raise CheckpointDamaged("the processes have records of different arrays")
     return record
+
+
+def _refuse(
+    directory: Path, leaves: Mapping[str, Leaf], lines: list[str], is_only_dtype: bool = False
+) -> NoReturn:
+    """Raise CheckpointMismatch; or CheckpointDamaged if the record's arrays are not the stored."""
+    reason = ""
+    try:
+        check_stored(directory, leaves)
+    except READ_ERRORS as error:
+        reason = "" if _is_local(error) else _brief(error)
+    if not agree(not reason):
+        raise CheckpointDamaged(f"the record is not that of the arrays: {reason}")
+    raise CheckpointMismatch(directory, lines, is_only_dtype)
 
 
 def _digest_of_all(leaves: Mapping[str, Leaf]) -> int:

@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from maxpipe.checkpoint.errors import CheckpointUnreadable
 from maxpipe.checkpoint.record import Record, read_record
 
 COMMITTED = "committed"
@@ -101,12 +100,8 @@ class StepsDirectory:
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name; other names are left out."""
         names = []
-        try:
-            if self.path.is_dir():
-                names = [path.name for path in self.path.iterdir() if path.is_dir()]
-        except PermissionError as error:
-            message = f"{self.path} cannot be read: {error.strerror}; allow this user to read it"
-            raise CheckpointUnreadable(message) from error
+        if self.path.is_dir():
+            names = [path.name for path in self.path.iterdir() if path.is_dir()]
         entries = [entry for name in names if (entry := _parse(name)) is not None]
         return sorted(entries, key=lambda entry: (entry.step, entry.name))
 

@@ -80,11 +80,12 @@ def sweep(base: Loaded, flags: argparse.Namespace) -> int:
       ConfigError: the sweep, or one of its configurations, is wrong; nothing has run then.
     """
     members = plan_members(base, flags.config, flags.overrides, flags.sweep)
+    common = [word for word in flags.overrides if not word.startswith("run_name=")]
     imports = import_words(flags.imports)
     failed: dict[str, int] = {}
     for number, member in enumerate(members, 1):
         emit(f"sweep       {number} of {len(members)}: {member.name} ({' '.join(member.words)})")
-        words = [*flags.overrides, *member.words, f"run_name={member.name}"]
+        words = [*common, *member.words, f"run_name={member.name}"]
         code = _run([sys.executable, "-m", "maxpipe.train", flags.config, *words, *imports])
         if code in STOPPED:
             emit(f"sweep       stopped in {member.name}; the same command goes on with it")

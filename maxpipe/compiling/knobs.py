@@ -26,7 +26,7 @@ class Knob:
     """One way to save memory.
 
     Attributes:
-      words: `key=value` words to append to the command.
+      words: `key=value` words to set on the command line.
       saves: bytes saved on each device, by estimate.
     """
 
@@ -39,7 +39,7 @@ class Gain:
     """One way to use idle memory for a faster step.
 
     Attributes:
-      words: `key=value` words to append to the command.
+      words: `key=value` words to set on the command line.
       compiles: what it adds to the compilation; "" if nothing.
       needed: bytes that the program would need on each device, by estimate.
       mfu: upper bound of the model FLOPs utilisation, by estimate.

@@ -18,6 +18,7 @@ from maxpipe.config.shipped import locate_config, names_config, shipped_configs
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.config.values import nearest
 
+FAILED = 1
 CONFIG_ERROR = 2
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
@@ -48,8 +49,9 @@ class Arguments:
 def exit_on_config_error() -> Iterator[None]:
     """Turn a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
-    A context manager and a decorator for `main`, so that problems before and after JAX's start look
-    the same. A closed pipe and Ctrl-C leave no traceback either, see `no_tracebacks`.
+    A file or directory without permission leaves one line and exit code 1. A context manager and a
+    decorator for `main`, so that problems before and after JAX's start look the same. A closed pipe
+    and Ctrl-C leave no traceback either, see `no_tracebacks`.
     """
     try:
         with no_tracebacks():
@@ -57,6 +59,12 @@ def exit_on_config_error() -> Iterator[None]:
     except ConfigError as error:
         print_problems(error)
         raise SystemExit(CONFIG_ERROR) from None
+    except PermissionError as error:
+        if not error.filename:
+            raise
+        remedy = "give this user access, or name another place"
+        print(f"error: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr, flush=True)
+        raise SystemExit(FAILED) from None
 
 
 def print_problems(error: ConfigError) -> None:

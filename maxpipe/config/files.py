@@ -107,21 +107,17 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 
 def repeated_words(words: Sequence[str]) -> list[Problem]:
-    """Return problems of keys in two `key=value` words of which a user means both.
-
-    These are words next to each other, which a shell makes of `key={a,b}`, and lists of paths.
-    Elsewhere the last word for a key counts, so that scripts may append words.
-    """
+    """Return a problem for each key that two `key=value` words of a command line set."""
     problems = []
-    seen: dict[str, tuple[int, str]] = {}
-    for place, word in enumerate(words):
-        key, equals, text = word.partition("=")
-        before, first = seen.get(key, (place, ""))
-        if equals and (before == place - 1 or (key in _PATH_LISTS and before < place)):
-            both = f"as one list: {key}={first},{text}" if key in _PATH_LISTS else "once"
-            message = f"set twice, to {first!r} and {text!r}; give it {both}"
-            problems.append(Problem(key, message, COMMAND_LINE))
-        seen[key] = place, text
+    seen: dict[str, str] = {}
+    for word in words:
+        text = word.partition("=")[2]
+        for key in dict.fromkeys(setting.key for setting in read_overrides([word])[0]):
+            if key in seen:
+                both = f"as one list: {key}={seen[key]},{text}" if key in _PATH_LISTS else "once"
+                message = f"set twice, to {seen[key]!r} and {text!r}; give it {both}"
+                problems.append(Problem(key, message, COMMAND_LINE))
+            seen[key] = text
     return problems
 
 

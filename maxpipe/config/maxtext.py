@@ -323,7 +323,7 @@ def main() -> None:
     """Print the table, or write it into the file that the command line names."""
     if sys.argv[1:]:
         file = Path(sys.argv[1])
-        file.write_text(with_table(file.read_text()))
+        file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(table())
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import repeated_words
 from maxpipe.config.maxtext_limits import Value
 
 COMMAND_LINE = "command line"
@@ -134,7 +135,7 @@ def _read(path: str) -> dict[str, Value]:
 
 def _read_words(words: Sequence[str]) -> tuple[dict[str, Value], list[Problem]]:
     values: dict[str, Value] = {}
-    problems = []
+    problems = repeated_words(words)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:

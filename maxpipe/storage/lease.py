@@ -300,8 +300,8 @@ def _start_of_process(pid: int) -> int | None:
             return 0
         return 0
     try:
-        # The name of the program, in parentheses, may hold spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The name of the program, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] == "Z" else int(fields[19])

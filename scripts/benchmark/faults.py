@@ -51,7 +51,7 @@ ELASTIC = (
     "optimizer.schedule=constant",
     "optimizer.warmup_steps=0",
     "optimizer.learning_rate=1e-5",  # so that rounding does not grow over the steps
-    "data.sequence_length=128",  # steps that are not over before a host is taken back
+    "data.sequence_length=128",
 )
 STEPS = 80  # of each fault
 ELASTIC_STEPS = 800
@@ -143,8 +143,11 @@ def draw_faults(
 
 
 def _words(output: Path, options: argparse.Namespace) -> list[str]:
+    small = small_model(options.processes)
+    if options.elastic:  # longer steps, which are not over before a host is taken back
+        small = [word for word in small if not word.startswith("data.sequence_length=")]
     return [
-        *small_model(options.processes),
+        *small,
         f"telemetry.step_deadline_seconds={options.deadline}",
         f"telemetry.startup_deadline_seconds={6 * options.deadline}",
         f"mesh.heartbeat_timeout_seconds={3 * options.deadline}",

@@ -7,7 +7,7 @@ import threading
 
 import jax
 import pytest
-from helpers.runs import assert_same_run, rows, write_config
+from helpers.runs import assert_same_run, last_words, rows, write_config
 
 import maxpipe
 from maxpipe import train
@@ -65,7 +65,7 @@ class TestTrainedRun:
             assert run.step == 4
 
     def test_run_writes_what_the_command_writes(self, trained, words, tmp_path):
-        assert train.main([*words, f"output_dir={tmp_path}"]) == 0
+        assert train.main(last_words([*words, f"output_dir={tmp_path}"])) == 0
         assert trained.directory.name == "tiny"
         assert_same_run(trained.directory, tmp_path / "tiny", 4)
         names, others = (

@@ -285,6 +285,7 @@ CRAFTED = {
     "eval_loss is text": lambda c: c["meta"].update(eval_loss="low"),
     "no step": lambda c: c.pop("step"),
     "digest is text": lambda c: c["leaves"]["params.scale"].update(digest="abc"),
+    "parameter is huge": lambda c: c["leaves"]["params.scale"].update(shape=[2**40]),
     "iterator is huge": lambda c: c["leaves"]["iterator"].update(shape=[2**40, 2**20]),
 }
 

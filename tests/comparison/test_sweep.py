@@ -119,16 +119,16 @@ def ran(monkeypatch, tmp_path):
 
 def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
     ran.codes = (0, 42, 0)
-    words = ["base", "steps=5", "--import", "math", "--sweep", "seed=1,2,3"]
+    words = ["base", "run_name=own", "steps=5", "--import", "math", "--sweep", "seed=1,2,3"]
     assert train.main(words) == 1
     assert ran[1] == [
         *(sys.executable, "-m", "maxpipe.train", "base", "steps=5", "seed=2"),
-        *("run_name=base-seed_2", "--import", "math"),
+        *("run_name=own-seed_2", "--import", "math"),
     ]
     printed = capsys.readouterr().out
-    assert "sweep       2 of 3: base-seed_2 (seed=2)\n" in printed
-    assert "base-seed_2 failed: exit code 42; the others go on" in printed
-    assert "sweep       2 of 3 runs are done, base-seed_2 failed with exit code 42\n" in printed
+    assert "sweep       2 of 3: own-seed_2 (seed=2)\n" in printed
+    assert "own-seed_2 failed: exit code 42; the others go on" in printed
+    assert "sweep       2 of 3 runs are done, own-seed_2 failed with exit code 42\n" in printed
 
 
 def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ran, capsys):

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 from helpers.compile_command import QUICK, report_of, run, tpu_aot
+from helpers.runs import last_words
 
 from maxpipe import compile as command
 from maxpipe.compiling import stages
@@ -115,7 +116,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, wor
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:
-        command.main([config, *SMALL, *words])
+        command.main(last_words([config, *SMALL, *words]))
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -204,7 +205,7 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(t
         "pipeline.schedule=1f1b",
     ]
     path = tmp_path / "report.json"
-    assert command.main(["configs/base.yml", *SMALL, *words, "--json", str(path)]) == 0
+    assert command.main(last_words(["configs/base.yml", *SMALL, *words, "--json", str(path)])) == 0
     report = json.loads(path.read_text())
     column = 4 * 2 * 16
     # Queries, keys, values, attention and its output projection; a gate and its factor are twice as

@@ -1,5 +1,6 @@
 """Command lines: exit codes, output to stdout and stderr, and the time until an error is shown."""
 
+import errno
 import re
 import subprocess
 import sys
@@ -42,16 +43,13 @@ def test_command_valid_runs(base):
     [
         (["data.path=a", "data.path=b"], "data.path=a,b"),
         (["data.path=a", "steps=7", "data.path=b"], "data.path=a,b"),
-        (["steps=6", "steps=7"], "give it once"),
+        (["steps=6", "seed=1", "steps=7"], "give it once"),
+        (["model.num_layers=8", "model={num_layers: 8}"], "give it once"),
     ],
 )
-def test_key_in_two_words_as_a_shell_makes_of_braces_is_refused(base, words, remedy):
+def test_key_in_two_words_is_refused(base, words, remedy):
     with pytest.raises(ConfigError, match=f"^{words[0].partition('=')[0]}.* set twice.*{remedy}"):
         parse(base, *words)
-
-
-def test_last_of_words_that_a_script_appends_counts(base):
-    assert parse(base, "steps=6", "seed=1", "steps=7").loaded.config.steps == 7
 
 
 def test_command_with_problems_prints_all_and_exits_with_2(base):
@@ -91,6 +89,13 @@ def test_parse_args_leaves_out_rules_of_undecided_keys(base):
 def test_exit_on_config_error_passes_other_errors():
     with pytest.raises(ValueError, match="mine"), exit_on_config_error():
         raise ValueError("mine")
+
+
+def test_file_without_permission_is_named_without_traceback(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_config_error():
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/base")
+    assert end.value.code == 1
+    assert re.fullmatch("error: runs/base: Permission denied; give .*\\n", capsys.readouterr().err)
 
 
 def test_exit_on_config_error_decorates_main(capsys):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.runs import last_words
 from maxpipe.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ def run(
     *words: str | Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command from the repository root, with `environment` added to this process's."""
-    command = [sys.executable, "-m", "maxpipe.compile", *map(str, words)]
+    command = [sys.executable, "-m", "maxpipe.compile", *last_words(map(str, words))]
     return subprocess.run(
         command,
         cwd=ROOT,

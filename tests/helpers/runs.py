@@ -1,8 +1,10 @@
 """Run the train command as a process, on a model of 62 thousand parameters."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,18 @@ def output_dir(words: list[str]) -> Path:
     return Path(words[-1].partition("=")[2])
 
 
+def last_words(words: Iterable[str]) -> list[str]:
+    """Return the words; of several `key=value` words for a key only the last."""
+    last: dict[object, str] = {}
+    for place, word in enumerate(words):
+        setting = re.match(r"([a-z_.]+)=", word)
+        last[setting[1] if setting else place] = word
+    return [*last.values()]
+
+
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    command = [sys.executable, "-m", "maxpipe.train", *words]
+    command = [sys.executable, "-m", "maxpipe.train", *last_words(words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from helpers.runs import rows
+from helpers.runs import last_words, rows
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 DEADLINE_SECONDS = 240  # of every wait: importing JAX is slow on a busy machine
@@ -39,8 +39,8 @@ DATA_PARALLEL = (
 
 
 def command(output_dir: str | Path, *words: str) -> list[str]:
-    """Return the arguments of `maxpipe.train` for a tiny run."""
-    return [str(BASE), *TINY, f"output_dir={output_dir}", *words]
+    """Return the arguments of `maxpipe.train` for a tiny run; the last word for a key counts."""
+    return last_words([str(BASE), *TINY, f"output_dir={output_dir}", *words])
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ class TrainingProcess:
         with self.log.open("w") as output:
             # A new session: a signal to its group reaches worker processes, but not this process.
             self._process = subprocess.Popen(
-                [sys.executable, *start, *arguments],
+                [sys.executable, *start, *last_words(arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={name: value for name, value in variables.items() if value is not None},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.engines import make_mesh
 from helpers.hf_folder import FAMILIES, write_folder, write_tokenizer, write_weights
+from helpers.runs import last_words
 from helpers.training_process import command
 
 from maxpipe import export as export_command
@@ -281,7 +282,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
         export_command.main(arguments)
     assert "exists; name a new directory" in capsys.readouterr().err
     # The checkpoint wins over the folder at the next start.
-    assert train.main([command("")[0], *words, "steps=2"]) == 0
+    assert train.main(last_words([command("")[0], *words, "steps=2"])) == 0
     output = capsys.readouterr().out
     assert f"init_from=hf:{path} is not read: the run continues" in output
     assert "weights     random" not in output
