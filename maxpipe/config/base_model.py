@@ -71,6 +71,24 @@ def apply(
     return values, sources, problems
 
 
+def remarks(values: Mapping[str, object]) -> list[str]:
+    """Return notes for the user on what the files of the base leave open.
+
+    Args:
+      values: the values that are set, by key, from `apply`.
+    """
+    init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
+    lines = []
+    if folder:
+        conflicts = attribute_of("maxpipe.hf.rope:rope_conflicts")
+        content = from_hf.read_config_json(folder)
+        lines = [f"{from_hf.KEY}: {from_hf.FILE}: {line}" for line in conflicts(content)]
+    if (init_from or folder) and _needs_tokenizer(values):
+        default = OPTIONS[_TOKENIZER].default
+        lines.append(f"{_TOKENIZER}={default}: {init_from or folder} has none that can be read")
+    return lines
+
+
 def base_tokenizer(init_from: str, folder: str) -> str:
     """Return the value of `data.tokenizer` that a base brings with it, "" if it has none.
 
@@ -139,12 +157,16 @@ def _settings_of_begun(values: Mapping[str, object]) -> Mapping[str, object]:
 def _take_tokenizer(values: dict[str, object], sources: dict[str, str]) -> None:
     """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
     init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
-    is_needed = any(source.needs_tokenizer for source in _sources(values))
-    if _TOKENIZER in values or not (init_from or folder) or not is_needed:
+    if not (init_from or folder) or not _needs_tokenizer(values):
         return
-    tokenizer = _settings_of_begun(values).get(_TOKENIZER)
-    if tokenizer := tokenizer or base_tokenizer(init_from, folder):
+    tokenizer = _settings_of_begun(values).get(_TOKENIZER) or base_tokenizer(init_from, folder)
+    if tokenizer := tokenizer or values.get(KEY):  # files that it lacks are named where it is read
         values[_TOKENIZER], sources[_TOKENIZER] = tokenizer, init_from or folder
+
+
+def _needs_tokenizer(values: Mapping[str, object]) -> bool:
+    """Return whether text is read with a tokenizer that no key names."""
+    return _TOKENIZER not in values and any(s.needs_tokenizer for s in _sources(values))
 
 
 def _take_template(base: str, values: dict[str, object], sources: dict[str, str]) -> None:

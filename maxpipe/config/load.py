@@ -87,7 +87,7 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
             broken |= {problem.key for problem in misfits}
             rule_problems = apply_rules(rules, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
-    return Loaded(config, sources, remarks)
+    return Loaded(config, sources, (*remarks, *base_model.remarks(values)))
 
 
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:

@@ -155,10 +155,10 @@ class Rendering:
 
 def _with_reasoning(message: Message) -> Message:
     """Return a message whose reasoning has the names that templates read, as in transformers."""
-    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    for name in _REASONING:
+        if (given := message.get(name)) is not None:
+            return {"thinking": given} | {**message} | {"reasoning_content": given}
+    return message
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -14,6 +14,9 @@ from maxpipe.config.model_places import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+# Names of other formats in a model's folder.
+_OTHERS = ("tekken.json", "tiktoken.model", "spiece.model", "*.model.v*", "vocab.json", "vocab.txt")
+_PIECES = re.compile(rb"\n.\n.[^\n{]{1,99}\x15", re.DOTALL)  # the first piece and its score
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
@@ -220,21 +223,34 @@ def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:
 
 
 def other_format(path: Path) -> str:
-    """Return what to do about a file of tiktoken or Mistral's tekken, or a folder with nothing
-    else; "" for anything else.
+    """Return what to do about a tokenizer's file of another format, or a folder with nothing else;
+    "" for anything else.
     """
-    files = [path / name for name in ("tekken.json", "tiktoken.model")] if isdir(path) else [path]
+    files = (
+        [file for name in _OTHERS for file in sorted(path.glob(name))] if isdir(path) else [path]
+    )
     for file in filter(isfile, files):
         with file.open("rb") as content:
             start = content.read(4096)
-        is_tekken = (file.suffix == ".json" and b'"tekken' in start) or b'"token_bytes"' in start
-        if is_tekken or _TIKTOKEN_LINE.match(start):
+        if _PIECES.match(start):
             return (
-                f"{file} is a file of {'tekken' if is_tekken else 'tiktoken'}, which is not "
+                f"{file} is a SentencePiece model: give its path, under a name that ends in .model"
+            )
+        if kind := _kind(file, start):
+            return (
+                f"{file} is a file of {kind}, which is not "
                 "supported: convert it with AutoTokenizer.from_pretrained(FOLDER)"
                 ".save_pretrained(NEW) of transformers, which writes a tokenizer.json"
             )
     return ""
+
+
+def _kind(file: Path, start: bytes) -> str:
+    if (file.suffix == ".json" and b'"tekken' in start) or b'"token_bytes"' in start:
+        return "tekken"
+    if _TIKTOKEN_LINE.match(start):
+        return "tiktoken"
+    return "an older tokenizer" if file.name in ("vocab.json", "vocab.txt", "merges.txt") else ""
 
 
 def _problem(message: str) -> ConfigError:

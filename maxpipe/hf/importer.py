@@ -17,7 +17,7 @@ from maxpipe.checkpoint.arrays import Box as Region
 from maxpipe.checkpoint.arrays import box_of
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, TIED, read_config_json, read_shape
+from maxpipe.config.from_hf import FILE, TIED, read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
@@ -31,7 +31,6 @@ from maxpipe.hf.matching import (
     text_name,
 )
 from maxpipe.hf.mxfp4 import joined
-from maxpipe.hf.rope import rope_conflicts
 from maxpipe.hf.safetensors import INDEX, WEIGHTS, SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
@@ -103,8 +102,6 @@ class HfWeights:
         if self._is_untied:
             text = f"{HEAD} is not the embedding table, so they are not tied, whatever {FILE} says"
             lines.append(f"init_from   {text}")
-        conflicts = rope_conflicts(read_config_json(self._directory, KEY))
-        lines += [f"init_from   {FILE}: {line}" for line in conflicts]
         if self._skips_index:
             lines.append(f"init_from   {WEIGHTS} is read, as by transformers, and {INDEX} is not")
         return lines

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from maxpipe.checkpoint.arrays import box_of
@@ -78,7 +79,7 @@ class MaxTextWeights:
           advance: function that is called after each shard with the share that has been read.
 
         Raises:
-          ConfigError: a file is damaged.
+          ConfigError: a file is damaged, or numbers in it are not finite.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
@@ -91,6 +92,9 @@ class MaxTextWeights:
             except (ValueError, OSError) as error:
                 message = f"cannot read {'.'.join(path)}: {error}"
                 raise ConfigError(Problem(KEY, message)) from None
+            if not np.isfinite(values).all():
+                message = f"{'.'.join(path)} has NaN or infinity; take an intact copy"
+                raise ConfigError(Problem(KEY, message))
             owners = [device for device, own_box in boxes.items() if own_box == box]
             shards |= {device: jax.device_put(values, device) for device in owners}
             jax.block_until_ready([shards[device] for device in owners])

@@ -85,6 +85,21 @@ def test_three_keys_apart_take_the_tokenizer_of_weights_or_shape(folder):
     assert values(f"model.from_hf={folder}", "data.source=synthetic")[2] == "byte"
 
 
+def test_base_without_a_tokenizer_and_with_two_rotations_is_said(folder):
+    for file in folder.glob("*token*"):
+        file.unlink()
+    content = recorded("llama")["config"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(content))
+    base = f"hf:{folder}"
+    lines = load("base", [*ONE_STAGE, f"model.from_hf={base}"]).remarks
+    assert [line.partition("=")[0].partition(": ")[0] for line in lines] == [
+        "model.from_hf",
+        "data.tokenizer",
+    ]
+    (folder / "vocab.json").write_text("{}")
+    assert "save_pretrained" in problem(f"base_model={base}")["data.tokenizer"]
+
+
 def test_keys_that_contradict_the_base_are_refused_and_written_ones_agree(folder, tmp_path):
     base = f"base_model=hf:{folder}"
     assert "base_model=hf:" in problem(base, "init_from=run:other")["init_from"]

@@ -203,6 +203,14 @@ def test_damage_is_refused(config_of, tmp_path):
         MaxTextWeights(config)
 
 
+def test_numbers_that_are_not_finite_are_refused_by_name(config_of, monkeypatch):
+    monkeypatch.setattr(
+        StoredModel, "read", lambda self, path, box: np.full([b - a for a, b in box], np.nan)
+    )
+    with pytest.raises(ConfigError, match=r"^init_from: \S* has NaN or infinity"):
+        parameters_of(config_of("llama2"))
+
+
 def test_only_a_directory_of_this_machine_is_accepted():
     for value in ("maxtext:gs://bucket/0/items", "maxtext:"):
         with pytest.raises(ConfigError, match="is not of the form maxtext:DIR"):

@@ -4,10 +4,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
+from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
     CHATML,
     LEAST_PLAIN_IDS,
@@ -139,7 +141,8 @@ def _check_tokenizer_folder(value: str) -> None:
     if os.path.isfile(pieces):
         remedy = f"data.tokenizer={pieces} takes the SentencePiece model that is there"
     else:
-        remedy = f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
+        others = attribute_of("maxpipe.data.tokenizer_json:other_format")(Path(folder_of(value)))
+        remedy = others or f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
     raise ConfigError(Problem("data.tokenizer", f"there is no {file}; {remedy}"))
 
 
