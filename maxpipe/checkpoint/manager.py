@@ -1,6 +1,7 @@
 """Save a run's checkpoints asynchronously and atomically, verify them, and resume from them."""
 
 import contextlib
+import errno
 import functools
 import os
 import sys
@@ -471,8 +472,11 @@ class Checkpointer:
             reason = f"{type(error).__name__}: {_brief(str(error))}"
             if number := errno_of(error):
                 reason = os.strerror(number)
+            remedy = ""
+            if number in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "; free space there, lower checkpoint.keep, or name another output_dir"
             raise CheckpointSaveError(
-                f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}"
+                f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}{remedy}"
             ) from error
 
     def _safe_steps(self) -> str:

@@ -45,14 +45,14 @@ run_command(main)
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("program", "reason", "remedy"),
     [
-        (NO_ROOM_FOR_DIRECTORIES, "No space left on device"),
-        pytest.param(NO_ROOM_FOR_ARRAYS, "File too large", marks=pytest.mark.slow),
+        (NO_ROOM_FOR_DIRECTORIES, "No space left on device", "lower checkpoint.keep"),
+        pytest.param(NO_ROOM_FOR_ARRAYS, "File too large", "", marks=pytest.mark.slow),
     ],
     ids=["directories", "arrays"],
 )
-def test_train_failed_save_is_one_message_that_names_safe_steps(tmp_path, program, reason):
+def test_train_failed_save_is_one_message_that_names_safe_steps(tmp_path, program, reason, remedy):
     words = command(tmp_path, "mesh.simulated_devices=1", "mesh.ici.stage=1", "mesh.ici.data=1")
     words += ["mesh.ici.fsdp=1", "steps=2", "checkpoint.every=1"]
     with TrainingProcess(tmp_path / "log", words, {"JAX_NUM_CPU_DEVICES": "1"}, program) as process:
@@ -64,6 +64,7 @@ def test_train_failed_save_is_one_message_that_names_safe_steps(tmp_path, progra
     (message,) = (line for line in errors if line.startswith("error: "))
     assert f"saving checkpoint {tmp_path}/base/checkpoints/2 failed: {reason}" in message
     assert f"; safe: step 1 in {tmp_path}/base/checkpoints" in message
+    assert remedy in message
     assert len(errors) <= 6, process.output
     assert "Traceback" not in process.output
     assert checkpoints(tmp_path / "base") == [1]
