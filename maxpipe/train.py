@@ -18,6 +18,7 @@ from dataclasses import replace
 from maxpipe.comparison.sweep import add_sweep_flag, sweep
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.rules.run import check_trains
+from maxpipe.data.epochs import with_steps
 from maxpipe.supervision import supervise
 from maxpipe.supervision.ending import run_command
 from maxpipe.training.inputs import check_inputs
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_trains(config)
     if arguments.flags.sweep:
         return sweep(loaded, arguments.flags)
+    loaded = with_steps(loaded)
     with supervise(config.telemetry) as supervision:
         check_inputs(loaded)
         # JAX and everything built on it are imported here, once the configuration is known good.

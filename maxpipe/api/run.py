@@ -12,6 +12,7 @@ from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.sections import Config
+from maxpipe.data.epochs import with_steps
 from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
 from maxpipe.supervision import supervise_in_program
@@ -51,7 +52,7 @@ class Run:
             raise TypeError(f"maxpipe.Run takes a configuration: Run(load_config({config!r}))")
         check_trains(config)
         # Only messages of a command line need the sources of values.
-        self._loaded = Loaded(config, dict.fromkeys(OPTIONS, ""))
+        self._loaded = with_steps(Loaded(config, dict.fromkeys(OPTIONS, "")))
         start_jax(config)
         devices = jax.devices()
         self.config = resolve(self._loaded, len(devices), num_slices(devices))

@@ -72,12 +72,15 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     chosen, reference_problems = follow_references(chosen)
     chosen, remarks = locate(chosen)
     values, value_problems = _values(chosen)
+    if values.get("epochs"):
+        value_problems += _choose_length([*settings, *words], chosen, values)
     set_by = {key: setting.source for key, setting in chosen.items()}
     values, set_by, shape_problems = base_model.apply(values, set_by)
     problems += reference_problems + value_problems + shape_problems
     config = update(Config(), values)
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
     unusable = {problem.key for problem in problems} | set(undecided)
+    unusable |= {"steps"} if config.epochs else set()  # known only when the documents are counted
     broken = unusable | set(unknown_axes(config))
     rules = RULES if undecided else (check_unknown_axes, *RULES)
     rule_problems = apply_rules(rules, config, broken)[1]
@@ -141,6 +144,8 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
         (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
     )
     problems = apply_rules((check_unknown_axes,), config, ())[1]
+    if config.epochs:
+        problems.append(Problem("epochs", "only training counts documents: give steps instead"))
     if not problems:
         try:
             config = fit_mesh(config, num_devices, num_slices, RULES)
@@ -208,6 +213,23 @@ def replace(config: Config, **values: object) -> Config:
     if problems:
         raise ConfigError(*problems)
     return update(config, values)
+
+
+def _choose_length(
+    settings: Sequence[Setting], chosen: dict[str, Setting], values: Updates
+) -> list[Problem]:
+    """Drop `steps` or `epochs`, whichever a weaker file gives; one place may give only one."""
+    if not {"steps", "epochs"} <= chosen.keys():
+        return []
+    last = next(s.key for s in reversed(settings) if s.key in ("steps", "epochs"))
+    places = {chosen[key].source.rpartition(":")[0] for key in ("steps", "epochs")}
+    if len(places) == 1:
+        message = f"steps={values.get('steps')} is given, too: leave out one of the two"
+        return [Problem("epochs", message, chosen["epochs"].source)]
+    weaker = "steps" if last == "epochs" else "epochs"
+    del chosen[weaker]
+    values.pop(weaker, None)
+    return []
 
 
 def _values(chosen: Mapping[str, Setting]) -> tuple[Updates, list[Problem]]:

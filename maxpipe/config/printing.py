@@ -33,7 +33,7 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     """Return, for a key and a value of it, the keys that have no effect with that value."""
     unused: dict[tuple[str, str | int], tuple[str, ...]] = {
         ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
-        ("eval.every", 0): ("eval.batches", "eval.batches_per_source"),
+        ("eval.every", 0): ("eval.batches", "eval.batches_per_source", "eval.prompts"),
         ("model.qk_norm", False): ("model.qk_norm_scope",),
         ("model.attention_window", 0): ("model.rope_theta_local",),
     }
@@ -73,7 +73,9 @@ def print_config(loaded: Loaded) -> str:
             text.append(line)
             continue
         source = loaded.sources[key]
-        if get(known, key) != get(loaded.config, key):
+        if key == "steps" and known.epochs:
+            source = "derived from epochs when training starts"
+        elif get(known, key) != get(loaded.config, key):
             source = "derived"
         elif OPTIONS[key].bounds.derived and get(known, key) in (-1, AUTO):
             source += "; derived at start"

@@ -69,7 +69,7 @@ def check(config: Config) -> int:
         documents, _ = open_mixture(config.data, split, config.seed)
         encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
-        findings = scan(documents, encoder, _progress(split, len(documents)), row)
+        findings = scan(documents, encoder, report_progress(split, len(documents)), row)
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, findings, skips), sep="\n")
         ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
@@ -146,7 +146,7 @@ def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
         yield f"  {findings.fatal:,} would end the run with any data.on_bad_document"
 
 
-def _progress(split: Split, total: int) -> Callable[[int], None]:
+def report_progress(what: str, total: int) -> Callable[[int], None]:
     """Return a function that prints every few seconds how many documents were read."""
     last = time.monotonic()
 
@@ -154,6 +154,6 @@ def _progress(split: Split, total: int) -> Callable[[int], None]:
         nonlocal last
         if time.monotonic() - last >= _SECONDS_BETWEEN_REPORTS:
             last = time.monotonic()
-            print(f"{split}: {count:,} of {total:,} documents", file=sys.stderr, flush=True)
+            print(f"{what}: {count:,} of {total:,} documents", file=sys.stderr, flush=True)
 
     return report

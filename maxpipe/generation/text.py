@@ -108,23 +108,25 @@ def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str
         raise ConfigError(Problem(key, message))
 
 
-def read_prompt(prompt: str, tokenizer: Tokenizer, config: Config) -> list[int]:
-    """Return the token ids of a prompt, framed as the tokenizer does.
+def read_prompt(
+    prompt: str, tokenizer: Tokenizer, config: Config, key: str = "--prompt"
+) -> list[int]:
+    """Return the token ids of a prompt, framed as the tokenizer does; errors name `key`.
 
     Raises:
       ConfigError: it is empty, too long, or has tokens that the model does not have.
     """
     if not len(tokenizer.encode(prompt)):
-        raise ConfigError(Problem("--prompt", "is empty; give the text to continue"))
+        raise ConfigError(Problem(key, "is empty; give the text to continue"))
     ids = encode_prompt(tokenizer, prompt)
-    check_known(ids, tokenizer, config.model.num_token_ids, "--prompt")
+    check_known(ids, tokenizer, config.model.num_token_ids, key)
     limit = config.data.sequence_length
     if len(ids) > limit:
         message = (
             f"has {len(ids)} tokens, and the model has learned {limit} positions "
             "(data.sequence_length); shorten it"
         )
-        raise ConfigError(Problem("--prompt", message))
+        raise ConfigError(Problem(key, message))
     return ids
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import printable
 from maxpipe.telemetry.background import CLOSE_SECONDS, close_all
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
@@ -17,6 +18,7 @@ from maxpipe.telemetry.trackers import TrackedRun, open_trackers
 from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
 SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
+_PROMPT_SHOWN = 40  # characters before a sample on the console
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
 
@@ -221,6 +223,17 @@ class Recorder:
             self._tensorboard.use(TensorBoard.flush)
             for tracker in self._trackers:
                 tracker.log(step, scalars)
+
+    def samples(self, step: int, pairs: Iterable[tuple[str, str]]) -> None:
+        """Show texts and how the model continues them after `step`, on console and TensorBoard."""
+        if not self._is_main:
+            return
+        for number, (prompt, text) in enumerate(pairs, 1):
+            line = f'step {step}/{self._last_step}  "{prompt[-_PROMPT_SHOWN:]}" -> "{text}"'
+            self._console.print_line(printable(line))
+            if self._tensorboard is not None:
+                named = step, f"eval/sample_{number}", prompt + text
+                self._tensorboard.use(methodcaller("write_text", *named))
 
     def time_account(
         self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None

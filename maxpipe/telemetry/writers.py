@@ -182,7 +182,7 @@ def _not_importable(*names: str) -> Iterator[None]:
 
 
 class TensorBoard:
-    """Writes scalars as TensorBoard events.
+    """Writes scalars and texts as TensorBoard events.
 
     The calling thread writes, so it also gets the errors: tensorboardX's own writer has a thread
     and a queue, and when the thread dies of a full disk, the queue fills and blocks the caller.
@@ -197,10 +197,10 @@ class TensorBoard:
         with _not_importable(*NOT_NEEDED):
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
-            from tensorboardX.summary import scalar
+            from tensorboardX.summary import scalar, text
 
         self._event = Event
-        self._scalar = scalar
+        self._scalar, self._text = scalar, text
         directory.mkdir(parents=True, exist_ok=True)
         self._file = EventsWriter(str(directory / "events"))
         started = SessionLog(status=SessionLog.START)
@@ -218,6 +218,11 @@ class TensorBoard:
                 self._file.write_event(self._event(wall_time=now, step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a text, which TensorBoard shows as it is because Markdown's code is indented."""
+        summary = self._text(name, f"    {text}".replace("\n", "\n    "))
+        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         """Write all points to the disk."""

@@ -23,6 +23,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.documents import Split, open_sources
 from maxpipe.data.loader import check_base_tokenizer, open_tokenizer
 from maxpipe.devices.cluster import announced_processes, is_cluster, job_of_process
+from maxpipe.generation.text import read_prompt
 from maxpipe.migration.orbax_arrays import find_item
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.run_directory import RunDirectory
@@ -88,6 +89,16 @@ def input_problems(config: Config) -> list[Problem]:
     return _problems_of(parts)
 
 
+def read_prompts(config: Config) -> list[list[int]]:
+    """Return the token ids of each text of `eval.prompts`.
+
+    Raises:
+      ConfigError: one is empty, too long, or has tokens that the model does not have.
+    """
+    tokenizer = open_tokenizer(config)
+    return [read_prompt(text, tokenizer, config, "eval.prompts") for text in config.eval.prompts]
+
+
 def _problems_of(parts: Sequence[Part]) -> list[Problem]:
     """Return the problems that parts raise, each once."""
     problems: list[Problem] = []
@@ -100,10 +111,10 @@ def _problems_of(parts: Sequence[Part]) -> list[Problem]:
 
 
 def _readers(config: Config) -> list[Part]:
-    """Return functions that open tokenizer and documents."""
+    """Return functions that open tokenizer, with it the prompts, and documents."""
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     documents = [partial(open_sources, config.data, split) for split in splits]
-    return [partial(open_tokenizer, config), *documents]
+    return [partial(read_prompts, config), *documents]
 
 
 def _is_finished(config: Config) -> bool:

@@ -92,6 +92,7 @@ from maxpipe.training.resuming import (
     step_to_continue,
 )
 from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.samples import check_samples
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.step_ahead import build_with_step_ahead
 from maxpipe.training.trainer import StateT, Trainer
@@ -315,6 +316,7 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     held_out, by_source = open_held_out(config, place_eval.rows)
+    check_samples(config)
     _log_notes(config, loader, held_out)
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)

@@ -24,6 +24,7 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.writers import Row
 from maxpipe.training.batches import BatchPlacer, all_rows
+from maxpipe.training.samples import samples
 from maxpipe.training.trainer import Trainer
 
 DONE, DIVERGED = 0, 42  # exit codes
@@ -239,7 +240,7 @@ def _checkpoint(
 
 def evaluate(run: Run) -> None:
     """Record the mean cross-entropy over the evaluation's batches, and over those of each source of
-    a mixture.
+    a mixture, and how `eval.prompts` continue.
     """
     assert run.held_out is not None
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
@@ -261,6 +262,11 @@ def evaluate(run: Run) -> None:
                     f"step {run.step}: no loss of {name}: its batches have no token to predict; "
                     "are prompts longer than data.sequence_length?"
                 )
+        if run.config.eval.prompts:
+            with jax.transfer_guard("allow"):
+                params = run.trainer.canonical_params(run.state)
+            progress = partial(run.supervision.watchdog.progress, before_step=False)
+            run.recorder.samples(run.step, samples(run.config, params, progress))
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 

@@ -248,9 +248,12 @@ class MpmdTrainer(Trainer[MpmdState]):
         skips, history = self.engine.everywhere((state.skips, state.history))
         # The same in all processes.
         step, key, skips, history = jax.tree.map(np.array, (own.step, own.key, skips, history))
-        params = self._join(*state.params, on_disk.params)
+        params = self.canonical_params(state)
         opt_state = jax.tree.map(self._join, *opt_states, on_disk.opt_state, is_leaf=is_mirror)
         return TrainState(step, key, params, opt_state, skips, history)
+
+    def canonical_params(self, state: MpmdState) -> Params:
+        return self._join(*state.params, self.abstract_canonical().params)
 
     def from_canonical(self, state: TrainState) -> MpmdState:
         is_mirror = partial(mirrors, jax.tree.structure(state.params))

@@ -101,6 +101,10 @@ class Trainer(ABC, Generic[StateT]):
         """Return the state as on disk, layers in model order, copied to the host leaf by leaf."""
 
     @abstractmethod
+    def canonical_params(self, state: StateT) -> Params:
+        """Return the parameters of `to_canonical`'s result."""
+
+    @abstractmethod
     def from_canonical(self, state: TrainState) -> StateT:
         """Return the live state from what a checkpoint holds; the inverse of `to_canonical`."""
 
@@ -199,12 +203,17 @@ class SpmdTrainer(Trainer[TrainState]):
         return self._forward(state.params, batch)
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        # Each leaf is moved to the host before the next is converted.
-        def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> HostArray:
-            on_disk = target.sharding
-            return to_host(self._to_canonical(leaf, on_disk, on_disk) if is_layer else leaf)
+        on_disk = self.abstract_canonical()
+        return jax.tree.map(self._convert, state, self._is_layer(state), on_disk)
 
-        return jax.tree.map(convert, state, self._is_layer(state), self.abstract_canonical())
+    def canonical_params(self, state: TrainState) -> Params:
+        on_disk = self.abstract_canonical().params
+        return jax.tree.map(self._convert, state.params, self._is_layer(state).params, on_disk)
+
+    def _convert(self, leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> HostArray:
+        # Each leaf is moved to the host before the next is converted.
+        on_disk = target.sharding
+        return to_host(self._to_canonical(leaf, on_disk, on_disk) if is_layer else leaf)
 
     def from_canonical(self, state: TrainState) -> TrainState:
         def convert(

@@ -278,6 +278,17 @@ def _small_shares(weights: list[float]) -> list[str]:
     ]
 
 
+@rule("epochs", "data.source", "data.mixture")
+def check_epochs(c: Config) -> None:
+    """Refuse epochs of documents that have none."""
+    if c.epochs and c.data.mixture:
+        message = "the sources of data.mixture pass at speeds of their own: give steps instead"
+        raise ConfigError(Problem("epochs", message))
+    if c.epochs and not SOURCES[c.data.source].needs_tokenizer:
+        message = f"data.source={c.data.source} draws documents without end: give steps instead"
+        raise ConfigError(Problem("epochs", message))
+
+
 @rule("checkpoint.resume")
 def check_resume(c: Config) -> None:
     """Check that `checkpoint.resume` is a word that it knows or a step."""
@@ -399,10 +410,13 @@ def check_spike_window(c: Config) -> None:
     "optimizer.decay_steps",
     "optimizer.warmup_steps",
     "steps",
+    "epochs",
     writes=("optimizer.decay_steps", "optimizer.warmup_steps"),
 )
 def derive_learning_rate_steps(c: Config) -> Updates:
-    """Derive the steps of decay and warm-up from the steps of the run."""
+    """Derive the steps of decay and warm-up from the steps of the run, once these are known."""
+    if c.epochs:
+        return {}
     decay, warmup = c.optimizer.decay_steps, c.optimizer.warmup_steps
     if decay == -1:
         decay = c.steps
@@ -473,6 +487,7 @@ RUN_RULES = (
     check_mixture,
     check_chat_template,
     check_column,
+    check_epochs,
     derive_tokenizer,
     check_resume,
     check_accept_changes,

@@ -45,6 +45,12 @@ class Config:
         maximum=MOST_SEED,
     )
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
+    epochs: float = option(
+        0.0,
+        "in place of steps, the number of passes over the training documents, which are counted "
+        "before training; 0 = as many steps as steps says",
+        minimum=0,
+    )
     stop_after: int = option(
         0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
     )

@@ -112,6 +112,11 @@ class EvalConfig:
     global_batch_size: int = option(
         -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
     )
+    prompts: list[str] = option(  # noqa: RUF009
+        [],
+        "texts that the model continues at each evaluation, by the 40 most likely tokens, for you "
+        "to read; runs of one process only",
+    )
 
 
 @dataclass(frozen=True)

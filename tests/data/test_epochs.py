@@ -1,0 +1,94 @@
+"""A length in epochs: the steps that read each training document as often as it says."""
+
+import json
+
+import pytest
+from helpers.runs import rows, write_config
+
+import maxpipe
+from maxpipe import train
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.printing import print_config
+from maxpipe.data.epochs import with_steps
+from maxpipe.data.loader import make_loader
+
+ONE_ROW = (
+    "data.global_batch_size=1",
+    "mesh.simulated_devices=1",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=1",
+)
+EIGHT_DEVICES = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=8")
+LENGTHS = (5, 70, 33, 1, 118, 64)
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Return the words of a tiny run on a few documents; its file has no steps."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in LENGTHS))
+    config, *others = write_config(tmp_path)
+    data = ("data.source=jsonl", f"data.path={file}", "data.eval_fraction=0")
+    return [config, *others, *data]
+
+
+def epochs_read(config, steps):
+    """Return how many epochs of the documents a run has finished after `steps` steps."""
+    loader = make_loader(config, "train", [0])
+    for _ in range(steps):
+        next(loader)
+    ((epoch, _, _),) = loader.state.tolist()
+    loader.close()
+    return epoch
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_steps_end_with_the_first_that_completes_the_epochs(words, epochs, packing):
+    words = [*words, *ONE_ROW, f"epochs={epochs}", f"data.packing={packing}"]
+    loaded = with_steps(load(words[0], words[1:]))
+    config = resolve(loaded, 1)
+    assert epochs_read(config, config.steps) >= epochs
+    assert epochs_read(config, config.steps - 1) == epochs - 1
+    assert config.optimizer.decay_steps == config.steps
+    assert loaded.remarks[-1].startswith(f"steps={config.steps}: {epochs} epochs of 6 documents")
+
+
+def test_length_that_is_given_last_counts(words, tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text(f"base: {words[0]}\nepochs: 2\n")  # below it are 200 steps
+    loaded = load(str(file), words[1:])
+    assert loaded.config.epochs == 2
+    assert "derived from epochs" in print_config(loaded)
+    assert load(str(file), [*words[1:], "steps=7"]).config.epochs == 0
+    assert load(str(file), [*words[1:], "epochs=0"]).config.steps == 200
+    for text in ("steps: 3\nepochs: 2\n", "epochs: 2\nsteps: 3\n"):
+        file.write_text(f"base: {words[0]}\n{text}")
+        with pytest.raises(ConfigError, match=r"epochs .*mine.yml.*: steps=3 is given, too"):
+            load(str(file), words[1:])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["data.source=synthetic", "data.mixture=[{source: python_stdlib, weight: 1}]"],
+)
+def test_epochs_of_what_has_none_are_refused(tmp_path, word):
+    config, *others = write_config(tmp_path)
+    with pytest.raises(ConfigError, match=rf"epochs .*{word[:8]}.*: give steps"):
+        load(config, [*others, "epochs=2", word])
+
+
+def test_commands_that_read_no_data_ask_for_steps(words):
+    with pytest.raises(ConfigError, match=r"epochs .*give steps"):
+        resolve(load(words[0], [*words[1:], "epochs=2"]), 1)
+
+
+def test_run_ends_after_its_epochs_and_the_same_command_ends_there_again(words, capsys):
+    words = [*words, *EIGHT_DEVICES, "epochs=9"]
+    assert train.main(words) == 0
+    # 291 characters and 6 ends of documents; 9 * 297 targets are 10.4 batches of 8 * 32.
+    assert "steps=11: 9 epochs of 6 documents, 297 tokens" in capsys.readouterr().out
+    run = maxpipe.Run(maxpipe.load_config(*words))
+    assert run.config.steps == max(row["step"] for row in rows(run.directory)) == 11
+    assert train.main(words) == 0
+    assert "nothing to do" in capsys.readouterr().out
