@@ -168,6 +168,7 @@ def run(
         decisions.add(line)
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     with naming_all_inputs(config):
+        check_samples(config)
         config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config, supervision.memory)
     directory.derived = differing_keys(config, loaded.config)
@@ -316,7 +317,6 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     held_out, by_source = open_held_out(config, place_eval.rows)
-    check_samples(config)
     _log_notes(config, loader, held_out)
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)
