@@ -18,7 +18,7 @@ ENGINES = {
     "sequential": ("mesh.ici.stage=1", "mesh.ici.fsdp=8"),
     "circular": (*STAGES, "pipeline.schedule=circular"),
     "scheduled": (*STAGES, "pipeline.schedule=lockstep_1f1b"),
-    "mpmd": (*STAGES, "pipeline.schedule=1f1b"),
+    "mpmd": (*STAGES, "pipeline.schedule=interleaved_1f1b"),
 }
 
 
