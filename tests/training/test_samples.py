@@ -55,7 +55,7 @@ def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path,
     ("words", "reason"),
     [
         (['eval.prompts=[""]'], "is empty"),
-        ([f"eval.prompts=[{'a' * 17}]"], "has 17 tokens.*shorten it"),
+        ([f"eval.prompts=[{'a' * 17}]"], "has 18 tokens.*shorten it"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, words, reason):
