@@ -219,7 +219,9 @@ class _Cache:
             directory = cache_directory(cache_dir)
         except ConfigError:  # a user without a home, for whom nothing is kept
             directory = Path(os.devnull)
-        name = hashlib.sha256(f"{source}\0{os.path.abspath(path)}".encode()).hexdigest()[:24]
+        name = hashlib.sha256(
+            f"{source}\0{os.path.abspath(path)}".encode("utf-8", "surrogateescape")
+        ).hexdigest()[:24]
         self._file = directory / f"{name}.fingerprints.json"
         self._known: dict[str, list[object]] = {}
         self._num_read = 0
@@ -443,7 +445,9 @@ def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
 def _digest(files: Sequence[File]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
-        digest.update(f"{file.name}\0{file.size}\0{file.digest}\n".encode())
+        digest.update(
+            f"{file.name}\0{file.size}\0{file.digest}\n".encode("utf-8", "surrogateescape")
+        )
     return digest.hexdigest()
 
 

@@ -125,7 +125,9 @@ def local_copy(
       ConfigError: the copy cannot be written to the cache, or takes more than the limit.
     """
     directory = cache_directory(cache_dir)
-    name = hashlib.sha256(f"{origin}\0{version}\0{suffix}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(
+        f"{origin}\0{version}\0{suffix}".encode("utf-8", "surrogateescape")
+    ).hexdigest()[:24]
     target = directory / (name + suffix)
     if target.is_file():
         return str(target)
