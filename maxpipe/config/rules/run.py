@@ -138,12 +138,14 @@ def _check_tokenizer_folder(value: str) -> None:
     if tokenizer_folder(value) or os.path.isfile(file):
         return
     pieces = os.path.join(folder_of(value), "tokenizer.model")
+    message = f"there is no {file}; "
     if os.path.isfile(pieces):
-        remedy = f"data.tokenizer={pieces} takes the SentencePiece model that is there"
+        message += f"data.tokenizer={pieces} takes the SentencePiece model that is there"
     else:
         others = attribute_of("maxpipe.data.tokenizer_json:other_format")(Path(folder_of(value)))
-        remedy = others or f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
-    raise ConfigError(Problem("data.tokenizer", f"there is no {file}; {remedy}"))
+        remedy = f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
+        message = others or message + remedy
+    raise ConfigError(Problem("data.tokenizer", message))
 
 
 @rule(
