@@ -78,6 +78,12 @@ sys.exit(int(act))
 """
 
 
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    """Let supervisors keep their secret among a test's own files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 class Supervised:
     """Supervisors of one run, their output in files.
 
