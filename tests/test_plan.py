@@ -138,7 +138,7 @@ def test_page_has_a_bar_for_each_part_and_loads_nothing(written, report):
     assert '<text x="0" y="357">your configuration: stage=2 fsdp=2 batch=16</text>' in page
     assert "http" not in page
     for row in report["rows"][:10]:  # multiples of the fastest row's
-        assert f">{row['relative_time']:.3g}</text>" in page
+        assert f">{row['relative_time']:#.3g}</text>" in page
 
 
 def test_page_of_simulated_devices_has_multiples_and_no_seconds(written):
