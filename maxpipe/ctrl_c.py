@@ -1,4 +1,4 @@
-"""Answer Ctrl-C outside a command's `main`, as during imports, by a line instead of a traceback.
+"""Prepare a command's process: texts are UTF-8, and Ctrl-C outside `main` is answered by a line.
 
 Every command calls `expect` before it imports anything else, so this file imports next to nothing.
 """
@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+_UTF8 = "PYTHONUTF8"
 _INTERRUPTED = 130  # as in `maxpipe.config.terminal`, which takes time to import
 
 
 def expect() -> None:
-    """Let Ctrl-C end the process with one line and exit code 130 from now on.
+    """Let Ctrl-C end the process with one line and exit code 130 from now on, and texts be UTF-8.
+
+    In a locale of another encoding, such as ASCII, Python begins again in its UTF-8 mode, because
+    libraries take no path with letters that the encoding does not have.
 
     Nothing needs tidying up at that point. Python's own way is to raise an exception, which
     libraries that are being imported turn into other errors. If a shell has switched Ctrl-C off, as
@@ -21,6 +25,9 @@ def expect() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8) != "1":
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, _UTF8: "1"})
 
 
 def run(main: Callable[[], int]) -> NoReturn:

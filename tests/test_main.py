@@ -1,6 +1,7 @@
 """`maxpipe COMMAND`: every command under one name."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -94,3 +95,12 @@ def test_architecture_page_names_every_command_at_the_root():
     (line,) = [line for line in page.splitlines() if "the commands, thin" in line]
     files = {path.stem for path in (ROOT / "maxpipe").glob("*.py")}
     assert {*re.split(", ", line.split("    ")[0].strip())} == files & COMMANDS.keys()
+
+
+def test_commands_in_a_locale_without_the_letters_of_a_path_take_it():
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "maxpipe.train", "base", "--print-config", "output_dir=räns"]
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, **ascii_alone}, check=True
+    )
+    assert "output_dir: räns" in done.stdout.decode()

@@ -65,9 +65,6 @@ def remove_damaged(cache: Path, program: str) -> int:
 
 def _use(directory: str | None) -> None:
     """Let JAX store programs in a directory from now on; with None, store and find none."""
-    # XLA's own caches take no path with letters that the locale does not have.
-    if directory and not directory.isprintable():
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_compilation_cache_dir", directory)
     reset_cache()  # JAX would keep to the directory of an earlier run of this program
 

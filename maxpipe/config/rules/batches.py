@@ -1,8 +1,10 @@
-"""Derive the number of microbatches; check that batches divide over microbatches and devices."""
+"""Derive the number of microbatches; check that batches divide over microbatches and devices, and
+that epochs of them can be counted.
+"""
 
 import math
 
-from maxpipe.config.catalog import ENGINES
+from maxpipe.config.catalog import ENGINES, SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.rule import Updates, distance, divisors, multiples_around, rule
 from maxpipe.config.rules.stages import STAGE_AXES, num_stages
@@ -134,10 +136,22 @@ def _propose_counts(c: Config, batch: int, shards: int) -> str:
     return f", or pipeline.num_microbatches={' or '.join(map(str, nearest))}" if nearest else ""
 
 
+@rule("epochs", "data.source", "data.mixture")
+def check_epochs(c: Config) -> None:
+    """Refuse epochs of documents that have none."""
+    if c.epochs and c.data.mixture:
+        message = "the sources of data.mixture pass at speeds of their own: give steps instead"
+        raise ConfigError(Problem("epochs", message))
+    if c.epochs and not SOURCES[c.data.source].needs_tokenizer:
+        message = f"data.source={c.data.source} draws documents without end: give steps instead"
+        raise ConfigError(Problem("epochs", message))
+
+
 BATCH_RULES = (
     derive_microbatches,
     check_train_batch,
     derive_eval_batch,
     check_eval_batch,
     derive_batches_per_source,
+    check_epochs,
 )

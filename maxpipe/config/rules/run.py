@@ -280,17 +280,6 @@ def _small_shares(weights: list[float]) -> list[str]:
     ]
 
 
-@rule("epochs", "data.source", "data.mixture")
-def check_epochs(c: Config) -> None:
-    """Refuse epochs of documents that have none."""
-    if c.epochs and c.data.mixture:
-        message = "the sources of data.mixture pass at speeds of their own: give steps instead"
-        raise ConfigError(Problem("epochs", message))
-    if c.epochs and not SOURCES[c.data.source].needs_tokenizer:
-        message = f"data.source={c.data.source} draws documents without end: give steps instead"
-        raise ConfigError(Problem("epochs", message))
-
-
 @rule("checkpoint.resume")
 def check_resume(c: Config) -> None:
     """Check that `checkpoint.resume` is a word that it knows or a step."""
@@ -489,7 +478,6 @@ RUN_RULES = (
     check_mixture,
     check_chat_template,
     check_column,
-    check_epochs,
     derive_tokenizer,
     check_resume,
     check_accept_changes,
