@@ -197,7 +197,7 @@ def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
     )
     assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in printed
     assert (
-        "\n  layers_per_stage: [3, 1]\n"
+        "\n  layers_per_stage: [3, 1]  # derived\n"
         in (tmp_path / "runs" / "stages" / "config.yml").read_text()
     )
 
