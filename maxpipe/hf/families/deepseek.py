@@ -83,7 +83,7 @@ class DeepseekV3(BiasedExperts):
                 "v_head_dim",
             )
         }
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
         kind = rope.get("rope_type", rope.get("type"))
         return {
             **super().read(c),

@@ -25,7 +25,7 @@ class GptOss(Experts):
         "attention_bias": True,
         "swiglu_alpha": _ALPHA,
         "swiglu_limit": 7.0,
-        "rope_scaling": {
+        "rope_parameters": {
             "rope_type": "yarn",
             "factor": 32.0,
             "original_max_position_embeddings": 4096,
