@@ -76,9 +76,9 @@ from maxpipe import train
 number = os.environ["JAX_PROCESS_ID"]
 own = ["seed=1", "steps=7", "model.mlp_dim=48"] if number == "1" else []
 own += [f"data.path={os.environ['CORPUS']}{number}"]
-given = [word for word in sys.argv[1:] if not word.startswith(("seed=", "steps=", "model.mlp_dim="))]
-words = given if number == "1" else sys.argv[1:]
-sys.exit(train.main(words + own))
+keys = {word.split("=")[0] for word in own}
+given = [word for word in sys.argv[1:] if word.split("=")[0] not in keys]
+sys.exit(train.main(given + own))
 """
 
 
