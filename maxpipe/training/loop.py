@@ -117,6 +117,7 @@ def _train(run: Run) -> int:
             run.profiler.before(run.step + 1)
             with clock.phase("data"):
                 batch = next(run.loader)
+            step_log.begin()
             with jax.profiler.StepTraceAnnotation("train", step_num=run.step + 1):
                 run.state, metrics = run.trainer.step(run.state, run.place(batch))
             run.step += 1
@@ -291,6 +292,11 @@ def _floats(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
+def _are_ready(metrics: Metrics) -> bool:
+    arrays = (x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array))
+    return all(array.is_ready() for array in arrays)
+
+
 @jax.jit
 def _sum(x: jax.Array) -> jax.Array:
     """Return the sum of an array over all processes, in its dtype."""
@@ -360,7 +366,7 @@ class StepLog:
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
-        self._since = time.perf_counter()
+        self._since = self._begun = time.perf_counter()
         self.skips = skips
         self.last_step = 0
         self.last_is_finite = True
@@ -372,20 +378,32 @@ class StepLog:
         # Without a recorded step the count is an earlier start's, perhaps with a higher limit.
         return is_at_limit and not self.last_is_finite
 
+    def begin(self) -> None:
+        """Note when the next step is dispatched."""
+        self._begun = time.perf_counter()
+
     def add(self, step: int, metrics: Metrics) -> None:
         """Take a dispatched step's metrics, and wait for the step before it."""
-        self.finish()
+        # A dispatch may take as long as the step: mpmd's does where stages wait for each other.
+        # What was over when it ended is taken to have been over when it began.
+        is_over = self._pending is not None and _are_ready(self._pending[1])
+        self.finish(self._begun if is_over else None)
         self._pending = (step, metrics)
 
-    def finish(self) -> None:
-        """Wait for the pending step and record it."""
+    def finish(self, ended: float | None = None) -> None:
+        """Wait for the pending step and record it.
+
+        Args:
+          ended: when it was over, as `time.perf_counter()` has it; by default when the wait is.
+        """
         if self._pending is None:
             return
         # Cleared first: an error below must not make `finish` wait for this step again.
         (step, metrics), self._pending = self._pending, None
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
-        seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
+        ended = ended or time.perf_counter()
+        seconds, self._since = ended - self._since, ended
         self._progress(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")

@@ -101,9 +101,11 @@ class Checkpointer:
 class Recorder:
     def __init__(self, notes):
         self.notes = notes
+        self.seconds = []
 
     def step(self, step, loss, grad_norm, learning_rate, step_seconds, **extra):
         self.notes.append(f"log {step}: {loss:g}")
+        self.seconds.append(step_seconds)
 
     def evaluation(self, step, loss, bits_per_byte, losses):
         self.notes.append({"step": step, "loss": loss, **losses})
@@ -465,3 +467,22 @@ def test_close_of_a_run_with_another_owner_leaves_its_checkpoints_alone(parts, n
     with pytest.raises(LeaseLost):
         run_and_close(parts, lambda: DONE)
     assert notes == [*CLOSES, *ENDS]
+
+
+def test_dispatch_that_takes_the_whole_step_counts_for_its_own_step(run, monkeypatch):
+    parts = run.parts(**{"eval.every": 3})
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    dispatch, evaluate = parts.trainer.step, loop.evaluate
+
+    def after(seconds, call):
+        def slow(*arguments):
+            now[0] += seconds
+            return call(*arguments)
+
+        return slow
+
+    monkeypatch.setattr(parts.trainer, "step", after(2, dispatch))
+    monkeypatch.setattr(loop, "evaluate", after(50, evaluate))
+    assert train(parts) == DONE
+    assert parts.recorder.seconds == [2] * 6
