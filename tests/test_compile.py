@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from helpers.compile_command import NARROW, QUICK, narrow_preset, report_of, run, tpu_aot
 
 from maxpipe import compile as command
+from maxpipe.compiling import checks
 from maxpipe.compiling.collectives import ASYNC_FUSION
 from maxpipe.compiling.hlo import executions, parse
 from maxpipe.config import load, resolve
@@ -39,106 +39,52 @@ BASE = "configs/base.yml"
 EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 
-@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-def test_compile_for_simulated_devices_reports_flops_memory_and_collectives(tmp_path, schedule):
-    words = (
-        BASE,
-        "compile.topology=cpu",
-        f"pipeline.schedule={schedule}",
-        "pipeline.num_microbatches=4",
-    )
-    report, text = report_of(tmp_path, *words)
-    assert report["num_devices"] == 4
-    assert report["flops"] > report["model_flops"] > 0
-    assert report["memory"]["temp_bytes"] > 0
-    assert report["memory"]["capacity_bytes"] is None
-    assert report["fits"] is None
-    axes = {(c["kind"], axis) for c in report["collectives"] for axis in c["axes"].split(",")}
-    assert {("collective-permute", "stage"), ("all-gather", "fsdp")} <= axes
-    assert "verdict" in text
-
-
 def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path):
     """The compiler needs shapes only; arrays of this model would not fit this machine."""
     words = (
-        "model.num_layers=4",
+        "pipeline.schedule=circular",
+        "model.num_layers=2",
+        "pipeline.num_repeats=1",
         "model.embed_dim=16384",
-        "model.mlp_dim=53248",
+        "model.mlp_dim=106496",
         "model.num_query_heads=128",
+        "data.sequence_length=16",
     )
-    report, _ = report_of(tmp_path, BASE, "compile.topology=cpu", "data.sequence_length=16", *words)
-    assert report["memory"]["parameters_bytes"] > 10e9
+    file = tmp_path / "report.json"
+    assert command.main([str(ROOT / BASE), *EIGHT_DEVICES, *words, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["num_devices"] == 8
+    assert 8 * report["memory"]["parameters_bytes"] > 40e9
+    assert report["memory"]["temp_bytes"] > 0
+    axes = {(c["kind"], axis) for c in report["collectives"] for axis in c["axes"].split(",")}
+    assert {("collective-permute", "stage"), ("all-gather", "fsdp")} <= axes
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "compile.topology: name the devices to compile for"),
-        (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
-        (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
-        (["compile.topology=v5p:3x3x3"], "compile.topology: v5p:3x3x3: a host holds 2x2 chips"),
-        (["compile.topology=cpu", "--profile=p.html"], "--profile: needs the estimates of a TPU's"),
-        (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
-        (["compile.topology=cpu", "--tune-flags"], "--tune-flags: needs the estimates of a TPU's"),
-        (
-            ["compile.topology=v5p:2x2x1", "--hlo=step.hlo", "--tune-flags"],
-            "--hlo: is for a single compilation; leave it out, or --tune-flags",
-        ),
-        (
-            [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "compile.save=step.bin"],
-            "compile.save: is for a train step in one program",
-        ),
-    ],
-)
-def test_compile_with_a_bad_target_exits_with_2_and_names_the_key(capsys, words, message):
-    with pytest.raises(SystemExit) as exit_info:
-        command.main([str(ROOT / BASE), *words])
-    assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory", "long" * 64])
-def test_compile_with_unwritable_files_is_refused_before_compiling(
-    tmp_path, capsys, monkeypatch, place
-):
+def test_compile_with_unwritable_files_is_refused_before_compiling(tmp_path, capsys, monkeypatch):
     (tmp_path / "occupied").touch()
     (tmp_path / "directory").mkdir()
+    (tmp_path / "locked").mkdir()
     monkeypatch.setitem(sys.modules, "maxpipe.compiling.topology", None)  # an import of it fails
-    file = tmp_path / place
-    words = ["compile.topology=cpu", f"compile.save={file}", f"--json={file}", f"--hlo={file}"]
+    locked = tmp_path / "locked"  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path != locked)
+    for place in ("missing/file", "occupied/file", "directory", "long" * 64, "locked/file"):
+        file = tmp_path / place
+        words = ["compile.topology=cpu", f"compile.save={file}", f"--json={file}", f"--hlo={file}"]
+        with pytest.raises(SystemExit) as exit_info:
+            command.main([str(ROOT / BASE), *words])
+        assert exit_info.value.code == 2
+        error = capsys.readouterr().err
+        for key in ("compile.save", "--json", "--hlo"):
+            assert f"{key}: cannot write {file}: " in error
+        assert "3 problems found" in error
+
+
+def test_compile_without_libtpu_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "is_installed", lambda package: False)
     with pytest.raises(SystemExit) as exit_info:
-        command.main([str(ROOT / BASE), *words])
+        command.main([str(ROOT / BASE), "compile.topology=v5p:2x2x1"])
     assert exit_info.value.code == 2
-    error = capsys.readouterr().err
-    assert [
-        f"{key}: cannot write {file}: " in error for key in ("compile.save", "--json", "--hlo")
-    ] == [True] * 3
-    assert "3 problems found" in error
-
-
-def test_compile_into_a_directory_without_permission_is_refused_before_compiling(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: path != tmp_path
-    )  # root may write everywhere
-    with pytest.raises(SystemExit):
-        command.main(
-            [str(ROOT / BASE), "compile.topology=cpu", f"compile.save={tmp_path / 'step.bin'}"]
-        )
-    assert f"no permission to write to {tmp_path}" in capsys.readouterr().err
-
-
-def test_compile_without_libtpu_names_the_extra():
-    code = (
-        "import importlib.util as u, sys; find = u.find_spec;"
-        "u.find_spec = lambda name, *a: None if name == 'libtpu' else find(name, *a);"
-        "from maxpipe.compile import main; sys.exit(main(sys.argv[1:]))"
-    )
-    words = [sys.executable, "-c", code, BASE, "compile.topology=v5p:2x2x1"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "pip install -e '.[tpu]'" in done.stderr
+    assert "pip install -e '.[tpu]'" in capsys.readouterr().err
 
 
 def check_prediction(report, text):
@@ -309,21 +255,6 @@ class TestTpu:
         assert all(between)
         assert len(gathers) >= 8
         assert all(gathers)
-
-    @pytest.mark.slow
-    def test_tuned_flags_are_those_of_the_fastest_compilation(self, tmp_path):
-        small = (*NARROW, "model.num_layers=2", "mesh.ici.stage=1", "mesh.ici.fsdp=4")
-        words = (BASE, "compile.topology=v6e:2x2", *small, "pipeline.num_microbatches=1")
-        report, text = report_of(tmp_path, *words, "--tune-flags", environment=QUICK)
-        tried = {row["name"]: row["predicted_step_seconds"] for row in report["tried"]}
-        assert len(tried) >= 4
-        assert report["predicted_step_seconds"] == tried[report["best"]]
-        assert report["predicted_step_seconds"] <= 1.005 * min(filter(None, tried.values()))
-        assert all(f"compiling   with {name}" in text for name in tried)
-        # Pasted into a shell, they lead to the same prediction.
-        flags = {"LIBTPU_INIT_ARGS": report["LIBTPU_INIT_ARGS"]}
-        again, _ = report_of(tmp_path, *words, environment=QUICK | flags)
-        assert again["predicted_step_seconds"] == report["predicted_step_seconds"]
 
     @pytest.mark.parametrize(
         "words",

@@ -18,38 +18,30 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "stage"))
 
 
-def instruction(rest):
-    return Instruction("x", "all-gather", "f32[8]", (), "", rest)
+GROUPS = {
+    "replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}": "fsdp",
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": "stage",
+    "replica_groups=[2,4]<=[8], dimensions={0}": "stage",
+    "replica_groups=[4,2]<=[2,4]T(1,0)": "fsdp",
+    "replica_groups=mesh['a'=2,'b'=1,'c'=4] {'c'}, dimensions={1}": "stage",
+    "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}": "fsdp",
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}": "fsdp,stage",
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'b','a'}": "stage",
+    "replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}": "fsdp",
+    "replica_groups={{0,1,2,3,4,5,6,7}}": "fsdp,stage",
+    "replica_groups={}": "fsdp,stage",
+    "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}": "stage",
+    "source_target_pairs={{0,4},{4,0}}": "fsdp",
+    "replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}": "",
+}
 
 
-@pytest.mark.parametrize(
-    ("rest", "axes"),
-    [
-        (", replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", "fsdp"),
-        (", replica_groups={{0,1,2,3},{4,5,6,7}}", "stage"),
-        (", replica_groups=[2,4]<=[8], dimensions={0}", "stage"),
-        (", replica_groups=[4,2]<=[2,4]T(1,0)", "fsdp"),
-        (
-            ", replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}, dimensions={1}",
-            "stage",
-        ),
-        (", replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", "fsdp"),
-        (", replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", "fsdp,stage"),
-        (
-            ", replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'b','a'}, "
-            "to_apply=%add",
-            "stage",
-        ),
-        (", replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", "fsdp"),
-        (", replica_groups={{0,1,2,3,4,5,6,7}}", "fsdp,stage"),
-        (", replica_groups={}", "fsdp,stage"),
-        (", source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "stage"),
-        (", source_target_pairs={{0,4},{4,0}}", "fsdp"),
-        (", replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ""),
-    ],
-)
-def test_groups_are_named_by_the_mesh_axes_they_span(mesh, rest, axes):
-    assert axes_of(groups_of(instruction(rest), 8), mesh.shape) == axes
+def test_groups_are_named_by_the_mesh_axes_they_span(mesh):
+    def axes(rest):
+        instruction = Instruction("x", "all-gather", "f32[8]", (), "", f", {rest}")
+        return axes_of(groups_of(instruction, 8), mesh.shape)
+
+    assert {rest: axes(rest) for rest in GROUPS} == GROUPS
 
 
 def test_tpu_text_is_counted_by_operand(mesh):
@@ -138,32 +130,32 @@ class _Device:
         self.slice_index = slice_index
 
 
-@pytest.mark.parametrize("kind", ["ALL_GATHER", "ALL_TO_ALL", "REDUCE_SCATTER", "ALL_REDUCE"])
-@pytest.mark.parametrize(
-    ("target", "slices"),
-    [
-        ('"{1,2,3,4}x{0:0}"', 4),
-        ("{{100000,200000},{300000,400000}}", 2),
-        ("{{100000,100001,200000,200001}}", 2),
-        (None, 4),
-    ],
-)
-def test_what_is_sent_to_other_slices_depends_on_the_collective(kind, target, slices):
-    share = sent_bytes(kind.lower().replace("_", "-"), 1.0, slices)
-    words = f"_xla_megascale_target={target}," if target else ""
-    text = f"""
-ENTRY %main (a: f32[2,128]) -> f32[2] {{
+def test_what_is_sent_to_other_slices_depends_on_the_collective():
+    """By the slices that a target names, or all of them."""
+    text = """
+ENTRY %main (a: f32[2,128]) -> f32[2] {
   %a = f32[2,128] parameter(0)
   %token = token[] after-all()
-  %send = (f32[2,128]{{1,0:T(8,128)}}, u32[], token[]) send(%a, %token), channel_id=2, \
-is_host_transfer=true, frontend_attributes={{{words}_xla_megascale_transfer_type="{kind}"}}
+  %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, \
+is_host_transfer=true, frontend_attributes={TARGET_xla_megascale_transfer_type="KIND"}
   ROOT %done = token[] send-done(%send), channel_id=2
-}}
+}
 """
+    targets = {
+        '"{1,2,3,4}x{0:0}"': 4,
+        "{{100000,200000},{300000,400000}}": 2,
+        "{{100000,100001,200000,200001}}": 2,
+        "": 4,
+    }
     devices = np.array([_Device(i) for i in range(4)], dtype=object).reshape(4, 1)
     mesh = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"))
-    (found,) = find_collectives(parse(text), mesh)
-    assert (found.bytes, found.sent_bytes) == (1024, share * 1024)
+    for kind in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
+        for target, slices in targets.items():
+            words = target and f"_xla_megascale_target={target},"
+            named = text.replace("KIND", kind.upper().replace("-", "_")).replace("TARGET", words)
+            (found,) = find_collectives(parse(named), mesh)
+            share = sent_bytes(kind, 1.0, slices)
+            assert (found.bytes, found.sent_bytes) == (1024, share * 1024), (kind, target)
 
 
 @pytest.mark.parametrize(
@@ -219,16 +211,8 @@ def test_compiled_collectives_in_a_loop(mesh):
     assert found["all-gather", "fsdp"].sent_bytes == 6 * block
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("all-gather", 300),
-        ("all-reduce", 150),
-        ("reduce-scatter", 75),
-        ("all-to-all", 75),
-        ("collective-permute", 100),
-    ],
-)
-def test_bytes_sent_by_ring_algorithms(kind, expected):
-    assert sent_bytes(kind, 100, 4) == expected
-    assert sent_bytes(kind, 100, 1) == 0
+def test_bytes_sent_by_ring_algorithms():
+    expected = {"all-gather": 300, "all-reduce": 150, "reduce-scatter": 75}
+    expected |= {"all-to-all": 75, "collective-permute": 100}
+    assert {kind: sent_bytes(kind, 100, 4) for kind in expected} == expected
+    assert {sent_bytes(kind, 100, 1) for kind in expected} == {0}

@@ -61,18 +61,10 @@ def test_reads_names_types_operands_and_calls():
 
 
 def test_trip_counts_come_from_the_condition_less_the_first_value():
-    assert runs_of(LOOP)["next"] == 10
-
-
-def test_a_condition_that_cannot_be_read_counts_once():
-    assert runs_of(LOOP)["negated"] == 10
-
-
-def test_the_compilers_own_trip_count_wins():
-    text = LOOP.replace(
-        "body=%body.1", 'body=%body.1, backend_config={"known_trip_count":{"n":"7"}}'
-    )
-    assert runs_of(text)["next"] == 7
+    """Of the inner loop it cannot be read, and counts once; the compiler's own count wins."""
+    assert runs_of(LOOP)["next"] == runs_of(LOOP)["negated"] == 10
+    known = 'body=%body.1, backend_config={"known_trip_count":{"n":"7"}}'
+    assert runs_of(LOOP.replace("body=%body.1", known))["next"] == 7
 
 
 def test_branches_run_as_often_as_the_caller_says():
@@ -121,18 +113,15 @@ ENTRY %main (x: f32[2]) -> f32[2] {
     assert [instruction.name for _, instruction, _ in executions(parse(text))] == ["k", "after"]
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("f32[2,3]{1,0:T(8,128)}", [24]),
-        ("(bf16[4]{0}, pred[], s4[3])", [8, 1, 2]),
-        ("f8e4m3fn[16]", [16]),
-        ("token[]", []),
-        ("(f32[2]{0:T(2,128)S(1)}, /*index=5*/u32[]{:S(2)})", [8, 4]),
-    ],
-)
-def test_bytes_of_types(text, sizes):
-    assert array_bytes(text) == sizes
+def test_bytes_of_types():
+    sizes = {
+        "f32[2,3]{1,0:T(8,128)}": [24],
+        "(bf16[4]{0}, pred[], s4[3])": [8, 1, 2],
+        "f8e4m3fn[16]": [16],
+        "token[]": [],
+        "(f32[2]{0:T(2,128)S(1)}, /*index=5*/u32[]{:S(2)})": [8, 4],
+    }
+    assert {text: array_bytes(text) for text in sizes} == sizes
 
 
 def test_a_text_without_entry_is_refused():

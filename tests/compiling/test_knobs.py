@@ -2,11 +2,9 @@
 
 import pytest
 
-from maxpipe.compiling.knobs import gains, knobs, stage_knobs
+from maxpipe.compiling.knobs import gains, knobs
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import Tpu
-from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import with_gather_mode
@@ -69,16 +67,16 @@ def layer_flops(mlp):
     return 2 * 64 * (4 * 64 + mlp), 2 * 64 * 64
 
 
-@pytest.mark.parametrize(("schedule", "forwards"), [("lockstep_1f1b", 2), ("circular", 1)])
-def test_gains_count_first_dense_layers_with_their_own_flops(schedule, forwards):
+def test_gains_count_first_dense_layers_with_their_own_flops():
     """A lockstep engine runs them forward twice; what is computed again is one more forward."""
+    forwards = 2
     weights, attention = layer_flops(3 * 192)
     moe_weights, moe_attention = layer_flops(2 + 3 * 8)  # a router of two, and one expert
     head = 3 * 2 * 64 * 512
     first = 2 * ((forwards + 2) * weights + (forwards + 2) * attention)
     none = first + 4 * (3 * moe_weights + 3 * moe_attention) + head
     full = none + 2 * (weights + attention) + 4 * (moe_weights + moe_attention)
-    share = share_without_recomputation(**FIRST, **{"pipeline.schedule": schedule})
+    share = share_without_recomputation(**FIRST, **{"pipeline.schedule": "lockstep_1f1b"})
     assert share == pytest.approx(none / full)
 
 
@@ -102,23 +100,6 @@ def test_knobs_decide_again_how_often_a_changed_run_gathers():
     assert found[words] == pytest.approx(saves)
 
 
-@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
-def test_knobs_leave_out_changes_to_which_a_schedule_of_a_file_does_not_fit(tmp_path, engine):
-    path, is_scheduled = tmp_path / "own.csv", engine == "scheduled"
-    path.write_text(to_csv(load_schedule("lockstep_1f1b" if is_scheduled else "1f1b", 2, 4)))
-    own = {"pipeline.engine": engine, "pipeline.schedule": str(path), POLICY: "none"}
-    written = replace(Config(), **SIZES | own)
-    resolved = with_gather_mode(resolve(written, 2), V5P)
-    found = (
-        knobs(written, resolved, 2, 1, V5P)
-        if is_scheduled
-        else stage_knobs(written, resolved, (2, 1), V5P)
-    )
-    words = [knob.words for knob in found]
-    assert f"{POLICY}=full" in words
-    assert not any("num_microbatches" in word or "num_repeats" in word for word in words)
-
-
 def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
     """The bound of the compiled step does not know those gathers."""
     written = replace(Config(), **SIZES | SPLIT | {"pipeline.schedule": "lockstep_1f1b"})
@@ -140,22 +121,12 @@ def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
     assert "pipeline.remat_policy=none pipeline.fsdp_gather=once" in words
 
 
-@pytest.mark.parametrize(
-    ("tpu", "scan", "words"),
-    [
-        (V5P, True, "pipeline.remat_policy=none pipeline.scan_layers=false"),
-        (V5P, False, "pipeline.remat_policy=none"),
-        (None, True, "pipeline.remat_policy=none"),
-    ],
-)
-def test_gains_unroll_a_loop_over_layers_on_tpus(tpu, scan, words):
-    sequential = {
-        "mesh.ici.stage": 1,
-        "pipeline.engine": "sequential",
-        "pipeline.scan_layers": scan,
-    }
-    written = replace(Config(), **SIZES | sequential)
-    found = gains_of(written, 1, tpu, lambda config, flops: 1 / flops)
-    is_unrolled = "scan_layers" in words
-    compiles = f"compiles all {written.model.num_layers} layers" if is_unrolled else ""
-    assert (words, compiles) in [(gain.words, gain.compiles) for gain in found]
+def test_gains_unroll_a_loop_over_layers_on_tpus():
+    sequential = {"mesh.ici.stage": 1, "pipeline.engine": "sequential"}
+    written = replace(Config(), **SIZES | sequential | {"pipeline.scan_layers": True})
+    for tpu, words, compiles in (
+        (V5P, f"{POLICY}=none pipeline.scan_layers=false", "compiles all 4 layers"),
+        (None, f"{POLICY}=none", ""),
+    ):
+        found = gains_of(written, 1, tpu, lambda config, flops: 1 / flops)
+        assert (words, compiles) in [(gain.words, gain.compiles) for gain in found]

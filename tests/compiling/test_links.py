@@ -25,87 +25,73 @@ def torus(sizes, shape, names, slices=1):
     return SimpleNamespace(devices=grid.reshape(shape), axis_names=names)
 
 
-@pytest.mark.parametrize(
-    ("chip", "sizes", "shape", "links"),
-    [
-        # Closed dimensions of whole cubes: two links each.
-        ("v5p", (4, 4, 4), (4, 16), (2, 4)),
-        ("v4", (4, 4, 8), (16, 8), (4, 2)),
-        ("v5p", (4, 4, 4), (1, 64), (6, 6)),
-        # Open lines: the ends have one link in each dimension.
-        ("v5p", (2, 2, 2), (2, 4), (1, 2)),
-        ("v5p", (2, 2, 4), (4, 4), (2, 1)),
-        ("v5e", (4, 4, 1), (4, 4), (1, 1)),
-        ("v6e", (4, 8, 1), (1, 32), (4, 2)),
-        # A dimension of a pod's whole length is closed.
-        ("v5e", (16, 16, 1), (16, 16), (2, 2)),
-        ("v6e", (8, 16, 1), (8, 16), (1, 2)),
-        # A part of a closed dimension is an open line.
-        ("v5e", (16, 16, 1), (64, 4), (3, 1)),
-    ],
-)
-def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans(chip, sizes, shape, links):
-    mesh = torus(sizes, shape, ("data", "fsdp"))
-    found = tuple(links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
-    # An axis of one device spans nothing; its collectives, if there were any, would count one link.
-    assert found == tuple(1 if n == 1 else link for n, link in zip(shape, links, strict=True))
-
-
-def test_links_along_several_axes_are_those_of_all_their_dimensions():
+def test_links_along_axes_are_those_of_the_dimensions_an_axis_spans():
+    found, expected = (
+        {},
+        {
+            # Closed dimensions of whole cubes: two links each.
+            ("v5p", (4, 4, 4), (4, 16)): (2, 4),
+            ("v4", (4, 4, 8), (16, 8)): (4, 2),
+            ("v5p", (4, 4, 4), (1, 64)): (1, 6),  # an axis of one device spans nothing
+            # Open lines: the ends have one link in each dimension.
+            ("v5p", (2, 2, 2), (2, 4)): (1, 2),
+            ("v5p", (2, 2, 4), (4, 4)): (2, 1),
+            ("v5e", (4, 4, 1), (4, 4)): (1, 1),
+            ("v6e", (4, 8, 1), (1, 32)): (1, 2),
+            # A dimension of a pod's whole length is closed.
+            ("v5e", (16, 16, 1), (16, 16)): (2, 2),
+            ("v6e", (8, 16, 1), (8, 16)): (1, 2),
+            # A part of a closed dimension is an open line.
+            ("v5e", (16, 16, 1), (64, 4)): (3, 1),
+        },
+    )
+    for chip, sizes, shape in expected:
+        mesh = torus(sizes, shape, ("data", "fsdp"))
+        links = (links_along(mesh, chip_of(chip), axis) for axis in ("data", "fsdp"))
+        found[chip, sizes, shape] = tuple(links)
+    assert found == expected
+    # Several axes have all their dimensions, and those of slices only what is within one.
     mesh = torus((4, 4, 4), (4, 4, 4), ("data", "stage", "fsdp"))
     assert links_along(mesh, chip_of("v5p"), "data,fsdp") == 4
     assert links_along(mesh, chip_of("v5p"), "data,stage,fsdp") == 6
-
-
-@pytest.mark.parametrize(
-    ("groups", "links"),
-    [
-        ([range(n, n + 4) for n in range(0, 64, 4)], 2),
-        ([range(n, 64, 4) for n in range(4)], 4),
-        ([range(64)], 6),
-    ],
-    ids=["lines", "planes", "all"],
-)
-def test_group_links_are_those_of_a_part_of_a_mesh_axis(groups, links):
-    mesh = torus((4, 4, 4), (2, 64), ("data", "fsdp"), slices=2)
-    assert group_links(mesh, chip_of("v5p"), groups) == links
-
-
-@pytest.mark.parametrize(
-    ("groups", "links"),
-    [
-        ([range(0, 16, 2), range(1, 16, 2)], 1.5),  # the devices of a chip are in two groups
-        ([range(16)], 3),
-        ([range(8), range(8, 16)], 2),
-        ([range(n, n + 2) for n in range(0, 16, 2)], 1),  # the bound stays finite
-    ],
-)
-def test_devices_of_a_chip_in_groups_of_their_own_share_its_links(groups, links):
-    chips = torus((2, 2, 2), (8,), ("fsdp",)).devices
-    devices = np.repeat(chips, 2)
-    mesh = SimpleNamespace(devices=devices, axis_names=("fsdp",))
-    assert group_links(mesh, chip_of("tpu7x"), groups) == links
-
-
-@pytest.mark.parametrize(("length", "links"), [(2, 1), (4, 2), (16, 2)])
-def test_links_along_axes_between_neighbours_are_one_in_each_direction(length, links):
-    mesh = torus((length, 2, 1), (length, 2), ("stage", "fsdp"))
-    assert links_along(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
-
-
-def test_links_along_axes_of_slices_are_those_within_one():
     mesh = torus((4, 4, 1), (8, 4), ("data", "fsdp"), slices=2)
     assert links_along(mesh, chip_of("v5e"), "data") == 1
 
 
-@pytest.mark.parametrize("axes", ["", "fsdp"])
-def test_links_along_axes_without_coordinates_are_all_links(axes):
+def test_group_links_are_those_of_a_part_of_a_mesh_axis():
+    mesh = torus((4, 4, 4), (2, 64), ("data", "fsdp"), slices=2)
+    lines = [range(n, n + 4) for n in range(0, 64, 4)]
+    planes = [range(n, 64, 4) for n in range(4)]
+    found = [group_links(mesh, chip_of("v5p"), groups) for groups in (lines, planes, [range(64)])]
+    assert found == [2, 4, 6]
+
+
+def test_devices_of_a_chip_in_groups_of_their_own_share_its_links():
+    devices = np.repeat(torus((2, 2, 2), (8,), ("fsdp",)).devices, 2)
+    mesh = SimpleNamespace(devices=devices, axis_names=("fsdp",))
+    for groups, links in (
+        ([range(0, 16, 2), range(1, 16, 2)], 1.5),  # the devices of a chip are in two groups
+        ([range(16)], 3),
+        ([range(8), range(8, 16)], 2),
+        ([range(n, n + 2) for n in range(0, 16, 2)], 1),  # the bound stays finite
+    ):
+        assert group_links(mesh, chip_of("tpu7x"), groups) == links, groups
+
+
+def test_links_along_axes_between_neighbours_are_one_in_each_direction():
+    for length, links in ((2, 1), (4, 2), (16, 2)):
+        mesh = torus((length, 2, 1), (length, 2), ("stage", "fsdp"))
+        assert links_along(mesh, chip_of("v5e"), "stage", between_neighbours=True) == links
+
+
+def test_links_along_axes_without_coordinates_are_all_links():
     switched = SimpleNamespace(
         devices=np.array([SimpleNamespace()] * 4, object).reshape(2, 2), axis_names=("data", "fsdp")
     )
-    assert links_along(switched, chip_of("v5p"), axes) == 6
     h100 = SimpleNamespace(links=1, torus=None)
-    assert links_along(switched, h100, axes) == 1
+    for axes in ("", "fsdp"):
+        assert links_along(switched, chip_of("v5p"), axes) == 6
+        assert links_along(switched, h100, axes) == 1
 
 
 def test_network_seconds_are_those_of_the_slowest_axes():

@@ -6,7 +6,6 @@ import pytest
 
 from maxpipe import plan as command
 from maxpipe.compiling import probing, proof
-from maxpipe.compiling.units import TooLarge
 from maxpipe.planning.search.probes import UnitFigures
 from maxpipe.planning.search.rows import Proof
 
@@ -62,46 +61,6 @@ def test_probes_come_before_whole_steps(compilers, tmp_path, capsys):
     assert "by scaled: closed forms times" in capsys.readouterr().out
 
 
-def test_modules_of_a_users_own_are_imported_where_it_compiles_and_no_figures_are_kept(
-    compilers, tmp_path
-):
-    words = ["--import", "json", "--probe", "1", "--compile", "1"]
-    cache = f"compile.cache_dir={tmp_path}"
-    assert command.main([*WORDS, *TOPOLOGY, *words, cache]) == 0
-    assert compilers == [("probe", ("json",)), ("whole", ("json",))]
-    assert not (tmp_path / "probes").exists()
-
-
-def test_a_plan_without_probes_compiles_none(compilers):
-    assert command.main([*WORDS, *TOPOLOGY, "--compile", "1"]) == 0
-    assert compilers == [("whole", ())]
-
-
-def test_where_every_probe_is_too_large_nothing_fits(compilers, monkeypatch, tmp_path, capsys):
-    file = tmp_path / "plan.json"
-    monkeypatch.setattr(probing, "probe_figures", lambda *rest: TooLarge("B1", 3e11, 1e11))
-    monkeypatch.setattr(probing, "ROWS", 10**6)
-    words = ["--probe", "1000", "--json", str(file), "compile.cache_dir=off"]
-    assert command.main([*WORDS, *TOPOLOGY, *words]) == 3
-    assert not compilers
-    printed = capsys.readouterr().out
-    assert "fits; no other mesh and schedule fits by closed forms: compile whole steps" in printed
-    assert "B1 of its probe needs 279 GiB" in printed
-    # By closed forms all would fit.
-    assert json.loads(file.read_text())["remedies"] == []
-
-
-def test_probes_that_miss_the_margin_alone_have_a_margin_with_which_they_fit(
-    compilers, monkeypatch, capsys
-):
-    capacity = 95 * 2**30
-    monkeypatch.setattr(probing.Probing, "memory", lambda *rest: 0.795 * capacity)
-    monkeypatch.setattr(probing, "ROWS", 10**6)
-    words = ["--probe", "1000", "--memory-margin", "40%", "compile.cache_dir=off"]
-    assert command.main([*WORDS, *TOPOLOGY, *words, "--fix", "pipeline.engine=scheduled"]) == 3
-    assert "fits by closed forms: --memory-margin 20%, or compile" in capsys.readouterr().out
-
-
 SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]
 
 
@@ -120,14 +79,3 @@ def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
     assert "topology: v5e:2x4" in file.read_text()
     printed = capsys.readouterr().out
     assert "nothing that was compiled fits v5e:2x2: the next slice" in printed
-
-
-def test_smallest_where_nothing_compiled_fits_any_slice_ends_with_the_last(
-    compilers, monkeypatch, capsys
-):
-    refusal = Proof(2e10, 1.0, False, "", 1.0)
-    monkeypatch.setattr(proof, "compile_configuration", lambda *rest: refusal)
-    assert command.main([*WORDS, *SMALLEST, "--compile", "1"]) == 3
-    printed = capsys.readouterr().out
-    assert printed.count(": the next slice\n") == 4
-    assert printed.count("devices     ") == 5

@@ -23,36 +23,24 @@ def memory(platform: str, peak: int, **changes: int) -> tuple[int, int]:
     return found.temp, found.total
 
 
-@pytest.mark.parametrize(
-    ("platform", "peak", "changes", "expected"),
-    [
-        ("tpu", 15808, {}, (14976, 15809)),  # fits a chip of 15.75 GiB, as libtpu says
-        ("tpu", 15392, {"alias": 416}, (14976, 15393)),  # results in the arguments' memory
-        ("tpu", 1088, {"temp": 100}, (100, 933)),
-        ("tpu", 0, {}, (19968, 20801)),  # an older libtpu gives no peak
-        ("cpu", 832, {}, (19968, 20801)),  # its peak has no temp memory at all
-    ],
-)
-def test_temp_memory_is_what_lives_at_once(platform, peak, changes, expected):
-    assert memory(platform, peak, **changes) == expected
+def test_temp_memory_is_what_lives_at_once():
+    assert memory("tpu", 15808) == (14976, 15809)  # fits a chip of 15.75 GiB, as libtpu says
+    assert memory("tpu", 15392, alias=416) == (14976, 15393)  # results in the arguments' memory
+    assert memory("tpu", 1088, temp=100) == (100, 933)
+    assert memory("tpu", 0) == (19968, 20801)  # an older libtpu gives no peak
+    assert memory("cpu", 832) == (19968, 20801)  # its peak has no temp memory at all
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("Used 120.5G of 95.7G hbm", (120.5, 95.7)),
-        (
-            "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
-            "temporaries (16.03G) exceeds available HBM (15.75G). HLO module: jit_step.",
-            (16.03, 15.75),
+def test_sizes_are_read_off_a_compiler_that_gave_up():
+    for message, expected in {
+        "Used 120.5G of 95.7G hbm": (120.5, 95.7),
+        "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (16.03G) exceeds available HBM (15.75G). HLO module: jit_step.": (
+            16.03,
+            15.75,
         ),
-    ],
-)
-def test_sizes_are_read_off_a_compiler_that_gave_up(message, expected):
-    found = out_of_memory(message)
-    assert found is not None
-    assert (found.needed / 2**30, found.available / 2**30) == pytest.approx(expected)
-
-
-def test_another_error_is_not_out_of_memory():
+    }.items():
+        found = out_of_memory(message)
+        assert found is not None
+        assert (found.needed / 2**30, found.available / 2**30) == pytest.approx(expected)
     assert out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None

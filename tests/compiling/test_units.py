@@ -4,7 +4,6 @@ import json
 
 import jax
 import pytest
-from helpers.compile_command import QUICK, run
 
 from maxpipe import compile as command
 from maxpipe.compiling.programs import CompiledProgram
@@ -16,13 +15,14 @@ from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 WORDS = (
     "configs/base.yml",
     "compile.topology=cpu",
-    "mesh.simulated_devices=2",
-    "mesh.ici.data=1",
+    "mesh.simulated_devices=8",
+    "mesh.ici.data=4",
     "mesh.ici.stage=2",
     "mesh.ici.fsdp=1",
     "model.num_layers=2",
     "pipeline.num_repeats=1",
     "pipeline.num_microbatches=4",
+    "pipeline.schedule=1f1b",
 )
 
 
@@ -32,18 +32,15 @@ def test_offloaded_residuals_count_as_what_a_unit_works_with():
     assert TimedUnit(program, 0.5, ()).working == 50320
 
 
-def test_only_the_named_units_are_compiled(tmp_path):
+def test_only_the_named_units_are_compiled(tmp_path, capsys):
     file = tmp_path / "report.json"
-    words = ("pipeline.schedule=1f1b", "--units", "B0,F1", "--json", file)
-    process = run(*WORDS, *words, environment=QUICK)
-    assert process.returncode == 0, process.stdout + process.stderr
-    units = json.loads(file.read_text())["units"]
+    assert command.main([*WORDS, "--units", "B0,F1", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
     # F1 and B0 read what F0 and B1 write, which are not there.
-    assert [unit["name"] for unit in units] == ["F1", "B0"]
-    assert [unit["stage"] for unit in units] == [1, 0]
-    assert {unit["seconds"] for unit in units} == {None}
-    assert json.loads(file.read_text())["fits"] is True
-    assert "no time, working " in process.stdout
+    assert [(unit["name"], unit["stage"]) for unit in report["units"]] == [("F1", 1), ("B0", 0)]
+    assert {unit["seconds"] for unit in report["units"]} == {None}
+    assert report["fits"] is True
+    assert "no time, working " in capsys.readouterr().out
 
 
 def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, capsys):
@@ -57,9 +54,7 @@ def test_a_unit_that_does_not_fit_is_named_in_the_report(tmp_path, monkeypatch, 
     compile_any = UnitCompiler.compile
     monkeypatch.setattr(UnitCompiler, "compile", compile_first)
     file = tmp_path / "report.json"
-    devices = ("mesh.simulated_devices=8", "mesh.ici.data=4")
-    words = ("pipeline.schedule=1f1b", "--units", "B1,F1", "--json", str(file))
-    assert command.main([*WORDS[:2], *devices, *WORDS[4:], *words]) == 3
+    assert command.main([*WORDS, "--units", "B1,F1", "--json", str(file)]) == 3
     report = json.loads(file.read_text())
     assert report["fits"] is False
     assert report["too_large"] == {

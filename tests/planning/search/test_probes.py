@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config import Config, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.planning.search.facts import Facts
@@ -31,7 +31,6 @@ SPLIT = {
 }
 NOT_SEARCHED = ("pipeline.fsdp_prefetch", "model.tie_embeddings")
 FSDP = {"mesh.ici.tensor": 1, "mesh.ici.fsdp": 2}
-NOT_IN_STEPS = {"pipeline.fsdp_prefetch": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -131,132 +130,3 @@ def test_the_simulator_finds_the_bubble_of_an_mpmd_schedule(model):
     times = probing.seconds(longer)
     # A chunk has four layers: 3 forwards before the first backward, 3 backwards after the last.
     assert times.bubble == pytest.approx(3 * 4 * (1.0 + 5.0), rel=0.01)
-
-
-def test_a_slower_head_is_divided_among_the_stages_of_a_lockstep_step(model):
-    steps = {}
-    for name, changes in {
-        "lockstep": LOCKSTEP,
-        "mpmd": {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"},
-    }.items():
-        probing = probing_of(model, changes)
-        figures = closed_figures(probing, model[-1])
-        last = f"B{probing.probe.chunks - 1}"
-        slower = figures | {last: figures[last]._replace(seconds=figures[last].seconds + 1.0)}
-        steps[name] = probing.seconds(slower).step - probing.seconds(figures).step
-    assert 8 / 4 <= steps["lockstep"] < 8
-    assert steps["mpmd"] > 8 - 1e-9
-
-
-def test_what_a_probed_unit_works_with_counts(model):
-    probing = probing_of(model, LOCKSTEP)
-    figures = closed_figures(probing, model[-1])
-    larger = {name: unit._replace(working=unit.working + 2**30) for name, unit in figures.items()}
-    assert probing.memory(larger) - probing.memory(figures) == pytest.approx(2**30, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"},
-        {"pipeline.num_microbatches": 16, "data.global_batch_size": 128},
-        {"pipeline.num_repeats": 2},
-        {"pipeline.fsdp_gather": "once"},  # of whole weights
-    ],
-)
-def test_candidates_with_the_same_mesh_microbatch_and_policy_share_a_probe(model, changes):
-    changed = LOCKSTEP | changes
-    assert probing_of(model, changed).probe.text() == probing_of(model, LOCKSTEP).probe.text()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pipeline.num_microbatches": 16},
-        {"pipeline.num_repeats": 4},
-        {"pipeline.remat_policy": "minimal"},
-        {"model.logit_tiles": 4},
-        FSDP,
-    ],
-)
-def test_another_microbatch_chunk_policy_or_mesh_is_another_probe(model, changes):
-    changed = LOCKSTEP | changes
-    assert probing_of(model, changed).probe.text() != probing_of(model, LOCKSTEP).probe.text()
-
-
-def test_a_probe_of_gathered_weights_is_another_one(model):
-    each, once = (
-        probing_of(model, LOCKSTEP | FSDP | {"pipeline.fsdp_gather": mode, **NOT_IN_STEPS}).probe
-        for mode in ("per_iteration", "once")
-    )
-    assert (each.gather, once.gather) == ("per_iteration", "once")
-
-
-@pytest.mark.parametrize(
-    ("changes", "gather"),
-    [
-        (LOCKSTEP, "once"),
-        ({"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.tensor": 8}, "once"),
-        ({"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}, "per_iteration"),
-    ],
-    ids=["lockstep", "sequential", "mpmd"],
-)
-def test_a_probe_casts_no_weights_where_its_engine_casts_them_before_the_loop(
-    model, changes, gather
-):
-    each = {"pipeline.fsdp_gather": "per_iteration"}
-    assert probing_of(model, changes | each).probe.gather == gather
-
-
-def test_a_probe_names_the_units_of_a_split_backward(model):
-    probe = probing_of(model, SPLIT).probe
-    assert probe.units == ["F1", "I1", "W1", "F3", "I3", "W3"]
-
-
-def test_a_schedule_from_a_file_has_no_probe(model, tmp_path):
-    file = tmp_path / "own.csv"
-    file.write_text("F0\n")
-    with pytest.raises(ConfigError, match="a schedule from a file has no closed form"):
-        probing_of(model, {"pipeline.engine": "mpmd", "pipeline.schedule": str(file)})
-
-
-KINDS = {"model.layer_pattern": ["local", "global"], "model.attention_window": 64}
-
-
-def test_a_chunk_of_one_layer_stands_for_no_others_where_kinds_of_layers_alternate(model):
-    # Four stages of sixteen layers: four repeats leave a layer, two leave both kinds.
-    probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 2})
-    with pytest.raises(ConfigError, match=r"layer_pattern: kinds .* every 2, .* chunk has 1"):
-        probing_of(model, LOCKSTEP | KINDS | {"pipeline.num_repeats": 4})
-    same = KINDS | {"model.layer_pattern": ["local", "local"]}
-    probing_of(model, LOCKSTEP | same | {"pipeline.num_repeats": 4})
-
-
-def test_a_head_that_takes_no_time_is_no_probe(model):
-    probing = probing_of(model, LOCKSTEP)
-    figures = closed_figures(probing, model[-1])
-    last = f"B{probing.probe.chunks - 1}"
-    faster = figures | {last: figures[last]._replace(seconds=0.0)}
-    with pytest.raises(ValueError, match=r"chunk 3 takes .* s less than chunk 1, without the head"):
-        probing.seconds(faster)
-
-
-def test_what_units_of_mpmd_hand_over_is_in_their_figures(model):
-    changes = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
-    changes |= {"pipeline.remat_policy": "minimal"}
-    machine = model[-1]
-    probing = probing_of(model, changes)
-    closed = step_seconds(probing._sizes, machine)
-    step = probing.seconds(closed_figures(probing, machine)).products - closed.products
-    each = residual_seconds(probing._sizes, machine, probing._sizes.residuals)
-    # Of eight microbatches and four layers, written once and read once.
-    assert float(np.ravel(step)[0]) == pytest.approx(8 * 4 * 2 * float(np.ravel(each)[0]))
-
-
-def test_a_tied_table_is_gathered_as_the_heads_kernel_would_be(model):
-    changes = LOCKSTEP | FSDP | {"pipeline.fsdp_prefetch": "false"}
-    waits = [
-        float(np.ravel(head_wait(probing_of(model, changes | tied)._twin, model[-1]))[0])
-        for tied in ({}, {"model.tie_embeddings": True})
-    ]
-    assert waits[0] == pytest.approx(waits[1], rel=0.01) != 0.0
