@@ -21,6 +21,7 @@ from maxpipe.planning.footprint import (
     weights_of,
 )
 
+ONE_REPEAT = {"pipeline.num_repeats": 1}
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
 
@@ -28,33 +29,24 @@ def config_of(**values):
     return resolve(replace(Config(), **(PIPELINE | values)), 8)
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, rank):
-    config = config_of(**{"pipeline.schedule": schedule, "model.lora.rank": rank})
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        ("lockstep_1f1b", {}),
+        ("circular", {"model.lora.rank": 8}),
+        # A row of two layers on each of four stages, and one more for three outside.
+        ("circular", {"model.num_layers": 11, "pipeline.parallel_layers": 8} | ONE_REPEAT),
+        # A row of one layer, and three more for nine outside.
+        ("lockstep_1f1b", {"model.num_layers": 13, "pipeline.parallel_layers": 4} | ONE_REPEAT),
+        # All stages have room for the largest chunk.
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [3, 1, 1, 3]} | ONE_REPEAT),
+    ],
+)
+def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, values):
+    config = config_of(**{"pipeline.schedule": schedule}, **values)
     state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
     memory = estimate(config, None)
     # Norms are not sharded, and the optimizer counts its steps.
-    assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
-    assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "layers"),
-    [
-        # A row of two layers on each of four stages, and one more for three outside.
-        ("lockstep_1f1b", {"model.num_layers": 11, "pipeline.parallel_layers": 8}),
-        ("circular", {"model.num_layers": 11, "pipeline.parallel_layers": 8}),
-        # A row of one layer, and three more for nine outside.
-        ("lockstep_1f1b", {"model.num_layers": 13, "pipeline.parallel_layers": 4}),
-        # All stages have room for the largest chunk.
-        ("lockstep_1f1b", {"pipeline.layers_per_stage": [3, 1, 1, 3]}),
-    ],
-)
-def test_layers_of_padding_are_there_with_an_optimizer_state(schedule, layers):
-    config = config_of(**{"pipeline.schedule": schedule, "pipeline.num_repeats": 1}, **layers)
-    state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
-    memory = estimate(config, None)
     assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
     assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
 
@@ -67,8 +59,8 @@ def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(
     config = config_of(
         **values,
         **{
-            "model.num_layers": 11,
-            "pipeline.parallel_layers": 8,
+            "model.num_layers": 5,
+            "pipeline.parallel_layers": 4,
             "pipeline.schedule": "lockstep_1f1b",
             "pipeline.num_repeats": 1,
             "pipeline.num_microbatches": 4,
@@ -86,33 +78,38 @@ def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(
     )
 
 
-@pytest.mark.parametrize(("schedule", "grows"), [("circular", True), ("lockstep_1f1b", False)])
-def test_activations_against_the_number_of_microbatches(schedule, grows):
-    def activations(count):
+def test_activations_against_the_number_of_microbatches():
+    def activations(schedule, count):
         values = {"pipeline.num_microbatches": count, "data.global_batch_size": 2 * count}
         return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
 
-    assert (activations(32) > 1.5 * activations(8)) is grows
+    assert activations("circular", 32) > 1.5 * activations("circular", 8)
+    assert activations("lockstep_1f1b", 32) < 1.5 * activations("lockstep_1f1b", 8)
 
 
-@pytest.mark.parametrize(("schedule", "grows"), [("circular", True), ("lockstep_1f1b", False)])
-def test_layers_outside_the_pipeline_are_priced_with_their_inputs(schedule, grows):
+def test_layers_outside_the_pipeline_are_priced_with_their_inputs():
     """In lockstep those of a stage's rows of one microbatch, otherwise those of all its rows."""
 
-    def activations(count, outside):
-        values = {
-            "pipeline.num_microbatches": count,
-            "data.global_batch_size": 8 * count,  # four rows on each device
-            "pipeline.parallel_layers": 8,
-            "model.num_layers": 8 + outside,
-        }
-        return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
+    def inputs(schedule, count):
+        without, four = (
+            config_of(
+                **{
+                    "pipeline.schedule": schedule,
+                    "pipeline.num_microbatches": count,
+                    "data.global_batch_size": 8 * count,  # four rows on each device
+                    "pipeline.parallel_layers": 8,
+                    "model.num_layers": 8 + outside,
+                }
+            )
+            for outside in (0, 4)
+        )
+        return estimate(four, None).activations - estimate(without, None).activations
 
-    inputs = {count: activations(count, 4) - activations(count, 0) for count in (8, 16)}
-    tokens, width = Config().data.sequence_length, Config().model.embed_dim
-    bytes_of_row = 4 * tokens * width  # float32
-    shares = {8: 8, 16: 16} if grows else {8: 1, 16: 1}
-    assert inputs == {count: 4 * rows * bytes_of_row for count, rows in shares.items()}
+    row = 4 * Config().data.sequence_length * Config().model.embed_dim  # bytes, in float32
+    found = {(name, n): inputs(name, n) for name in ("circular", "lockstep_1f1b") for n in (8, 16)}
+    shares = {("circular", 8): 8, ("circular", 16): 16}
+    shares |= {("lockstep_1f1b", 8): 1, ("lockstep_1f1b", 16): 1}
+    assert found == {case: 4 * rows * row for case, rows in shares.items()}
 
 
 def test_split_backwards_are_priced_with_their_stash():
@@ -166,78 +163,83 @@ def test_weights_gathered_once_are_whole_over_fsdp_and_the_head_over_stages():
     assert once.optimizer == apart.optimizer
 
 
-@pytest.mark.parametrize("policy", ["minimal", "full", "none"])
-def test_first_dense_layers_keep_what_dense_layers_keep(policy):
+def test_first_dense_layers_keep_what_dense_layers_keep():
     experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
 
-    def activations(layers, first=0, **values):
+    def activations(policy, layers, first=0, **values):
         values |= {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
         values |= {"model.num_layers": layers, "pipeline.remat_policy": policy}
-        return estimate(
-            config_of(**values, **{"model.first_dense_layers": first}), None
-        ).activations
+        values |= {"model.first_dense_layers": first}
+        return estimate(config_of(**values), None).activations
 
-    dense = activations(6) - activations(5)
-    assert activations(6, 2, **experts) - activations(5, 1, **experts) == pytest.approx(dense)
-    if policy != "full":
-        of_experts = activations(6, **experts) - activations(5, **experts)
-        assert dense != pytest.approx(of_experts, rel=0.1)
+    for policy in ("minimal", "full", "none"):
+        dense = activations(policy, 6) - activations(policy, 5)
+        first = activations(policy, 6, 2, **experts) - activations(policy, 5, 1, **experts)
+        assert first == pytest.approx(dense), policy
+        of_experts = activations(policy, 6, **experts) - activations(policy, 5, **experts)
+        assert policy == "full" or dense != pytest.approx(of_experts, rel=0.1), policy
 
 
-@pytest.mark.parametrize(
-    ("model", "unread"),
-    [
+def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads():
+    """The input of the next layer, which it saves itself, is made of the last product's result."""
+    for model, unread in (
         ({}, 32),
         ({"model.norm_placement": "sandwich"}, 0),
         ({"model.moe.experts": 4, "model.moe.mlp_dim": 16}, 32),
         ({"model.moe.experts": 4, "model.moe.mlp_dim": 16, "model.mlp_bias": True}, 0),
-    ],
-)
-def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads(model, unread):
-    """The input of the next layer, which it saves itself, is made of the last product's result."""
-    values = {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
-    by_layer = {"pipeline.remat_iterations": False, "pipeline.remat_layers": True}
-    sequential = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
-    config = config_of(**values, **sequential)
-    choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
-    named = layer_of(config).saved_width(NAMED)
-    assert residual_width(config) == pytest.approx(named - unread, abs=choice)
-    circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
-    staged = config_of(**values, **circular, **by_layer)
-    # With the layer's input, which is not counted by itself there.
-    assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice)
+    ):
+        values = {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
+        by_layer = {"pipeline.remat_iterations": False, "pipeline.remat_layers": True}
+        sequential = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+        config = config_of(**values, **sequential)
+        choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
+        named = layer_of(config).saved_width(NAMED)
+        assert residual_width(config) == pytest.approx(named - unread, abs=choice), (model, unread)
+        circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
+        staged = config_of(**values, **circular, **by_layer)
+        # With the layer's input, which is not counted by itself there.
+        assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice), (
+            model,
+            unread,
+        )
 
 
-@pytest.mark.parametrize("policy", ["none", "minimal"])
-def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store(policy):
+def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():
     """Seven microbatches in flight, and a slot more for idle ones, but no copies of a chunk."""
-    values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.remat_policy": policy}
-    values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 8}
-    values |= {"data.global_batch_size": 16}
-    configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
-    two, three = (estimate(config, None).activations for config in configs)
-    tokens = configs[0].data.sequence_length
-    layer = tokens * itemsize(configs[0].model.dtype) * residual_width(configs[0])
-    assert (three - two) / layer == pytest.approx(8)
+    for policy in (
+        "none",
+        "minimal",
+    ):
+        values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.remat_policy": policy}
+        values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 8}
+        values |= {"data.global_batch_size": 16}
+        configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
+        two, three = (estimate(config, None).activations for config in configs)
+        tokens = configs[0].data.sequence_length
+        layer = tokens * itemsize(configs[0].model.dtype) * residual_width(configs[0])
+        assert (three - two) / layer == pytest.approx(8), policy
 
 
-@pytest.mark.parametrize(
-    ("has_norm", "tpu_memory", "more"),
-    [(False, None, 0.15), (True, None, 0.2), (False, 95e9, 0.01)],
-)
-def test_none_saves_little_but_results_of_products(has_norm, tpu_memory, more):
+def test_none_saves_little_but_results_of_products():
     """Norms, rotations and gates, in float32 or arrays of their own, are computed again.
 
     Without a TPU's rotations there are sums of halves.
     """
-    values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
-    # Heads of 128 channels go to the TPU's kernel, which holds no scores.
-    values |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}
-    none, minimal = (
-        estimate(config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory).activations
-        for policy in ("none", "minimal")
-    )
-    assert minimal <= none <= (1 + more) * minimal
+    for has_norm, tpu_memory, more in (
+        (False, None, 0.15),
+        (True, None, 0.2),
+        (False, 95e9, 0.01),
+    ):
+        values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
+        # Heads of 128 channels go to the TPU's kernel, which holds no scores.
+        values |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}
+        none, minimal = (
+            estimate(
+                config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory
+            ).activations
+            for policy in ("none", "minimal")
+        )
+        assert minimal <= none <= (1 + more) * minimal, (has_norm, tpu_memory)
 
 
 @pytest.mark.parametrize(
@@ -274,44 +276,31 @@ def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh
 
 
 def test_an_update_reads_all_gradients_though_unrolled_layers_make_them_late():
-    def moved(scans):
-        config = config_of(
-            **{
-                "pipeline.engine": "sequential",
-                "pipeline.num_repeats": 1,
-                "pipeline.num_microbatches": 1,
-                "pipeline.remat_policy": "minimal",
-                "pipeline.scan_layers": scans,
-                "mesh.ici.stage": 1,
-                "mesh.ici.fsdp": 8,
-            }
-        )
-        return traffic(config, estimate(config, None))
-
-    assert moved(False) == moved(True)
+    values = {"pipeline.engine": "sequential", "pipeline.remat_policy": "minimal"}
+    values |= {"pipeline.num_microbatches": 1, "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+    unrolled, looped = (
+        config_of(**values, **{"pipeline.scan_layers": scans}, **ONE_REPEAT)
+        for scans in (False, True)
+    )
+    assert traffic(unrolled, estimate(unrolled, None)) == traffic(looped, estimate(looped, None))
 
 
-@pytest.mark.parametrize(("policy", "passes"), [("full", 4), ("minimal", 3), ("none", 3)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_traffic_of_weights_counts_products_that_nothing_spares(policy, passes, tied):
+def test_traffic_of_weights_counts_products_that_nothing_spares():
     """An embedding that is no projection as well is looked up, not multiplied with."""
-    nothing = Memory(0.0, 0.0, 0.0, 0.0)
-
-    def moved(vocabulary):
-        config = config_of(
-            **{
-                "pipeline.remat_policy": policy,
-                "model.tie_embeddings": tied,
-                "model.vocab_size": vocabulary,
-            }
-        )
-        return traffic(config, nothing) / config.pipeline.num_microbatches
-
     config = config_of()
     size = config.model.vocab_size
     of_head = config.model.embed_dim * size / config.mesh.size("stage")
-    added = moved(2 * size) - moved(size)
-    assert added == pytest.approx(passes * itemsize(config.model.dtype) * of_head)
+
+    def moved(vocabulary, **values):
+        config = config_of(**{"model.vocab_size": vocabulary}, **values)
+        return traffic(config, Memory(0.0, 0.0, 0.0, 0.0)) / config.pipeline.num_microbatches
+
+    for policy, passes in (("full", 4), ("minimal", 3), ("none", 3)):
+        for tied in (False, True):
+            values = {"pipeline.remat_policy": policy, "model.tie_embeddings": tied}
+            added = moved(2 * size, **values) - moved(size, **values)
+            expected = passes * itemsize(config.model.dtype) * of_head
+            assert added == pytest.approx(expected), values
 
 
 def test_traffic_with_adapters_has_no_gradients_of_the_base():
@@ -357,19 +346,19 @@ def test_experts_over_devices_are_priced_with_rows_for_every_choice():
     assert shared.activations > 1.5 * whole.activations
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_made_of_weights_without_the_first_dense_layers(tied):
+def test_logits_are_made_of_weights_without_the_first_dense_layers():
     values = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-    values |= {"model.tie_embeddings": tied, "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+    values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.num_repeats": 1}
+    for tied in (True, False):
+        values["model.tie_embeddings"] = tied
+        with_first, without = (
+            config_of(**values, **{"model.num_layers": layers, "model.first_dense_layers": first})
+            for layers, first in ((6, 2), (4, 0))
+        )
+        assert weights_of(with_first).projection == weights_of(without).projection
 
-    def projection(layers, first):
-        depth = {"model.num_layers": layers, "model.first_dense_layers": first}
-        return weights_of(config_of(**values, **depth, **{"pipeline.num_repeats": 1})).projection
 
-    assert projection(6, 2) == projection(4, 0)
-
-
-@pytest.mark.parametrize("policy", ["full", "minimal", "none"])
+@pytest.mark.parametrize("policy", ["full", "none"])
 def test_scores_that_a_kernel_holds_are_those_of_the_compiled_step(policy):
     """Eight heads of 512 tokens make scores the most of it; simulated devices hold all of them."""
     values = {"embed_dim": 64, "num_query_heads": 8, "num_kv_heads": 8, "num_layers": 3}

@@ -40,36 +40,33 @@ def decided(device=V5P, **values):
     return config.pipeline.fsdp_gather, notes
 
 
-@pytest.mark.parametrize(
-    ("values", "mode", "what"),
-    [
+def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
+    for values, mode, what in (
         ({}, "once", "gradients"),
         (REPEATS, "per_repeat", "gradients of the repeats at work"),
         (MPMD, "once", "gradients"),
-    ],
-    ids=["lockstep", "circular", "mpmd"],
-)
-def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take(values, mode, what):
-    decision, (note,) = decided(**values)
-    assert decision == mode
-    assert note.startswith(f"pipeline.fsdp_gather={mode}: whole weights and {what} take 0.00 GiB")
-    assert note.endswith("at most 5% of a device's 95 GiB")
+    ):
+        decision, (note,) = decided(**values)
+        assert decision == mode, (values, mode)
+        assert note.startswith(
+            f"pipeline.fsdp_gather={mode}: whole weights and {what} take 0.00 GiB"
+        ), (values, mode)
+        assert note.endswith("at most 5% of a device's 95 GiB"), (values, mode)
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
-@pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
-@pytest.mark.parametrize(
-    ("limit", "value", "reason"),
-    [("MEMORY_SHARE", -1.0, "take 0.00 GiB more, over"), ("ROOM", 1e-9, "take over 0%")],
-)
-def test_auto_gathers_per_iteration_where_memory_is_short(
-    limit, value, reason, values, monkeypatch
-):
-    monkeypatch.setattr(gather_mode, limit, value)
-    mode, (note,) = decided(**values)
-    assert mode == "per_iteration"
-    assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
-    assert reason in note
+def test_auto_gathers_per_iteration_where_memory_is_short(monkeypatch):
+    for limit, value, reason in (
+        ("MEMORY_SHARE", -1.0, "take 0.00 GiB more, over"),
+        ("ROOM", 1e-9, "take over 0%"),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(gather_mode, limit, value)
+            for values in ({}, CIRCULAR):
+                mode, (note,) = decided(**values)
+                assert mode == "per_iteration"
+                assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
+                assert reason in note
 
 
 def more(mode, **values):
@@ -154,9 +151,8 @@ def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(monkey
         assert decided(**CIRCULAR)[0] == mode
 
 
-@pytest.mark.parametrize(
-    ("values", "mode", "what"),
-    [
+def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole():
+    for values, mode, what in (
         (CIRCULAR | {"mesh.ici.data": 2}, "per_repeat", "gradients over data once a step"),
         (
             CIRCULAR | {"mesh.ici.data": 2, "mesh.ici.context": 2},
@@ -170,90 +166,74 @@ def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(monkey
             "per_repeat",
             "gradients over data once a step",  # over context XLA does so in any mode
         ),
-    ],
-    ids=["data", "context", "expert", "8_repeats", "8_repeats_context"],
-)
-def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole(values, mode, what):
-    decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
-    assert decision == mode
-    assert note.startswith(f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, at ")
+    ):
+        decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
+        assert decision == mode, (values, mode)
+        assert note.startswith(
+            f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, at "
+        ), (values, mode)
 
 
-@pytest.mark.parametrize(
-    ("values", "what"),
-    [
+def test_auto_is_once_without_split_weights_where_units_would_prepare_them():
+    for values, what in (
         ({"mesh.ici.data": 4}, "weights of the head, whole all step long, take 0.00 GiB more, at "),
         (
             MPMD | {"model.dtype": "bfloat16"},
             "weights in bfloat16, cast once a step, take 0.00 GiB more, at ",
         ),
-    ],
-    ids=["lockstep", "mpmd"],
-)
-def test_auto_is_once_without_split_weights_where_units_would_prepare_them(values, what):
-    decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
-    assert decision == "once"
-    assert note.startswith(f"pipeline.fsdp_gather=once: {what}")
+    ):
+        decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
+        assert decision == "once", (values, what)
+        assert note.startswith(f"pipeline.fsdp_gather=once: {what}"), (values, what)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided():
+    for values in (
         {"device": Device("cpu", "cpu")},
         {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
         {"device": Device("TPU v99")},
         CIRCULAR | {"mesh.ici.fsdp": 1},
         REPEATS | {"mesh.ici.fsdp": 1, "mesh.ici.context": 2},  # XLA sums up once in any mode
         MPMD | {"mesh.ici.fsdp": 1},  # there are no casts
-    ],
-    ids=["cpu", "gpu", "unknown_tpu", "circular_alone", "context", "mpmd"],
-)
-def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
-    assert decided(**values) == ("per_iteration", [])
+    ):
+        assert decided(**values) == ("per_iteration", []), values
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
+def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weights():
+    for values, reason in (
         ({"pipeline.fsdp_prefetch": "true"}, "fsdp_prefetch=true"),
         (CIRCULAR | {"pipeline.remat_policy": "minimal_offloaded"}, "the host's memory"),
-    ],
-    ids=["in_steps", "offloaded"],
-)
-def test_auto_is_per_iteration_with_a_reason_where_tpus_do_not_take_whole_weights(values, reason):
-    mode, (note,) = decided(**values)
-    assert mode == "per_iteration"
-    assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
-    assert reason in note
+    ):
+        mode, (note,) = decided(**values)
+        assert mode == "per_iteration", (values, reason)
+        assert note.startswith("pipeline.fsdp_gather=per_iteration: "), (values, reason)
+        assert reason in note, (values, reason)
 
 
-@pytest.mark.parametrize(
-    "rule", [["activation_batch", ["data"]], ["repeat", ["fsdp"]], ["layers_per_stage", ["fsdp"]]]
-)
-def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules(rule):
-    rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
-    values = CIRCULAR | {"sharding.logical_axis_rules": rules}
-    decision, (note,) = decided(**values)
-    assert decision == "per_iteration"
-    assert note.endswith("sharding.logical_axis_rules do not go with whole weights")
-    for mode in ("once", "per_repeat"):
-        with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
-            EngineUnderTest(config_of(**values, **{KEY: mode}))
+def test_auto_takes_no_mode_that_the_circular_engine_refuses_for_its_rules():
+    for rule in (
+        ["activation_batch", ["data"]],
+        ["repeat", ["fsdp"]],
+        ["layers_per_stage", ["fsdp"]],
+    ):
+        rules = [["embed", []], rule, *(r for r in DEFAULT_RULES if r[0] not in ("embed", rule[0]))]
+        values = CIRCULAR | {"sharding.logical_axis_rules": rules}
+        decision, (note,) = decided(**values)
+        assert decision == "per_iteration", rule
+        assert note.endswith("sharding.logical_axis_rules do not go with whole weights"), rule
+        for mode in ("once", "per_repeat"):
+            with pytest.raises(ConfigError, match=f"fsdp_gather={mode} needs "):
+                EngineUnderTest(config_of(**values, **{KEY: mode}))
 
 
-@pytest.mark.parametrize("mode", ["per_iteration", "once"])
-def test_a_mode_as_told_needs_no_words(mode):
-    assert decided(**{KEY: mode}) == (mode, [])
-
-
-def test_engines_never_see_auto():
+def test_a_mode_as_told_needs_no_words_and_engines_never_see_auto():
+    for mode in ("per_iteration", "once"):
+        assert decided(**{KEY: mode}) == (mode, [])
     config = config_of(**{"mesh.ici.fsdp": 2})
     assert config.pipeline.fsdp_gather == "auto"
     inputs = build_engine_inputs(config, make_mesh(config))
     assert inputs.config.fsdp_gather == "per_iteration"
-
-
-def test_estimate_takes_auto_for_per_iteration():
+    # As which it is estimated until then.
     undecided, iteration = (
         estimate(config_of(**{KEY: m}), None) for m in ("auto", "per_iteration")
     )

@@ -1,6 +1,5 @@
 """When weights are gathered in steps on auto, and what is said about it."""
 
-import pytest
 from helpers.fsdp_stages import V5P, Device, config_of
 
 from maxpipe.devices.chips import tpu_of
@@ -15,28 +14,25 @@ def decided(device=V5P, **values):
     return prefetch.gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("TPU v5p", 2), ("TPU v5p", 8), ("TPU v6 lite", 8), ("TPU v5 lite", 2)]
-)
-def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so(kind, size):
-    does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
-    assert does
-    assert note.startswith("pipeline.fsdp_prefetch=true: ")
-    assert f"the {size} devices" in note
+def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so():
+    for kind, size in (("TPU v5p", 2), ("TPU v5p", 8), ("TPU v6 lite", 8), ("TPU v5 lite", 2)):
+        does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
+        assert does, (kind, size)
+        assert note.startswith("pipeline.fsdp_prefetch=true: "), (kind, size)
+        assert f"the {size} devices" in note, (kind, size)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "longest"), [("TPU v5p", 16, 8), ("TPU v6 lite", 16, 8), ("TPU v5 lite", 4, 2)]
-)
-def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so(kind, size, longest):
-    does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
-    assert not does
-    assert f"mesh axis fsdp has {size} devices, and steps are chosen for up to {longest} " in note
+def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so():
+    for kind, size, longest in (("TPU v5p", 16, 8), ("TPU v6 lite", 16, 8), ("TPU v5 lite", 4, 2)):
+        does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
+        assert not does, (kind, size)
+        assert (
+            f"mesh axis fsdp has {size} devices, and steps are chosen for up to {longest} " in note
+        ), (kind, size)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_prefetch_is_off_without_a_word_where_nothing_is_decided():
+    for values in (
         {"device": Device("cpu", "cpu")},
         {"device": Device("TPU v99")},
         {"mesh.ici.fsdp": 1},
@@ -48,24 +44,10 @@ def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so(ki
             "pipeline.num_microbatches": 4,
         },
         {"pipeline.fsdp_prefetch": "false"},
-    ],
-    ids=[
-        "cpu",
-        "unknown_tpu",
-        "whole_weights",
-        "gathered_once",
-        "loop_over_layers",
-        "circular",
-        "false",
-    ],
-)
-def test_prefetch_is_off_without_a_word_where_nothing_is_decided(values):
-    values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
-    assert decided(**values) == (False, [])
-
-
-def test_prefetch_as_told_needs_no_words():
-    assert decided(**{"pipeline.fsdp_prefetch": "true"}) == (True, [])
+    ):
+        values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
+        assert decided(**values) == (False, []), values
+        assert decided(**{"pipeline.fsdp_prefetch": "true"}) == (True, []), values
 
 
 def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():

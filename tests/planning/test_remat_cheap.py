@@ -1,6 +1,5 @@
 """Whether cheap values are computed layer by layer on auto, and what is said about it."""
 
-import pytest
 from helpers.compile_command import tpu_aot
 from helpers.engines import make_mesh
 from helpers.fsdp_stages import config_of
@@ -30,12 +29,14 @@ def decided(tpu, **values):
     return config.pipeline.remat_cheap, notes
 
 
-@pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
-def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle(values):
-    value, (note,) = decided(V5P, **SEVERAL | values)
-    assert value == "false"
-    assert note.startswith("pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values")
-    assert note.endswith("at most 50% of a device's 95 GiB")
+def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle():
+    for values in ({}, CIRCULAR):
+        value, (note,) = decided(V5P, **SEVERAL | values)
+        assert value == "false", values
+        assert note.startswith(
+            "pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values"
+        ), values
+        assert note.endswith("at most 50% of a device's 95 GiB"), values
 
 
 def test_cheap_values_are_at_least_what_norms_and_gates_make():
@@ -44,17 +45,16 @@ def test_cheap_values_are_at_least_what_norms_and_gates_make():
     assert cheap_width(config) >= norms + gate
 
 
-@pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
-def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu(values):
-    memory = 2 * estimate(config_of(**SEVERAL | values), V5P).total
-    value, (note,) = decided(V5P._replace(memory=memory), **SEVERAL | values)
-    assert value == "true"
-    assert " a step takes over 50% " in note
+def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu():
+    for values in ({}, CIRCULAR):
+        memory = 2 * estimate(config_of(**SEVERAL | values), V5P).total
+        value, (note,) = decided(V5P._replace(memory=memory), **SEVERAL | values)
+        assert value == "true", values
+        assert " a step takes over 50% " in note, values
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_auto_says_nothing_where_there_is_no_choice():
+    for values in (
         {"model.num_layers": 2},
         SEVERAL | {"pipeline.remat_layers": True},
         SEVERAL | {"pipeline.remat_iterations": False},
@@ -62,32 +62,23 @@ def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu(
         SEVERAL | {"pipeline.scan_layers_per_stage": True},
         SEVERAL | {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
         SEVERAL | MPMD,
-    ],
-    ids=["one layer", "by layer", "no iterations", "saves all", "loop", "split", "mpmd"],
-)
-def test_auto_says_nothing_where_there_is_no_choice(values):
-    assert decided(V5P, **values) == ("true", [])
+    ):
+        assert decided(V5P, **values) == ("true", []), values
 
 
-def test_auto_computes_cheap_values_again_on_devices_other_than_tpus():
-    assert decided(None, **SEVERAL) == ("true", [])
-
-
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_value_that_is_set_is_taken(value):
-    assert decided(V5P, **SEVERAL | {KEY: value}) == (value, [])
-    assert decided(None, **SEVERAL | {KEY: value}) == (value, [])
-
-
-def test_value_of_an_engine_that_does_not_read_it_has_no_effect():
+def test_value_that_is_set_is_taken_by_an_engine_that_reads_it():
+    assert decided(None, **SEVERAL) == ("true", [])  # auto, on devices other than TPUs
+    for value in ("true", "false"):
+        assert decided(V5P, **SEVERAL | {KEY: value}) == (value, [])
+        assert decided(None, **SEVERAL | {KEY: value}) == (value, [])
     assert decided(V5P, **SEVERAL | MPMD | {KEY: "false"}) == ("true", [])
 
 
-@pytest.mark.parametrize("values", [{}, CIRCULAR, MPMD], ids=["lockstep", "circular", "mpmd"])
-def test_engines_never_see_auto(values):
-    config = config_of(**SEVERAL | values)
-    inputs = build_engine_inputs(config, make_mesh(config))
-    assert inputs.config.remat_cheap == "true"  # on CPUs
+def test_engines_never_see_auto():
+    for values in ({}, CIRCULAR, MPMD):
+        config = config_of(**SEVERAL | values)
+        inputs = build_engine_inputs(config, make_mesh(config))
+        assert inputs.config.remat_cheap == "true", values  # on CPUs
 
 
 class TestTpu:

@@ -25,14 +25,18 @@ from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
 
 
-@pytest.mark.parametrize("name", FREE_RUNNING)
-@pytest.mark.parametrize(("S", "M", "V"), [(2, 3, 1), (4, 9, 1), (3, 8, 2)])
-def test_as_many_units_are_in_flight_as_the_simulator_says(name, S, M, V):
-    table = load_schedule(name, S, M, SCHEDULES[name].repeats_for(V))
-    counts = units_in_flight(table)
-    assert [stage.sum(axis=1).max() for stage in counts] == simulate(table).peak_in_flight.tolist()
-    assert all(stage.min() >= 0 for stage in counts)
-    assert any(stage[:, table.num_repeats :].any() for stage in counts) == ("W" in table.kinds)
+def test_as_many_units_are_in_flight_as_the_simulator_says():
+    for S, M, V in ((2, 3, 1), (4, 9, 1), (3, 8, 2)):
+        for name in FREE_RUNNING:
+            table = load_schedule(name, S, M, SCHEDULES[name].repeats_for(V))
+            counts = units_in_flight(table)
+            assert [stage.sum(axis=1).max() for stage in counts] == simulate(
+                table
+            ).peak_in_flight.tolist(), (S, M)
+            assert all(stage.min() >= 0 for stage in counts), (S, M)
+            assert any(stage[:, table.num_repeats :].any() for stage in counts) == (
+                "W" in table.kinds
+            ), (S, M)
 
 
 def trainer_of(**values):
@@ -207,8 +211,10 @@ def test_a_chunk_is_whole_where_it_is_gathered():
     assert gathered - whole == pytest.approx(2 * layer * 4)
 
 
-@pytest.mark.parametrize(("policy", "keeps"), [("full", 0.01), ("minimal", 0.01), ("none", 0.2)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "keeps", "dtype"),
+    [("full", 0.01, "float32"), ("minimal", 0.01, "bfloat16"), ("none", 0.2, "float32")],
+)
 def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     """Two more layers cost this much; what norms of bfloat16 models keep is known less exactly."""
     config, trainer = trainer_of(
@@ -238,8 +244,7 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)
 
 
-@pytest.mark.parametrize("policy", ["full", "minimal"])
-def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk(policy):
+def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
     def first_unit(first):
         config, trainer = trainer_of(
             **{
@@ -250,7 +255,7 @@ def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk(policy):
                 "pipeline.schedule": "1f1b",
                 "mesh.ici.stage": 4,
                 "mesh.ici.fsdp": 2,
-                "pipeline.remat_policy": policy,
+                "pipeline.remat_policy": "minimal",
             }
         )
         unit = trainer.engine.training.program.computations[UnitName("F", 0)]
@@ -260,7 +265,7 @@ def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk(policy):
 
     (one_kept, one), (two_kept, two) = first_unit(1), first_unit(2)
     # The backward of a sum does not look at its last term, the output of the layer's MLP.
-    last = (policy == "minimal") * 64 * 2 * 16 * 4
+    last = 64 * 2 * 16 * 4
     # Four microbatches are in flight on the first stage.
     assert two[0] - one[0] == pytest.approx(4 * (two_kept - one_kept + last))
     assert two[1:] == one[1:]
@@ -292,18 +297,18 @@ def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight(
         assert difference == pytest.approx((in_flight - 2) * residuals)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_stages_update_every_parameter_once(tied):
+def test_stages_update_every_parameter_once():
     """Tied embeddings are a copy on the stage of the head, which its optimizer leaves out."""
-    config, _ = trainer_of(
-        **{
-            "model.num_layers": 4,
-            "model.tie_embeddings": tied,
-            "pipeline.schedule": "1f1b",
-            "mesh.ici.stage": 4,
-            "mesh.ici.data": 2,
-        }
-    )
-    memory = StageMemory(config, build_table(config))
-    updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
-    assert updated == parameter_count(config.model)
+    for tied in (True, False):
+        config, _ = trainer_of(
+            **{
+                "model.num_layers": 4,
+                "model.tie_embeddings": tied,
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 4,
+                "mesh.ici.data": 2,
+            }
+        )
+        memory = StageMemory(config, build_table(config))
+        updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
+        assert updated == parameter_count(config.model), tied

@@ -179,21 +179,21 @@ def test_the_embedding_is_next_to_nothing(compiled):
     assert compiled.embedding() < 0.001 * compiled.forward()
 
 
-@pytest.mark.parametrize(
-    ("values", "more"),
-    [
+def test_what_is_computed_again_counts():
+    for values, more in (
         ({"pipeline.remat_policy": "full"}, 1.0),
         ({"pipeline.remat_policy": "full", "pipeline.remat_layers": True}, 2.0),
         ({"pipeline.remat_policy": "full", "pipeline.remat_iterations": False}, 0.0),
         ({"pipeline.remat_policy": "minimal"}, 0.0),
         ({"pipeline.remat_policy": "none"}, 0.0),
-    ],
-)
-def test_what_is_computed_again_counts(values, more):
-    none = layer_times(config_of(**{"pipeline.remat_policy": "none"}))
-    times = layer_times(config_of(**values))
-    assert times.input_gradient == pytest.approx(none.input_gradient + more)
-    assert (times.weight_gradient, times.head) == (none.weight_gradient, none.head)
+    ):
+        none = layer_times(config_of(**{"pipeline.remat_policy": "none"}))
+        times = layer_times(config_of(**values))
+        assert times.input_gradient == pytest.approx(none.input_gradient + more), (values, more)
+        assert (times.weight_gradient, times.head) == (none.weight_gradient, none.head), (
+            values,
+            more,
+        )
 
 
 def test_a_policy_that_keeps_one_product_saves_its_share():

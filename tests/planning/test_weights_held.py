@@ -1,7 +1,6 @@
 """What engines hold of weights and gradients, on numbers that make each part visible."""
 
 import numpy as np
-import pytest
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.planning.weights_held import (
@@ -74,20 +73,23 @@ def test_gradients_of_unrolled_layers_come_one_after_another():
     assert held("sequential", unrolled=1.0, stored=2.0, microbatches=1).late == 4 * 160
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "repeats", "sets", "sums"),
-    # As many as there are repeats, and a third set of weights where repeats are short.
-    [(8, 1, 1, 1), (8, 2, 2, 2), (8, 8, 2, 2), (4, 2, 2, 2), (4, 8, 3, 2)],
-)
-def test_weights_gathered_once_a_repeat_are_there_two_or_three_times(
-    microbatches, repeats, sets, sums
-):
-    found = held("circular", microbatches=microbatches, repeats=repeats, per_repeat=1.0)
-    chunk = 2 * 40
-    assert found.copies == 2 * sets * chunk + 2 * 100
-    # Of the repeats at work there are whole sums, and no gradients at rest yet.
-    assert found.gradients == 4 * (170 - sums * 160 / repeats + sums * chunk)
-    assert found.head == 2 * 100
+def test_weights_gathered_once_a_repeat_are_there_two_or_three_times():
+    for microbatches, repeats, sets, sums in (
+        (8, 1, 1, 1),
+        (8, 2, 2, 2),
+        (8, 8, 2, 2),
+        (4, 2, 2, 2),
+        (4, 8, 3, 2),
+    ):
+        found = held("circular", microbatches=microbatches, repeats=repeats, per_repeat=1.0)
+        chunk = 2 * 40
+        assert found.copies == 2 * sets * chunk + 2 * 100, (microbatches, repeats)
+        # Of the repeats at work there are whole sums, and no gradients at rest yet.
+        assert found.gradients == 4 * (170 - sums * 160 / repeats + sums * chunk), (
+            microbatches,
+            repeats,
+        )
+        assert found.head == 2 * 100, (microbatches, repeats)
 
 
 def test_weights_gathered_once_are_whole_with_their_gradients():

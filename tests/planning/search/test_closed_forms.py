@@ -87,17 +87,17 @@ def test_every_engine_of_one_program_is_priced(priced):
     assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
 
 
-@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
-def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced, schedule):
+def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
     """What differs is the bubble and the communication, and at most rounding of work by shares."""
-    times = {
-        each.block.grid: float(each.seconds.products[each.legal].min())
-        for each in priced
-        if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
-        and each.block.schedule == schedule
-    }
-    assert len(times) > 1
-    assert max(times.values()) < 1.1 * min(times.values())
+    for schedule in ("lockstep_1f1b", "lockstep_zb"):
+        times = {
+            each.block.grid: float(each.seconds.products[each.legal].min())
+            for each in priced
+            if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
+            and each.block.schedule == schedule
+        }
+        assert len(times) > 1, schedule
+        assert max(times.values()) < 1.1 * min(times.values()), schedule
 
 
 EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
@@ -160,25 +160,25 @@ def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
     assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("engine", "schedule", "dtype", "axes"),
-    [
+def test_modes_of_gathers_are_tried_where_they_differ(config):
+    for engine, schedule, dtype, axes in (
         # It sums up gradients as often.
         ("circular", "circular", "bfloat16", ("fsdp", "data", "context")),
         ("scheduled", "lockstep_1f1b", "float32", ("stage",)),  # which share the head
         ("mpmd", "1f1b", "float32", ("fsdp",)),
         ("mpmd", "1f1b", "bfloat16", ("stage",)),  # whose units cast weights
-    ],
-)
-def test_modes_of_gathers_are_tried_where_they_differ(config, engine, schedule, dtype, axes):
-    config = update(config, {"model.dtype": dtype})
-    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
-    grids = [grid for grid in space.grids() if grid.size("stage") == 2]
-    for grid in grids:
-        differ = any(grid.size(axis) > 1 for axis in axes)
-        offered = block_of(space, legality, grid, engine, schedule, 32).gathers
-        assert offered == ("per_iteration", *(("per_repeat", "once") if differ else ()))
-    assert {grid.size("fsdp") for grid in grids} == {1, 2, 4}
+    ):
+        config = update(config, {"model.dtype": dtype})
+        space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+        grids = [grid for grid in space.grids() if grid.size("stage") == 2]
+        for grid in grids:
+            differ = any(grid.size(axis) > 1 for axis in axes)
+            offered = block_of(space, legality, grid, engine, schedule, 32).gathers
+            assert offered == ("per_iteration", *(("per_repeat", "once") if differ else ())), (
+                engine,
+                schedule,
+            )
+        assert {grid.size("fsdp") for grid in grids} == {1, 2, 4}, (engine, schedule)
 
 
 def test_more_stages_have_a_longer_bubble(priced):
@@ -192,7 +192,6 @@ def test_more_stages_have_a_longer_bubble(priced):
     assert bubble(2) < bubble(4) < bubble(8)
 
 
-@pytest.mark.parametrize("many", [20, 33, 34, 35])
 @pytest.mark.parametrize(
     ("schedule", "engine", "repeats"),
     [
@@ -205,7 +204,7 @@ def test_more_stages_have_a_longer_bubble(priced):
     ],
 )
 def test_pattern_of_many_microbatches_is_that_of_the_whole_table(
-    schedule, engine, repeats, many, monkeypatch
+    schedule, engine, repeats, monkeypatch
 ):
     stages, loaded = 4, []
 
@@ -214,20 +213,21 @@ def test_pattern_of_many_microbatches_is_that_of_the_whole_table(
         return load_schedule(name, stages, microbatches, *sizes, **options)
 
     monkeypatch.setattr("maxpipe.planning.search.patterns.load_schedule", load)
-    extrapolated = pattern(schedule, engine, stages, many, repeats)
-    assert max(loaded, default=0) < many  # whole tables of many microbatches are slow
-    table = load_schedule(schedule, stages, many, repeats)
-    if engine == "mpmd":
-        run = simulate(table, Costs())
-        assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
-        in_flight = extrapolated.in_flight
-        first_stage = in_flight.saved[FIRST_STAGE] + in_flight.handed_over[FIRST_STAGE]
-        assert first_stage.max() == run.peak_in_flight[0]
-    else:
-        run = simulate(
-            table, Costs(forward=1.0, backward=0.0, input_gradient=0.0, weight_gradient=0.0)
-        )
-        assert extrapolated.idle_forward == run.makespan - many * repeats
+    forwards = Costs(forward=1.0, backward=0.0, input_gradient=0.0, weight_gradient=0.0)
+    for many in (20, 33, 34, 35):
+        loaded.clear()
+        extrapolated = pattern(schedule, engine, stages, many, repeats)
+        assert max(loaded, default=0) < many  # whole tables of many microbatches are slow
+        table = load_schedule(schedule, stages, many, repeats)
+        if engine == "mpmd":
+            run = simulate(table, Costs())
+            assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
+            in_flight = extrapolated.in_flight
+            first_stage = in_flight.saved[FIRST_STAGE] + in_flight.handed_over[FIRST_STAGE]
+            assert first_stage.max() == run.peak_in_flight[0]
+        else:
+            makespan = simulate(table, forwards).makespan
+            assert extrapolated.idle_forward == makespan - many * repeats
 
 
 def test_every_candidate_is_kept_priced_or_counted_as_fallen(config, facts):

@@ -138,18 +138,13 @@ def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
     assert "which mesh.ici.context above 1 splits" in reasons.pop()
 
 
-@pytest.mark.parametrize(
-    ("is_tpu", "layers", "choices", "tried"),
-    [
+def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for():
+    for is_tpu, layers, choices, tried in (
         (True, MOST_UNROLLED, {}, [True, False]),
         (True, MOST_UNROLLED + 1, {}, [True]),
         (False, 8, {}, [True]),
         (False, MOST_UNROLLED + 1, {SCANS: [False]}, [False]),
-    ],
-)
-def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for(
-    is_tpu, layers, choices, tried
-):
-    space = Space(replace(Config(), **{"model.num_layers": layers}), 4, 1, choices, is_tpu)
-    assert space.scans("sequential") == tried
-    assert space.scans("scheduled") == [True], "it takes no other value"
+    ):
+        space = Space(replace(Config(), **{"model.num_layers": layers}), 4, 1, choices, is_tpu)
+        assert space.scans("sequential") == tried, (is_tpu, layers)
+        assert space.scans("scheduled") == [True], "it takes no other value"

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 
-from maxpipe.config import ConfigError, Problem
-from maxpipe.planning.search import plan as plans
 from maxpipe.planning.search import remedies as module
 from maxpipe.planning.search.attempts import attempts_of, more_chips
 from maxpipe.planning.search.plan import Remedies, make_plan
@@ -32,25 +30,6 @@ def test_remedies_say_what_is_tried(request_and_facts):
     assert found[1].startswith("more chips: --topology v5e:")
 
 
-@pytest.mark.parametrize(
-    ("share", "lines"),
-    [
-        (1.074, ["less memory left free: --memory-margin 6%; closed forms are coarse, and "]),
-        (1.25, []),  # it fits
-        (0.99, []),
-    ],
-)
-def test_a_smaller_margin_comes_first_if_the_least_is_below_the_devices_memory(
-    request_and_facts, monkeypatch, share, lines
-):
-    request, facts = request_and_facts
-    margin = dataclasses.replace(request, margin=0.1)
-    plan = make_plan(on_capacity(margin, share, facts), facts)
-    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]])
-    found = remedies(plan, facts, lambda line: None).lines
-    assert found == [f"{line}--compile 1 proves it" for line in lines]
-
-
 def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enough(
     request_and_facts, monkeypatch
 ):
@@ -70,23 +49,6 @@ def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enou
     assert [line for line in lines if "left off" not in line] == tried
     shares = [int(line.split()[-2]) for line in lines if "left off" in line]
     assert shares == pytest.approx([30] * 3, abs=5)
-
-
-def test_remedies_that_were_searched_to_the_end_or_cannot_help_are_in_vain(
-    request_and_facts, monkeypatch
-):
-    request, facts = request_and_facts
-    plan = make_plan(on_capacity(request, 0.9, facts), facts)
-    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]])
-    lines = []
-    assert remedies(plan, facts, lines.append) == Remedies([], ["fewer tokens", "more chips"], [])
-    # On devices that cannot hold the state only more of them are tried.
-    least = 0.5 * facts.least_state_bytes() / request.machine.devices
-    machine = request.machine._replace(capacity=least)
-    small = dataclasses.replace(plan, request=dataclasses.replace(request, machine=machine))
-    lines.clear()
-    assert remedies(small, facts, lines.append) == Remedies([], ["fewer tokens", "more chips"], [])
-    assert all(line.startswith("trying      --topology ") for line in lines)
 
 
 def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_and_facts):
@@ -110,37 +72,25 @@ def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_an
     assert [*more_chips(request.on("cpu:2"))] == []
 
 
-def test_remedies_pass_the_configurations_checks(request_and_facts, monkeypatch):
-    request, facts = request_and_facts
-    plan = make_plan(on_capacity(request, 0.96, facts), facts)
-    fewer, more = remedies(plan, facts, lambda line: None).lines
-    assert fewer.startswith("fewer tokens: data.global_batch_size=2,")
-    assert more.startswith("more chips: ")
-
-    def resolve(config, devices, slices):
-        if config.data.global_batch_size == 2 or devices > 4:
-            raise ConfigError(Problem("data", "is refused"))
-
-    monkeypatch.setattr(plans, "resolve", resolve)
-    (fewer,) = remedies(plan, facts, lambda line: None).lines
-    assert fewer.startswith("fewer tokens: data.global_batch_size=1,")
-
-
-@pytest.mark.parametrize(
-    ("share", "margin"), [(0.97, 0.05), (0.95, 0.1), (0.6, 0.45), (0.04, None)]
-)
 def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compiler_did(
-    request_and_facts, share, margin
+    request_and_facts,
 ):
-    request, facts = request_and_facts
-    plan = make_plan(request, facts)
-    refusal = Proof(1e12, None, False, "", 1.0)
-    least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
-    machine = request.machine._replace(capacity=least.memory / share)
-    misfits = [dataclasses.replace(more, proof=refusal), dataclasses.replace(least, proof=refusal)]
-    request = dataclasses.replace(request, machine=machine)
-    compiled = dataclasses.replace(plan, request=request, misfits=misfits)
-    assert refusing_margin(compiled) == margin
-    crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
-    for others in ([least], [crashed]):
-        assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None
+    for share, margin in ((0.97, 0.05), (0.95, 0.1), (0.6, 0.45), (0.04, None)):
+        request, facts = request_and_facts
+        plan = make_plan(request, facts)
+        refusal = Proof(1e12, None, False, "", 1.0)
+        least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
+        machine = request.machine._replace(capacity=least.memory / share)
+        misfits = [
+            dataclasses.replace(more, proof=refusal),
+            dataclasses.replace(least, proof=refusal),
+        ]
+        request = dataclasses.replace(request, machine=machine)
+        compiled = dataclasses.replace(plan, request=request, misfits=misfits)
+        assert refusing_margin(compiled) == margin, (share, margin)
+        crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
+        for others in ([least], [crashed]):
+            assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None, (
+                share,
+                margin,
+            )

@@ -1,7 +1,5 @@
 """What is searched where the user fixes or narrows keys."""
 
-import pytest
-
 from maxpipe.config import Config, replace
 from maxpipe.planning.search.space import Space
 
@@ -12,9 +10,8 @@ def space_of(choices, fixed=None):
     return Space(CONFIG, 4, 1, choices, fixed=tuple(choices if fixed is None else fixed))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "engine", "schedule", "reason"),
-    [
+def test_unkept_names_the_fixed_key_that_an_engine_cannot_have():
+    for key, value, engine, schedule, reason in (
         ("pipeline.schedule", "lockstep_1f1b", "sequential", "circular", "no stages"),
         ("pipeline.schedule", "lockstep_1f1b", "scheduled", "lockstep_1f1b", ""),
         ("pipeline.num_repeats", 4, "sequential", "circular", "no stages"),
@@ -27,14 +24,10 @@ def space_of(choices, fixed=None):
         ("pipeline.scan_layers", True, "circular", "circular", ""),
         ("pipeline.scan_layers", False, "sequential", "circular", ""),
         ("pipeline.remat_policy", "full", "sequential", "circular", ""),
-    ],
-)
-def test_unkept_names_the_fixed_key_that_an_engine_cannot_have(
-    key, value, engine, schedule, reason
-):
-    expected = f"--fix {key}: {reason}" if reason else ""
-    assert space_of({key: [value]}).unkept(engine, schedule) == expected
-    assert space_of({key: [value]}, fixed=()).unkept(engine, schedule) == "", "it is only tried"
+    ):
+        expected = f"--fix {key}: {reason}" if reason else ""
+        assert space_of({key: [value]}).unkept(engine, schedule) == expected
+        assert space_of({key: [value]}, fixed=()).unkept(engine, schedule) == "", "it is only tried"
 
 
 def test_repeats_that_a_schedule_does_not_have_are_counted_if_fixed_and_not_tried_else():

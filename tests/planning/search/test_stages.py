@@ -32,7 +32,7 @@ SIZES = {
 }
 MIXTURE = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
 FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
-DRAWN = 2  # candidates of each mesh and schedule
+DRAWN = 1  # candidates of each mesh and schedule
 
 
 def drawn(config, facts):

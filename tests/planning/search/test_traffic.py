@@ -30,41 +30,43 @@ def copy_seconds(sizes):
     return bytes_of / MACHINE.stream_rate(sizes.itemsize)
 
 
-@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
-def test_residuals_are_written_to_a_store_and_copied_out_of_it_in_one_program(engine):
-    schedule = {"scheduled": "lockstep_1f1b", "mpmd": "1f1b"}[engine]
-    sizes = sizes_of(engine, schedule, remat_policy=["none"])
-    traffic = traffic_of(sizes, stored=100.0)
-    each = sizes.itemsize * sizes.tokens * 100.0 / MACHINE.stream_rate(sizes.itemsize)
-    expected = value(each) if engine == "scheduled" else 0.0
-    assert value(traffic.written) == pytest.approx(expected)
-    assert value(traffic.read) == pytest.approx(2 * expected)
+def test_residuals_are_written_to_a_store_and_copied_out_of_it_in_one_program():
+    for engine in ("scheduled", "mpmd"):
+        schedule = {"scheduled": "lockstep_1f1b", "mpmd": "1f1b"}[engine]
+        sizes = sizes_of(engine, schedule, remat_policy=["none"])
+        traffic = traffic_of(sizes, stored=100.0)
+        each = sizes.itemsize * sizes.tokens * 100.0 / MACHINE.stream_rate(sizes.itemsize)
+        expected = value(each) if engine == "scheduled" else 0.0
+        assert value(traffic.written) == pytest.approx(expected), engine
+        assert value(traffic.read) == pytest.approx(2 * expected), engine
 
 
-@pytest.mark.parametrize(
-    ("engine", "schedule", "is_stored"),
-    [("scheduled", "lockstep_zb", 1), ("scheduled", "lockstep_1f1b", 0), ("mpmd", "zb_h1", 0)],
-)
-def test_what_a_weight_gradient_needs_goes_through_a_store_in_one_program(
-    engine, schedule, is_stored
-):
-    sizes = sizes_of(engine, schedule)
-    traffic = traffic_of(sizes)
-    each = sizes.itemsize * sizes.tokens * sizes.stash / MACHINE.stream_rate(sizes.itemsize)
-    assert value(each) > 0
-    assert value(traffic.stashed) == pytest.approx(is_stored * value(each))
-    assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each))
+def test_what_a_weight_gradient_needs_goes_through_a_store_in_one_program():
+    for engine, schedule, is_stored in (
+        ("scheduled", "lockstep_zb", 1),
+        ("scheduled", "lockstep_1f1b", 0),
+        ("mpmd", "zb_h1", 0),
+    ):
+        sizes = sizes_of(engine, schedule)
+        traffic = traffic_of(sizes)
+        each = sizes.itemsize * sizes.tokens * sizes.stash / MACHINE.stream_rate(sizes.itemsize)
+        assert value(each) > 0, (engine, schedule)
+        assert value(traffic.stashed) == pytest.approx(is_stored * value(each)), (engine, schedule)
+        assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each)), (
+            engine,
+            schedule,
+        )
 
 
-@pytest.mark.parametrize(("fsdp", "is_cast"), [(1, 0), (2, 1)])
-def test_lockstep_casts_weights_where_they_are_gathered(fsdp, is_cast):
-    mesh = {"data": 1, "fsdp": fsdp}
-    choices = {"mesh": mesh, "fsdp_gather": ["per_iteration"]}
-    sizes = sizes_of("scheduled", "lockstep_1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
-    gathered = sizes.itemsize * sizes.parameters.layer_gathered * is_cast
-    cast = is_cast * (4 + sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
-    expected = gathered / MACHINE.stream_rate(sizes.itemsize) + cast
-    assert value(traffic_of(sizes).forward) == pytest.approx(expected)
+def test_lockstep_casts_weights_where_they_are_gathered():
+    for fsdp, is_cast in ((1, 0), (2, 1)):
+        mesh = {"data": 1, "fsdp": fsdp}
+        choices = {"mesh": mesh, "fsdp_gather": ["per_iteration"]}
+        sizes = sizes_of("scheduled", "lockstep_1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
+        gathered = sizes.itemsize * sizes.parameters.layer_gathered * is_cast
+        cast = is_cast * (4 + sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+        expected = gathered / MACHINE.stream_rate(sizes.itemsize) + cast
+        assert value(traffic_of(sizes).forward) == pytest.approx(expected), (fsdp, is_cast)
 
 
 def test_lockstep_casts_whole_layers_once_a_step_in_either_mode():
@@ -82,23 +84,23 @@ def test_lockstep_casts_whole_layers_once_a_step_in_either_mode():
     assert wide - narrow == pytest.approx(((4 + 2) + 2 * (4 - 2)) * count / WIDE)
 
 
-@pytest.mark.parametrize(("gather", "is_wide"), [("per_iteration", 1), ("once", 0)])
-def test_units_of_mpmd_read_wide_weights_unless_they_are_cast_once_a_step(gather, is_wide):
-    choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
-    sizes = sizes_of("mpmd", "1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
-    wider = (4 - sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
-    traffic = traffic_of(sizes)
-    assert value(traffic.forward) == pytest.approx(is_wide * wider)
-    assert value(traffic.backward) == pytest.approx(is_wide * wider)
-    cast = (4 + sizes.itemsize) * sizes.parameters.at_rest / WIDE
-    without = sizes_of(
-        "mpmd",
-        "1f1b",
-        fixed={"model.dtype": "bfloat16"},
-        **choices | {"fsdp_gather": ["per_iteration"]},
-    )
-    more = value(once_seconds(sizes, MACHINE)) - value(once_seconds(without, MACHINE))
-    assert more == pytest.approx((1 - is_wide) * cast)
+def test_units_of_mpmd_read_wide_weights_unless_they_are_cast_once_a_step():
+    for gather, is_wide in (("per_iteration", 1), ("once", 0)):
+        choices = {"mesh": {"data": 1, "fsdp": 1}, "fsdp_gather": [gather]}
+        sizes = sizes_of("mpmd", "1f1b", fixed={"model.dtype": "bfloat16"}, **choices)
+        wider = (4 - sizes.itemsize) * sizes.parameters.layer_at_rest / WIDE
+        traffic = traffic_of(sizes)
+        assert value(traffic.forward) == pytest.approx(is_wide * wider), (gather, is_wide)
+        assert value(traffic.backward) == pytest.approx(is_wide * wider), (gather, is_wide)
+        cast = (4 + sizes.itemsize) * sizes.parameters.at_rest / WIDE
+        without = sizes_of(
+            "mpmd",
+            "1f1b",
+            fixed={"model.dtype": "bfloat16"},
+            **choices | {"fsdp_gather": ["per_iteration"]},
+        )
+        more = value(once_seconds(sizes, MACHINE)) - value(once_seconds(without, MACHINE))
+        assert more == pytest.approx((1 - is_wide) * cast), (gather, is_wide)
 
 
 def test_lockstep_adds_gradients_to_their_sums_where_they_are_made():
@@ -107,32 +109,39 @@ def test_lockstep_adds_gradients_to_their_sums_where_they_are_made():
     assert value(traffic_of(sizes).gradients) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("scans", [True, False])
-def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop(scans):
-    choices = {"scan_layers": [scans], "remat_policy": ["none"]}
-    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, **choices), stored=100.0)
-    assert (value(traffic.written) > 0) == (value(traffic.read) > 0) == scans
+def test_residuals_of_layers_without_stages_are_in_a_store_where_they_are_a_loop():
+    for scans in (True, False):
+        choices = {"scan_layers": [scans], "remat_policy": ["none"]}
+        traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, **choices), stored=100.0)
+        assert (value(traffic.written) > 0) == (value(traffic.read) > 0) == scans, scans
 
 
-@pytest.mark.parametrize(
-    ("repeats", "layers", "scan", "copies"),
-    [(1, 4, False, 0), (2, 8, True, 1), (1, 8, True, 0), (1, 8, False, 1), (2, 16, False, 2)],
-)
-def test_circular_copies_a_chunk_out_of_its_stage_and_layers_out_of_a_chunk(
-    repeats, layers, scan, copies
-):
-    fixed = {"model.num_layers": layers, "pipeline.scan_layers_per_stage": scan}
-    choices = {"num_repeats": [repeats], "fsdp_gather": ["per_iteration"]}
-    sizes = sizes_of("circular", "circular", fixed=fixed, **choices)
-    traffic = traffic_of(sizes)
-    assert value(traffic.forward) == pytest.approx(copies * copy_seconds(sizes))
-    assert value(traffic.backward) == pytest.approx(copies * copy_seconds(sizes))
+def test_circular_copies_a_chunk_out_of_its_stage_and_layers_out_of_a_chunk():
+    for repeats, layers, scan, copies in (
+        (1, 4, False, 0),
+        (2, 8, True, 1),
+        (1, 8, True, 0),
+        (1, 8, False, 1),
+        (2, 16, False, 2),
+    ):
+        fixed = {"model.num_layers": layers, "pipeline.scan_layers_per_stage": scan}
+        choices = {"num_repeats": [repeats], "fsdp_gather": ["per_iteration"]}
+        sizes = sizes_of("circular", "circular", fixed=fixed, **choices)
+        traffic = traffic_of(sizes)
+        assert value(traffic.forward) == pytest.approx(copies * copy_seconds(sizes)), (
+            repeats,
+            layers,
+        )
+        assert value(traffic.backward) == pytest.approx(copies * copy_seconds(sizes)), (
+            repeats,
+            layers,
+        )
 
 
-@pytest.mark.parametrize("scans", [True, False])
-def test_sequential_reads_whole_weights_in_place(scans):
-    traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, scan_layers=[scans]))
-    assert (value(traffic.forward), value(traffic.backward)) == (0, 0)
+def test_sequential_reads_whole_weights_in_place():
+    for scans in (True, False):
+        traffic = traffic_of(sizes_of("sequential", "", mesh={"stage": 1}, scan_layers=[scans]))
+        assert (value(traffic.forward), value(traffic.backward)) == (0, 0), scans
 
 
 def test_keys_are_put_in_order_where_a_sequence_is_split():
@@ -165,27 +174,22 @@ def test_gradients_of_unrolled_layers_go_from_products_to_the_sums_over_microbat
     assert gradients[0] > 0 == gradients[1] == gradients[2]
 
 
-@pytest.mark.parametrize(
-    ("engine", "schedule", "gather", "filled"),
-    [
+def test_stores_begin_with_zeros_where_the_partitioner_splits_them():
+    for engine, schedule, gather, filled in (
         ("scheduled", "lockstep_1f1b", "per_iteration", True),
         ("circular", "circular", "once", True),
         ("circular", "circular", "per_iteration", False),
-    ],
-)
-def test_stores_begin_with_zeros_where_the_partitioner_splits_them(
-    engine, schedule, gather, filled
-):
-    choices = {"num_microbatches": [8], "remat_policy": ["full", "minimal"]}
-    for tensor in (1, 2):
-        mesh = {"data": 2, "stage": 2, "tensor": tensor}
-        sizes = sizes_of(engine, schedule, mesh=mesh, fsdp_gather=[gather], **choices)
-        seconds = np.broadcast_to(once_seconds(sizes, MACHINE), (1, 1, 2, 1, 1))
-        less, more = np.ravel(seconds)
-        fewer, many = np.ravel((sizes.tokens * kept_columns(sizes))[..., 0, 0])
-        assert many > fewer
-        zeros = filled * (tensor > 1) * (many - fewer) / MACHINE.zeros_rate
-        assert more - less == pytest.approx(zeros)
+    ):
+        choices = {"num_microbatches": [8], "remat_policy": ["full", "minimal"]}
+        for tensor in (1, 2):
+            mesh = {"data": 2, "stage": 2, "tensor": tensor}
+            sizes = sizes_of(engine, schedule, mesh=mesh, fsdp_gather=[gather], **choices)
+            seconds = np.broadcast_to(once_seconds(sizes, MACHINE), (1, 1, 2, 1, 1))
+            less, more = np.ravel(seconds)
+            fewer, many = np.ravel((sizes.tokens * kept_columns(sizes))[..., 0, 0])
+            assert many > fewer, (engine, schedule)
+            zeros = filled * (tensor > 1) * (many - fewer) / MACHINE.zeros_rate
+            assert more - less == pytest.approx(zeros), (engine, schedule)
 
 
 def test_circular_selects_weights_and_sums_of_gradients_in_switches():
@@ -219,28 +223,33 @@ def test_rows_of_experts_are_brought_into_order():
     assert shared.layer.rows == pytest.approx(2 * sizes.layer.rows, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "layers", "repeats", "copies"),
-    [(1, 4, 1, 0), (1, 8, 1, 1), (1, 8, 2, 1), (2, 8, 2, 0), (2, 16, 2, 1)],
-)
-def test_experts_are_copied_unless_they_are_those_of_a_single_layer(fsdp, layers, repeats, copies):
-    sizes = sizes_of(
-        "scheduled",
-        "lockstep_1f1b",
-        mesh={"data": 1, "fsdp": fsdp},
-        fixed=EXPERTS | {"model.num_layers": layers},
-        num_repeats=[repeats],
-        fsdp_gather=["per_iteration"],
-    )
-    assert sizes.layer.expert_weights == 4 * 3 * 64 * 64
-    copied = 2 * sizes.itemsize * sizes.layer.expert_weights / MACHINE.stream_rate(sizes.itemsize)
-    # Whole weights are cast before the loop.
-    cast = (4 + sizes.itemsize) * sizes.parameters.layer_at_rest * (fsdp > 1) / WIDE
-    gathered = sizes.itemsize * sizes.parameters.layer_gathered * (fsdp > 1)
-    before = cast + gathered / MACHINE.stream_rate(sizes.itemsize)
-    traffic = traffic_of(sizes)
-    assert value(traffic.forward) - before == pytest.approx(copies * copied)
-    assert value(traffic.backward) - before == pytest.approx(copies * copied)
+def test_experts_are_copied_unless_they_are_those_of_a_single_layer():
+    for fsdp, layers, repeats, copies in (
+        (1, 4, 1, 0),
+        (1, 8, 1, 1),
+        (1, 8, 2, 1),
+        (2, 8, 2, 0),
+        (2, 16, 2, 1),
+    ):
+        sizes = sizes_of(
+            "scheduled",
+            "lockstep_1f1b",
+            mesh={"data": 1, "fsdp": fsdp},
+            fixed=EXPERTS | {"model.num_layers": layers},
+            num_repeats=[repeats],
+            fsdp_gather=["per_iteration"],
+        )
+        assert sizes.layer.expert_weights == 4 * 3 * 64 * 64, (fsdp, layers)
+        copied = (
+            2 * sizes.itemsize * sizes.layer.expert_weights / MACHINE.stream_rate(sizes.itemsize)
+        )
+        # Whole weights are cast before the loop.
+        cast = (4 + sizes.itemsize) * sizes.parameters.layer_at_rest * (fsdp > 1) / WIDE
+        gathered = sizes.itemsize * sizes.parameters.layer_gathered * (fsdp > 1)
+        before = cast + gathered / MACHINE.stream_rate(sizes.itemsize)
+        traffic = traffic_of(sizes)
+        assert value(traffic.forward) - before == pytest.approx(copies * copied), (fsdp, layers)
+        assert value(traffic.backward) - before == pytest.approx(copies * copied), (fsdp, layers)
 
 
 def test_circular_sums_whole_gradients_of_the_repeats_at_work():
@@ -256,14 +265,14 @@ def test_circular_sums_whole_gradients_of_the_repeats_at_work():
     assert repeat / each == pytest.approx(parameters.layer_gathered / parameters.layer_at_rest)
 
 
-@pytest.mark.parametrize(("ring", "moved"), [(2, 3 * 2), (4, 3 * 2 + 2 * (2 + 2 * 4))])
-def test_rings_of_gradients_add_what_arrives_to_the_part_that_they_send_on(ring, moved):
-    def gradients(prefetch):
+def test_rings_of_gradients_add_what_arrives_to_the_part_that_they_send_on():
+    def gradients(prefetch, ring):
         fixed = {"pipeline.fsdp_prefetch": prefetch, "model.dtype": "bfloat16"}
         choices = {"mesh": {"data": 1, "fsdp": ring}, "fsdp_gather": ["per_iteration"]}
         sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
         return value(traffic_of(sizes).gradients), sizes.parameters.layer_at_rest
 
-    (rings, part), (collectives, _) = gradients("true"), gradients("false")
-    # A copy of a part, and the last that arrives; two are read for each that is sent on.
-    assert rings - collectives == pytest.approx(moved * part / WIDE, rel=0.01)
+    for ring, moved in ((2, 3 * 2), (4, 3 * 2 + 2 * (2 + 2 * 4))):
+        (rings, part), (collectives, _) = gradients("true", ring), gradients("false", ring)
+        # A copy of a part, and the last that arrives; two are read for each that is sent on.
+        assert rings - collectives == pytest.approx(moved * part / WIDE, rel=0.01)
