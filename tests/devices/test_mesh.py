@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pytest
 from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
@@ -86,21 +85,18 @@ def mesh_of_processes(processes, **sizes):
     return build_mesh(config, devices).devices
 
 
-@pytest.mark.parametrize(
-    ("processes", "sizes", "ids"),
-    [
+def test_build_mesh_of_the_mpmd_engine_gives_stages_whole_processes():
+    for processes, sizes, ids in (
         # As they are numbered: in one process, or where stages are whole processes already.
         ([0, 0, 0, 0], {"data": 2, "stage": 2}, [[0, 1], [2, 3]]),
         ([0, 0, 1, 1], {"stage": 2, "fsdp": 2}, [[0, 1], [2, 3]]),
         ([0, 1, 2, 3], {"data": 2, "stage": 2}, [[0, 1], [2, 3]]),
         # Stage 0 gets both devices of process 0.
         ([0, 0, 1, 1], {"data": 2, "stage": 2}, [[0, 2], [1, 3]]),
-    ],
-)
-def test_build_mesh_of_the_mpmd_engine_gives_stages_whole_processes(processes, sizes, ids):
-    grid = mesh_of_processes(processes, **sizes)
-    assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == ids
-    assert has_whole_processes(grid)
+    ):
+        grid = mesh_of_processes(processes, **sizes)
+        assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == ids, (processes, sizes)
+        assert has_whole_processes(grid), (processes, sizes)
 
 
 def test_build_mesh_of_processes_that_are_no_whole_stages_stays_as_it_is():
@@ -114,13 +110,9 @@ def test_num_slices_counts_slice_indices():
     assert num_slices([SimpleNamespace(slice_index=i // 2) for i in range(6)]) == 3
 
 
-@pytest.mark.parametrize(
-    ("spec", "rows"),
-    [(P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))],
-    ids=str,
-)
-def test_rows_of_one_process_are_all_rows(spec, rows):
-    assert rows_of_this_process(make_mesh(tiny(**EIGHT)), spec, 8) == list(rows)
+def test_rows_of_one_process_are_all_rows():
+    for spec, rows in ((P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))):
+        assert rows_of_this_process(make_mesh(tiny(**EIGHT)), spec, 8) == list(rows), (spec, rows)
 
 
 def test_rows_of_one_of_several_processes_are_those_of_its_devices(monkeypatch):

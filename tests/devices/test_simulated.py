@@ -21,9 +21,8 @@ def _two_cores(monkeypatch):
 
 
 class TestStart:
-    @pytest.mark.parametrize(
-        ("config", "devices", "processes", "threads"),
-        [
+    def test_start_threads_sets_more_threads_only_where_needed(self, monkeypatch):
+        for config, devices, processes, threads in (
             (OUTSIDE, 8, 1, "128"),
             (OUTSIDE, 8, 2, "128"),
             (OUTSIDE, 64, 1, "256"),
@@ -37,14 +36,10 @@ class TestStart:
             (CACHE, 17, 1, None),
             (Config(), 8, 1, None),
             (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
-        ],
-    )
-    def test_start_threads_sets_more_threads_only_where_needed(
-        self, config, devices, processes, threads, monkeypatch
-    ):
-        monkeypatch.setattr(os, "environ", {})
-        start_threads(config, devices, processes)
-        assert os.environ.get("NPROC") == threads
+        ):
+            monkeypatch.setattr(os, "environ", {})
+            start_threads(config, devices, processes)
+            assert os.environ.get("NPROC") == threads, (devices, processes)
 
     def test_start_threads_leaves_the_users_number(self, monkeypatch):
         monkeypatch.setenv("NPROC", "3")
@@ -58,26 +53,19 @@ class TestStart:
 
 
 class TestProgramsFromFiles:
-    @pytest.mark.parametrize(
-        ("environment", "threads"),
-        [
+    def test_hindrance_with_too_few_threads_names_the_number(self, monkeypatch):
+        for environment, threads in (
             ({}, 2),
             ({"NPROC": "127"}, 127),
             ({"NPROC": "auto"}, 2),
             ({"NPROC": "128", "PJRT_NPROC": "9"}, 9),
-        ],
-    )
-    def test_hindrance_with_too_few_threads_names_the_number(
-        self, environment, threads, monkeypatch
-    ):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert (
-            hindrance()
-            == f"programs from files need NPROC=128 threads on 8 CPU devices, not {threads}"
-        )
-        assert not uses_cache(CACHE)
-        assert explain_threads(CACHE) == [f"compile.cache_dir=off: {hindrance()}"]
+        ):
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            reason = f"programs from files need NPROC=128 threads on 8 CPU devices, not {threads}"
+            assert hindrance() == reason
+            assert not uses_cache(CACHE)
+            assert explain_threads(CACHE) == [f"compile.cache_dir=off: {reason}"]
 
     def test_hindrance_with_enough_threads_is_empty(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
@@ -90,15 +78,16 @@ class TestProgramsFromFiles:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert "several processes" in hindrance()
 
-    @pytest.mark.parametrize(("config", "processes"), [(Config(), 2), (OUTSIDE, 1), (CACHE, 2)])
-    def test_explain_threads_with_too_few_of_the_users_names_the_number(
-        self, config, processes, monkeypatch
-    ):
-        monkeypatch.setenv("NPROC", "6")
-        monkeypatch.setattr(jax, "process_count", lambda: processes)
-        *_, said = explain_threads(config)
-        assert said.startswith("NPROC=6 threads are too few")
-        assert said.endswith("set it to 128" if processes == 1 else "set it to 25")
+    def test_explain_threads_with_too_few_of_the_users_names_the_number(self, monkeypatch):
+        for config, processes in ((Config(), 2), (OUTSIDE, 1), (CACHE, 2)):
+            monkeypatch.setenv("NPROC", "6")
+            monkeypatch.setattr(jax, "process_count", lambda n=processes: n)
+            *_, said = explain_threads(config)
+            assert said.startswith("NPROC=6 threads are too few"), (config, processes)
+            assert said.endswith("set it to 128" if processes == 1 else "set it to 25"), (
+                config,
+                processes,
+            )
 
     def test_explain_threads_says_nothing_where_any_number_will_do(self, monkeypatch):
         monkeypatch.setenv("NPROC", "2")
@@ -117,10 +106,10 @@ class TestProgramsFromFiles:
         assert "name a directory" in said
         assert explain_threads(replace(Config(), **{"compile.cache_dir": "off"})) == []
 
-    @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 64)])
-    def test_hindrance_on_other_devices_is_empty(self, backend, count, monkeypatch):
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        monkeypatch.setattr(jax, "device_count", lambda: count)
-        assert hindrance() == ""
-        assert uses_cache(Config())
-        assert explain_threads(Config()) == []
+    def test_hindrance_on_other_devices_is_empty(self, monkeypatch):
+        for backend, count in (("cpu", 1), ("tpu", 64)):
+            monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
+            monkeypatch.setattr(jax, "device_count", lambda n=count: n)
+            assert hindrance() == "", (backend, count)
+            assert uses_cache(Config()), (backend, count)
+            assert explain_threads(Config()) == [], (backend, count)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from maxpipe.config.elastic import Hosts
 from maxpipe.devices.cluster import WHOLE, whole_variable
 from maxpipe.devices.start import (
     NO_MACHINE,
+    check_platforms,
     name_machine,
     simulated_share,
     start_jax,
@@ -73,9 +75,8 @@ class TestStartOfProcesses:
             start_jax(config)
         assert started == []
 
-    @pytest.mark.parametrize(
-        ("variables", "several"),
-        [
+    def test_start_processes_on_known_clusters_leaves_detection_to_jax(self, started, monkeypatch):
+        for variables, several in (
             ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
             ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
             ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, True),
@@ -83,16 +84,13 @@ class TestStartOfProcesses:
             ({"SLURM_NTASKS": "4"}, False),
             ({"MEGASCALE_COORDINATOR_ADDRESS": "a:1"}, True),
             ({"MAXPIPE_DISTRIBUTED": "1"}, True),
-        ],
-        ids=str,
-    )
-    def test_start_processes_on_known_clusters_leaves_detection_to_jax(
-        self, started, monkeypatch, variables, several
-    ):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        start_processes(30)
-        assert started == ([(TIMEOUTS,)] if several else [])
+        ):
+            started.clear()
+            with monkeypatch.context() as context:
+                for name, value in variables.items():
+                    context.setenv(name, value)
+                start_processes(30)
+            assert started == ([(TIMEOUTS,)] if several else []), variables
 
     @pytest.mark.parametrize(
         "variables",
@@ -128,37 +126,38 @@ def test_a_machine_is_named_only_where_jax_has_found_no_tpu(monkeypatch, has_tpu
     assert os.environ == {"TPU_WORKER_HOSTNAMES": "mine"} | ({} if has_tpu else named)
 
 
-@pytest.mark.parametrize("simulated", [0, 2])
-def test_jax_starts_without_complaints_of_libtpu(simulated):
-    code = (
-        "import jax\n"
-        "from maxpipe.config import Config, replace\n"
-        "from maxpipe.devices.start import start_jax\n"
-        f"start_jax(replace(Config(), **{{'mesh.simulated_devices': {simulated}}}))\n"
-        "jax.devices()"
-    )
-    # Where the variable is set JAX does not look for TPUs.
-    environment = {name: v for name, v in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+def test_jax_starts_without_complaints_of_libtpu():
+    code = """
+import os
+os.environ.pop("JAX_PLATFORMS", None)  # where it is set JAX does not look for TPUs
+import jax
+from maxpipe.config import Config, replace
+from maxpipe.devices.start import start_jax
+start_jax(replace(Config(), **{"mesh.simulated_devices": 2}))
+jax.devices()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "TPU_" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("platform", "reason"), [("cuda", ""), ("rocket", "Unable to initialize backend 'rocket'")]
-)
-def test_a_platform_that_jax_does_not_have_is_a_mistake_of_the_variable(platform, reason):
-    code = (
-        "from maxpipe.config import Config\n"
-        "from maxpipe.devices.start import start_jax\n"
-        "try:\n"
-        "    start_jax(Config())\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "JAX_PLATFORMS": platform}
+def test_a_platform_that_jax_does_not_have_is_a_mistake_of_the_variable(monkeypatch):
+    """JAX says nothing of GPUs without their plugin, and fails an assertion."""
+    code = "import jax\ntry: jax.devices()\nexcept AssertionError as error: print([str(error)])"
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith(f"JAX_PLATFORMS: JAX cannot use '{platform}' here: {reason}")
-    assert "or unset the variable" in done.stdout
+    assert subprocess.run(command, env=environment, capture_output=True).stdout == b"['']\n"
+    for platform, error, reason in (
+        ("cuda", AssertionError(), "it is not installed"),
+        (
+            "rocket",
+            RuntimeError("Unable to initialize 'rocket'\nmore"),
+            "Unable to initialize 'rock",
+        ),
+    ):
+        monkeypatch.setenv("JAX_PLATFORMS", platform)
+        monkeypatch.setattr(jax, "local_devices", Mock(side_effect=error))
+        with pytest.raises(ConfigError) as refused:
+            check_platforms()
+        assert f"JAX_PLATFORMS: JAX cannot use '{platform}' here: {reason}" in str(refused.value)
+        assert "or unset the variable" in str(refused.value)

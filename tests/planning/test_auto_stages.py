@@ -178,12 +178,11 @@ def test_two_chunks_of_a_stage_differ_where_equal_ones_do_not_fit():
     [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
 )
 def test_presets_are_no_slower_than_with_uniform_stages(schedule, repeats):
-    for path in PRESETS[::3]:
-        for stages in (2, 4):
-            config = preset(path, schedule, stages, repeats)
-            if uniform := uniform_sizes(config):
-                chosen, even = plan_stages(config, inf), predict(config, uniform)
-                assert chosen.run.makespan <= even.run.makespan, (path.stem, stages)
+    for path in PRESETS[::4]:
+        config = preset(path, schedule, 4, repeats)
+        if uniform := uniform_sizes(config):
+            chosen, even = plan_stages(config, inf), predict(config, uniform)
+            assert chosen.run.makespan <= even.run.makespan, path.stem
 
 
 def test_a_tenth_faster_where_the_head_dominates():

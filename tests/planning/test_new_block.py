@@ -111,9 +111,7 @@ def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():
     assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"), [("full", "bfloat16"), ("save_wide", "float32"), ("none", "bfloat16")]
-)
+@pytest.mark.parametrize(("policy", "dtype"), [("save_wide", "float32"), ("none", "bfloat16")])
 def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, dtype):
     """A layer more in a chunk is so much more."""
     config = config_of(

@@ -39,7 +39,7 @@ def found(task, seconds=0.0):
 def test_progress_of_both_forms_is_that_of_one_search():
     states = []
     task = Task(3, 5, 1, "loop", None, 4, CHEAP_B)
-    solution = solve(task, 0.4, lambda *state: states.append(state))
+    solution = solve(task, 0.2, lambda *state: states.append(state))
     seconds, makespans, bounds = zip(*states, strict=True)
     assert [*seconds] == sorted(seconds)
     assert [*makespans] == sorted(makespans, reverse=True)
@@ -142,8 +142,8 @@ def test_solve_is_never_worse_than_a_named_schedule_that_fits(
     S, M, V, placement, lockstep, cap, monkeypatch
 ):
     """However short the search is."""
-    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
-    for costs in (SPLIT, CHEAP_B, Costs(1, 2, 1, 1), Costs(1, 2, 1, 1, head=2)):
+    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 2_000)
+    for costs in (SPLIT, CHEAP_B, Costs(1, 2, 1, 1, head=2)):
         solution = found(Task(S, M, V, placement, lockstep, cap, costs))
         assert lockstep in (None, solution.run.table.lockstep)
         assert solution.run.peak_in_flight.max() <= cap

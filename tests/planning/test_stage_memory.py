@@ -39,7 +39,7 @@ def test_as_many_units_are_in_flight_as_the_simulator_says():
             ), (S, M)
 
 
-def trainer_of(**values):
+def config_of(**values):
     small = {
         "model.embed_dim": 64,
         "model.mlp_dim": 192,
@@ -52,7 +52,11 @@ def trainer_of(**values):
         "pipeline.num_microbatches": 4,
         "eval.every": 0,
     }
-    config = resolve(replace(Config(), **(small | values)), 8)
+    return resolve(replace(Config(), **(small | values)), 8)
+
+
+def trainer_of(**values):
+    config = config_of(**values)
     return config, build_trainer(config, make_mesh(config))
 
 
@@ -147,7 +151,7 @@ def test_the_ends_are_whole_while_units_compute_with_them():
     """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
 
     def bytes_of(stage, vocabulary):
-        config, _ = trainer_of(
+        config = config_of(
             **{
                 "model.num_layers": 2,
                 "model.tie_embeddings": False,
@@ -172,7 +176,7 @@ def test_the_last_stage_works_with_logits_or_with_a_unit():
     """A forward's logits are gone before a backward begins."""
 
     def bytes_of(stage, tiles):
-        config, _ = trainer_of(
+        config = config_of(
             **{
                 "model.num_layers": 2,
                 "model.tie_embeddings": False,
@@ -194,7 +198,7 @@ def test_the_last_stage_works_with_logits_or_with_a_unit():
 
 def test_a_chunk_is_whole_where_it_is_gathered():
     def working(fsdp):
-        config, _ = trainer_of(
+        config = config_of(
             **{
                 "model.num_layers": 4,
                 "pipeline.schedule": "1f1b",
@@ -272,20 +276,11 @@ def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
 
 
 def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight():
-    def memory(policy):
-        config, trainer = trainer_of(
-            **{
-                "model.num_layers": 8,
-                "pipeline.schedule": "1f1b",
-                "pipeline.num_microbatches": 8,
-                "mesh.ici.stage": 4,
-                "mesh.ici.fsdp": 2,
-                "pipeline.remat_policy": policy,
-            }
-        )
-        return StageMemory(config, build_table(config)), config, trainer
-
-    (on_device, _, _), (on_host, config, trainer) = memory("minimal"), memory("minimal_offloaded")
+    values = {"model.num_layers": 8, "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8}
+    values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+    plain = config_of(**values, **{"pipeline.remat_policy": "minimal"})
+    config, trainer = trainer_of(**values, **{"pipeline.remat_policy": "minimal_offloaded"})
+    on_device, on_host = (StageMemory(c, build_table(c)) for c in (plain, config))
     moved = trainer.engine.training.runner.executables[UnitName("F", 0)].moved
     column = microbatch_tokens(config) * 4
     residuals = 2 * offloaded_width(config) * column
@@ -300,7 +295,7 @@ def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight(
 def test_stages_update_every_parameter_once():
     """Tied embeddings are a copy on the stage of the head, which its optimizer leaves out."""
     for tied in (True, False):
-        config, _ = trainer_of(
+        config = config_of(
             **{
                 "model.num_layers": 4,
                 "model.tie_embeddings": tied,

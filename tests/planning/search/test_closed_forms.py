@@ -73,7 +73,7 @@ def priced(config, facts):
 
 def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
     draw = np.random.default_rng(3)
-    for number in draw.choice(len(priced), 25, replace=False):
+    for number in draw.choice(len(priced), 12, replace=False):
         each = priced[number]
         legal = np.flatnonzero(each.legal)
         index = int(draw.choice(legal))
@@ -121,7 +121,7 @@ def test_memory_with_layers_before_or_outside_the_pipeline_is_the_estimate(
     )
     block = block_of(space, legality, grid, engine, schedule, 32)
     priced = price(block, legality, facts, machine, Outcome().fallen)
-    for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 8, replace=False):
+    for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 3, replace=False):
         memory, seconds = priced.memory, priced.seconds
         candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
         resolved = resolve(candidate.config(mixture), 8, 1)

@@ -68,10 +68,9 @@ EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim"
 @pytest.mark.parametrize(
     ("count", "topology", "slices", "overrides"),
     [
-        (700, "cpu:12", 1, {}),
+        (400, "cpu:12", 1, {}),
         (300, "cpu:12", 1, {"pipeline.delay_activation_forwarding": True}),
         (300, "cpu:12", 1, EXPERTS | {"model.first_dense_layers": 2, "model.num_layers": 14}),
-        (300, "v6e:2x2", 3, {}),
         (300, "v6e:2x2", 3, EXPERTS),
     ],
 )
