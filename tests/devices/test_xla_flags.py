@@ -53,65 +53,40 @@ def test_documentation_has_every_recommended_flag_with_its_chips():
     }
 
 
-@pytest.mark.parametrize("name", RECOMMENDED)
-def test_advice_for_unset_flags_ends_with_a_line_for_a_shell(name):
-    recommended = RECOMMENDED[name]
-    said, line = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
-    assert f" on {short_name(KINDS[name])}, " in said
-    assert ("--tune-flags" in said) == (name not in ("gpu", "tpu7x"))  # which has no known clock
-    text = added_to("--xla_other=1", recommended.flags)
-    assert shlex.split(line) == [f"{recommended.variable}={text}"]
+def test_advice_is_to_add_unset_flags_and_ends_with_a_line_for_a_shell():
+    for name, recommended in RECOMMENDED.items():
+        said, line = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
+        assert f" on {short_name(KINDS[name])}, " in said
+        text = added_to("--xla_other=1", recommended.flags)
+        assert shlex.split(line) == [f"{recommended.variable}={text}"]
+        # None where they are set, to any value.
+        text = added_to("", recommended.flags)
+        for own in (text, text.replace("true", "false")):
+            assert advice(DEVICES[name], {recommended.variable: own}) == []
+    for kind, platform in (("cpu", "cpu"), ("TPU v2", "tpu")):
+        assert advice(SimpleNamespace(device_kind=kind, platform=platform), {}) == []
 
 
-@pytest.mark.parametrize("own", ["", "--xla_own=1"])
-def test_advice_with_a_flag_that_jax_has_added_leaves_it_out(own):
-    name = "LIBTPU_INIT_ARGS"
-    after_import = f"{own} --xla_tpu_use_enhanced_launch_barrier=true"
-    advised = advice(DEVICES["v5e"], {name: after_import})
-    assert advised == advice(DEVICES["v5e"], {name: own})
-    assert "barrier" not in advised[-1]
+def test_advice_with_a_flag_that_jax_has_added_leaves_it_out():
+    for own in ("", "--xla_own=1"):
+        after_import = f"{own} --xla_tpu_use_enhanced_launch_barrier=true"
+        advised = advice(DEVICES["v5e"], {"LIBTPU_INIT_ARGS": after_import})
+        assert advised == advice(DEVICES["v5e"], {"LIBTPU_INIT_ARGS": own})
+        assert "barrier" not in advised[-1]
 
 
-@pytest.mark.parametrize("name", RECOMMENDED)
-def test_advice_is_empty_if_flags_are_set_to_any_value(name):
-    recommended, device = RECOMMENDED[name], DEVICES[name]
-    text = added_to("", recommended.flags)
-    assert advice(device, {recommended.variable: text}) == []
-    other = text.replace("true", "false")
-    assert advice(device, {recommended.variable: other}) == []
+def test_flags_that_are_set_in_any_form_are_not_added():
+    forms = {"--xla_a=1  -xla_b=x": "ab", "--xla_a 65536": "a", "--noxla_a": "a", "--xla_a=": "a"}
+    for text, names in forms.items():
+        added = added_to(text, {f"xla_{name}": "true" for name in "abc"})
+        assert {f"xla_{name}" for name in names} <= names_in(text)
+        others = " ".join(f"--xla_{name}=true" for name in "abc" if name not in names)
+        assert added.split() == f"{text} {others}".split()
 
 
-@pytest.mark.parametrize(("kind", "platform"), [("cpu", "cpu"), ("TPU v2", "tpu")])
-def test_advice_for_cpus_and_unknown_tpus_is_empty(kind, platform):
-    assert advice(SimpleNamespace(device_kind=kind, platform=platform), {}) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [("--xla_a=1  -xla_b=x", "ab"), ("--xla_a 65536", "a"), ("--noxla_a", "a"), ("--xla_a=", "a")],
-)
-def test_flags_that_are_set_in_any_form_are_not_added(text, names):
-    added = added_to(text, {f"xla_{name}": "true" for name in "abc"})
-    assert added.startswith(text)
-    assert {f"xla_{name}" for name in names} <= names_in(text)
-    assert added[len(text) :].split() == [
-        f"--xla_{name}=true" for name in "abc" if name not in names
-    ]
-
-
-@pytest.mark.parametrize("text", ["--a=1 --b=2", '--a="x y"', "--a=$HOME"])
-def test_lines_for_a_shell_keep_the_text(text):
-    assert shlex.split(assignment("ARGS", text)) == [f"ARGS={text}"]
-    if "$" not in text and '"' not in text:
-        assert assignment("ARGS", text) == f'ARGS="{text}"'
-
-
-@pytest.mark.parametrize("name", SLICES)
-def test_sets_to_try_begin_with_what_is_recommended(name):
-    first, *others = sets_to_try(name)
-    assert first.flags == RECOMMENDED[name].flags
-    assert len({choice.name for choice in others}) == len(others) >= 2
-    assert ("collectives on sparse cores" in {o.name for o in others}) == (name != "v5e")
+def test_lines_for_a_shell_keep_the_text():
+    for text in ("--a=1 --b=2", '--a="x y"', "--a=$HOME"):
+        assert shlex.split(assignment("ARGS", text)) == [f"ARGS={text}"]
 
 
 # Gathers of sharded weights in a loop of matrix products, for each slice that is named.

@@ -12,11 +12,7 @@ def test_columns_are_as_wide_as_their_widest_cell_and_the_first_is_to_the_left()
         "longer     -",
     ]
 
-
-def test_columns_to_the_left_end_without_spaces():
+    # Those to the left end without spaces.
     assert columns([["a", "b", "why"], ["1", "22", ""]], left=(0, 2)) == ["a   b  why", "1  22"]
-
-
-def test_rows_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="argument 2"):
         columns([["a", "b"], ["c"]])

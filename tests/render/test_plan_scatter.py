@@ -35,15 +35,16 @@ def with_points(plan, *points):
     return dataclasses.replace(plan, outcome=outcome)
 
 
-@pytest.mark.parametrize(
-    ("points", "longest", "drawn"),
-    [([(2.0, 0.9), (9.0, 0.5)], "2.5", 2), ([(1.5, 0.9)], "1.8", 2), ([(1.1, 0.9)], "1.5", 2)],
-)
-def test_a_slow_tail_of_the_front_does_not_squeeze_the_picture(plan, points, longest, drawn):
-    svg = scatter_svg(with_points(plan, *points))
-    assert re.findall(r'text-anchor="middle">([\d.]+)<', svg)[-1] == longest
-    (line,) = re.findall(r'polyline points="([^"]*)"', svg)
-    assert len(line.split()) == svg.count('r="4"') == drawn
+def test_a_slow_tail_of_the_front_does_not_squeeze_the_picture(plan):
+    for points, longest, drawn in (
+        ([(2.0, 0.9), (9.0, 0.5)], "2.5", 2),
+        ([(1.5, 0.9)], "1.8", 2),
+        ([(1.1, 0.9)], "1.5", 2),
+    ):
+        svg = scatter_svg(with_points(plan, *points))
+        assert re.findall(r'text-anchor="middle">([\d.]+)<', svg)[-1] == longest, (points, longest)
+        (line,) = re.findall(r'polyline points="([^"]*)"', svg)
+        assert len(line.split()) == svg.count('r="4"') == drawn, (points, longest)
 
 
 def test_the_axis_goes_beyond_a_chosen_one_that_is_far_slower_than_what_does_not_fit(plan):
@@ -59,9 +60,3 @@ def test_the_chosen_point_has_a_ring_and_a_label(plan):
     points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="4"', svg)
     assert points.index(ring) == 0  # the first is the chosen one, the fastest
     assert svg.count(">chosen<") == 1
-
-
-def test_the_label_of_the_limit_is_clear_of_all_points(plan):
-    svg = scatter_svg(plan)
-    (label,) = re.findall(r'x="([\d.]+)" y="[\d.]+">usable ', svg)
-    assert max(float(x) + 4 for x in re.findall(r'cx="([\d.]+)"', svg)) < float(label)
