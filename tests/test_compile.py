@@ -283,21 +283,6 @@ class TestTpu:
         found = {(c["kind"], c["axes"]) for c in report["collectives"]}
         assert {("all-gather", "context"), ("reduce-scatter", "context")} <= found
 
-    @pytest.mark.slow  # of CPUs in tests/pipeline/engines/scheduled/test_memory.py
-    def test_compile_of_1f1b_with_more_microbatches_needs_no_more_memory(self, tmp_path):
-        temp = []
-        for count in (8, 32):
-            words = (f"pipeline.num_microbatches={count}", f"data.global_batch_size={2 * count}")
-            report, _ = report_of(
-                tmp_path,
-                BASE,
-                "compile.topology=v5e:2x2",
-                "pipeline.schedule=lockstep_1f1b",
-                *words,
-            )
-            temp.append(report["memory"]["temp_bytes"])
-        assert temp[1] < 1.02 * temp[0]
-
     def test_compile_for_several_slices_sends_stages_over_dcn_and_stores_the_step(self, tmp_path):
         file = tmp_path / "step.bin"
         report, text = report_of(
@@ -371,34 +356,3 @@ class TestTpu:
         }
         # Gradients of weights without experts are summed over the axis.
         assert kinds == tokens[dispatch] | {"all-reduce"}
-
-    @pytest.mark.slow  # the CPU's figures are in tests/pipeline/engines/circular
-    @pytest.mark.parametrize(("microbatches", "sets"), [(8, 2), (4, 3)])
-    def test_compile_with_per_repeat_gathers_holds_two_weight_sets_or_three_without_slack(
-        self, tmp_path, microbatches, sets
-    ):
-        width, hidden = 512, 2048
-        words = (
-            "compile.topology=v5p:2x2x2",
-            "mesh.ici.stage=4",
-            "mesh.ici.fsdp=2",
-            "pipeline.num_repeats=2",
-            "model.num_layers=8",
-            f"model.embed_dim={width}",
-            f"model.mlp_dim={hidden}",
-            "model.num_query_heads=4",
-            "model.num_kv_heads=4",
-            "model.vocab_size=512",
-            "model.dtype=float32",
-            "data.sequence_length=128",
-            f"pipeline.num_microbatches={microbatches}",
-            f"data.global_batch_size={2 * microbatches}",
-        )
-        temp = {}
-        for gather in ("per_iteration", "per_repeat"):
-            words_of_gather = ("pipeline.schedule=circular", f"pipeline.fsdp_gather={gather}")
-            report, _ = report_of(tmp_path, BASE, *words, *words_of_gather)
-            temp[gather] = report["memory"]["temp_bytes"]
-        one_set = 4 * (4 * width * width + 3 * width * hidden)  # a layer on each stage
-        # Gathers of every iteration hold a set as well.
-        assert 0 < temp["per_repeat"] - temp["per_iteration"] <= (sets - 1) * one_set

@@ -201,33 +201,6 @@ def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch
         prove(plan, 1, lambda line: None)
 
 
-def test_rows_that_do_not_fit_once_compiled_have_remedies_that_leave_more_free(
-    plan, monkeypatch, capsys
-):
-    margin = 0.4
-    compiled(monkeypatch, [proved(0.1, fits=False)])
-    sizes = sorted(row.memory for row in plan.rows)
-    machine = plan.request.machine._replace(capacity=sizes[len(sizes) // 2] / (1 - margin))
-    request = dataclasses.replace(plan.request, machine=machine, margin=margin)
-    flags = argparse.Namespace(compile=1, probe=0, compare=False, json=None, html=None, write=None)
-    assert launch(request, flags, []) == 3
-    printed = capsys.readouterr().out
-    assert "none of the 2 that were compiled fits; " in printed
-    _, _, would_fit = printed.partition("what would fit by closed forms:\n")
-    more = re.match(r"  others that need less: --memory-margin (\d+)%", would_fit)
-    assert 100 * margin < int(more[1]) < 100
-    # The finalists are refused by closed forms, too, and others are not.
-    stricter = dataclasses.replace(request, margin=int(more[1]) / 100)
-    finalists = make_plan(request, Facts(request.config)).rows[:2]
-    others = make_plan(stricter, Facts(request.config)).rows
-    assert others
-    assert not {row.candidate.memory for row in finalists} & {
-        row.candidate.memory for row in others
-    }
-    fewer = re.search(r"fewer tokens: .*=(\d+) --memory-margin (\d+)%, ", would_fit)
-    assert (fewer[1], fewer[2]) == ("8", more[1])
-
-
 def test_offloading_is_said_to_have_no_price(plan, capsys):
     choices = {**plan.request.choices, "pipeline.remat_policy": ["minimal_offloaded"]}
     flags = argparse.Namespace(compile=0, probe=0, compare=False, json=None, html=None, write=None)

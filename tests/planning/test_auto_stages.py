@@ -25,7 +25,6 @@ from maxpipe.planning.auto_stages import (
     choose_stages,
     plan_stages,
     predict,
-    run_table,
     slowest_stage,
     uniform_sizes,
     with_unit_times,
@@ -215,15 +214,6 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
     ]
 
 
-def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
-    """GPipe's last stage is busy from its first forward on; one backward of the first follows."""
-    config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
-    prediction = predict(config, [1, 2])
-    backward, head = prediction.times.layer - 1, prediction.times.head
-    assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
-    assert run_table(config).num_ticks == 1 + 2 * 8 + 1
-
-
 def test_bubble_is_that_of_the_chunks_that_stages_hold():
     """1F1B with the times of real stages: the head counts, and what a short stage waits."""
     small = {"model.num_layers": 6, "model.vocab_size": 64}
@@ -324,14 +314,6 @@ def test_order_by_unit_times_that_needs_more_than_the_published_one_is_refused_w
     assert "pipeline.unit_times=[]" in problem.message
     published = update(config, {"pipeline.unit_times": []})
     assert max(plan_stages(published, limit).memory) <= limit
-
-
-def test_a_table_that_cannot_be_built_is_a_config_error(tmp_path):
-    path = tmp_path / "own.csv"
-    path.write_text("0F0,0B0\n")
-    config = config_of(2, **{"pipeline.schedule": str(path), "pipeline.engine": "mpmd"})
-    with pytest.raises(ConfigError, match="the file is for 1 stages"):
-        choose_stages(config, None, print)
 
 
 WINDOWS = {

@@ -80,14 +80,6 @@ def test_list_scheduling_under_any_cap_runs_every_unit_within_it():
                 assert simulate(table, UNEVEN).peak_in_flight.max() <= cap, (whole, S)
 
 
-def test_duration_of_a_backward_is_that_of_b_or_of_i():
-    work = workload(2, 3, 1, "loop", SPLIT, 3)
-    first = work.num_pairs
-    whole = frozenset([1])
-    assert [work.duration(first + pair, whole) for pair in (0, 1, 2)] == [1.4, 2.3, 1.4]
-    assert work.duration(1, whole) == 1
-
-
 def test_lower_bound_has_the_transfers_to_the_last_stage():
     bounds = [
         workload(3, 8, 1, "loop", Costs(1, 2, 1, 1, delay), 8).lower_bound() for delay in (0, 0.5)
@@ -189,12 +181,6 @@ def test_solve_lists_the_order_of_a_named_schedule_that_follows_the_times():
     assert adapted.idle_in_span < published.idle_in_span - 0.5
 
 
-def test_solve_lists_the_published_order_if_only_that_fits():
-    solution = found(Task(4, 8, 1, "loop", False, 7, Costs(1, 2.3, 1.4, 0.9)))
-    (run,) = [run for run in solution.named if run.table.name == "zb_h2"]
-    assert run.peak_in_flight.max() == 7
-
-
 def test_solve_under_a_cap_that_no_named_schedule_fits_still_finds_one():
     for lockstep in (False, True):
         solution = found(Task(4, 6, 1, "loop", lockstep, 2, SPLIT))
@@ -256,16 +242,6 @@ class TestExact:
         path.write_text(to_csv(solution.run.table))
         again = simulate(load_csv(path, 3, 5, 1), CHEAP_B)
         assert again.makespan == pytest.approx(solution.run.makespan)
-
-    @pytest.mark.parametrize("lockstep", [None, False])
-    def test_solve_whose_heuristics_take_all_of_the_time_calls_no_solver(
-        self, lockstep, monkeypatch
-    ):
-        monkeypatch.setattr("maxpipe.planning.cp_sat.solve_exactly", None)
-        solution = found(Task(4, 8, 1, "loop", lockstep, 5, CHEAP_B), seconds=1e-6)
-        assert not solution.exact
-        assert not solution.is_optimal
-        assert solution.bound > 0
 
 
 def shortest(work):

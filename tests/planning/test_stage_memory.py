@@ -39,6 +39,9 @@ def test_as_many_units_are_in_flight_as_the_simulator_says():
             ), (S, M)
 
 
+TWO_STAGES = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2}
+
+
 def config_of(**values):
     small = {
         "model.embed_dim": 64,
@@ -64,18 +67,9 @@ def trainer_of(**values):
     ("tied", "gather"), [(False, "per_iteration"), (True, "per_iteration"), (True, "once")]
 )
 def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather):
-    config, trainer = trainer_of(
-        **{
-            "model.num_layers": 5,
-            "model.tie_embeddings": tied,
-            "pipeline.schedule": "1f1b",
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-            "mesh.ici.tensor": 2,
-            "pipeline.layers_per_stage": [3, 2],
-            "pipeline.fsdp_gather": gather,
-        }
-    )
+    values = {"model.num_layers": 5, "pipeline.layers_per_stage": [3, 2], "mesh.ici.tensor": 2}
+    values |= {"model.tie_embeddings": tied, "pipeline.fsdp_gather": gather}
+    config, trainer = trainer_of(**values, **TWO_STAGES, **{"mesh.ici.fsdp": 2})
     memory = StageMemory(config, build_table(config))
     for stage, owned in enumerate(trainer.engine.abstract):
         state = (
@@ -94,10 +88,8 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather
 
 
 def test_weights_that_no_axis_splits_are_not_gathered():
-    values = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.data": 2}
-    config, trainer = trainer_of(
-        **values, **{"mesh.ici.context": 2, "pipeline.fsdp_gather": "once"}
-    )
+    values = {"mesh.ici.data": 2, "mesh.ici.context": 2, "pipeline.fsdp_gather": "once"}
+    config, trainer = trainer_of(**TWO_STAGES, **values)
     assert trainer.engine.training.runner.gathers == {}
     table = build_table(config)
     plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
@@ -107,9 +99,8 @@ def test_weights_that_no_axis_splits_are_not_gathered():
 
 
 def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
-    values = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.data": 4}
-    values |= {"model.dtype": "bfloat16"}
-    config, trainer = trainer_of(**values, **{"pipeline.fsdp_gather": "once"})
+    values = {"mesh.ici.data": 4, "model.dtype": "bfloat16", "pipeline.fsdp_gather": "once"}
+    config, trainer = trainer_of(**TWO_STAGES, **values)
     table = build_table(config)
     plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
     for stage, layers in enumerate(map(len, trainer.engine.layer_index())):
@@ -119,18 +110,10 @@ def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
 
 
 def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
-    config, trainer = trainer_of(
-        **{
-            "model.num_layers": 4,
-            "model.tie_embeddings": True,
-            "pipeline.schedule": "zb_v",
-            "pipeline.remat_policy": "none",
-            "pipeline.num_repeats": 2,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 4,
-            "pipeline.fsdp_gather": "once",
-        }
-    )
+    values = {"model.num_layers": 4, "model.tie_embeddings": True, "pipeline.fsdp_gather": "once"}
+    values |= {"pipeline.schedule": "zb_v", "pipeline.remat_policy": "none"}
+    values |= {"pipeline.num_repeats": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+    config, trainer = trainer_of(**values)
     table = build_table(config)
     plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
     for stage, owned in enumerate(trainer.engine.abstract):
@@ -151,19 +134,10 @@ def test_the_ends_are_whole_while_units_compute_with_them():
     """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
 
     def bytes_of(stage, vocabulary):
-        config = config_of(
-            **{
-                "model.num_layers": 2,
-                "model.tie_embeddings": False,
-                "model.vocab_size": vocabulary,
-                "model.dtype": "bfloat16",
-                # Logits are less than what a backward works with.
-                "model.logit_tiles": 16,
-                "pipeline.schedule": "1f1b",
-                "mesh.ici.stage": 2,
-                "mesh.ici.fsdp": 4,
-            }
-        )
+        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
+        # Logits are less than what a backward works with.
+        values |= {"model.dtype": "bfloat16", "model.logit_tiles": 16}
+        config = config_of(**TWO_STAGES, **values, **{"model.vocab_size": vocabulary})
         memory = StageMemory(config, build_table(config))
         return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1)
 
@@ -176,17 +150,9 @@ def test_the_last_stage_works_with_logits_or_with_a_unit():
     """A forward's logits are gone before a backward begins."""
 
     def bytes_of(stage, tiles):
-        config = config_of(
-            **{
-                "model.num_layers": 2,
-                "model.tie_embeddings": False,
-                "model.vocab_size": 16384,
-                "model.logit_tiles": tiles,
-                "pipeline.schedule": "1f1b",
-                "mesh.ici.stage": 2,
-                "mesh.ici.fsdp": 4,
-            }
-        )
+        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
+        values |= {"model.vocab_size": 16384, "model.logit_tiles": tiles}
+        config = config_of(**TWO_STAGES, **values)
         logits = logits_bytes(config, microbatch_tokens(config))
         return StageMemory(config, build_table(config)).bytes(stage, [1]), logits
 
@@ -198,15 +164,8 @@ def test_the_last_stage_works_with_logits_or_with_a_unit():
 
 def test_a_chunk_is_whole_where_it_is_gathered():
     def working(fsdp):
-        config = config_of(
-            **{
-                "model.num_layers": 4,
-                "pipeline.schedule": "1f1b",
-                "mesh.ici.stage": 2,
-                "mesh.ici.fsdp": fsdp,
-                "mesh.ici.data": 4 // fsdp,
-            }
-        )
+        values = {"model.num_layers": 4, "mesh.ici.fsdp": fsdp, "mesh.ici.data": 4 // fsdp}
+        config = config_of(**TWO_STAGES, **values)
         memory = StageMemory(config, build_table(config))
         layer = parameters.count(model_program(config.model).specs["layers"])
         return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer
@@ -221,17 +180,9 @@ def test_a_chunk_is_whole_where_it_is_gathered():
 )
 def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     """Two more layers cost this much; what norms of bfloat16 models keep is known less exactly."""
-    config, trainer = trainer_of(
-        **{
-            "model.num_layers": 6,
-            "model.dtype": dtype,
-            "pipeline.schedule": "zb_h1",
-            "mesh.ici.stage": 4,
-            "mesh.ici.fsdp": 2,
-            "pipeline.layers_per_stage": [1, 1, 3, 1],
-            "pipeline.remat_policy": policy,
-        }
-    )
+    values = {"model.num_layers": 6, "model.dtype": dtype, "pipeline.schedule": "zb_h1"}
+    values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": policy}
+    config, trainer = trainer_of(**values, **{"pipeline.layers_per_stage": [1, 1, 3, 1]})
     computations = trainer.engine.training.program.computations
     # Bytes of a device's rows of a microbatch.
     column = 2 * 16 * (4 if dtype == "float32" else 2)
@@ -250,18 +201,10 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
 
 def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
     def first_unit(first):
-        config, trainer = trainer_of(
-            **{
-                "model.num_layers": 4 + first,
-                "model.first_dense_layers": first,
-                "model.moe.experts": 4,
-                "model.moe.mlp_dim": 32,
-                "pipeline.schedule": "1f1b",
-                "mesh.ici.stage": 4,
-                "mesh.ici.fsdp": 2,
-                "pipeline.remat_policy": "minimal",
-            }
-        )
+        values = {"model.num_layers": 4 + first, "model.first_dense_layers": first}
+        values |= {"model.moe.experts": 4, "model.moe.mlp_dim": 32, "pipeline.schedule": "1f1b"}
+        values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": "minimal"}
+        config, trainer = trainer_of(**values)
         unit = trainer.engine.training.program.computations[UnitName("F", 0)]
         kept = sum(v.aval.size * v.aval.dtype.itemsize for v in unit.writes)
         memory = StageMemory(config, build_table(config))

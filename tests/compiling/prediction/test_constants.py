@@ -1,6 +1,5 @@
 """The constants of a prediction in words."""
 
-import pytest
 from helpers.hand_timed import CONSTANTS, mesh
 
 from maxpipe.compiling.prediction import predict
@@ -8,15 +7,16 @@ from maxpipe.compiling.prediction.predict import basis_of
 from maxpipe.devices.chips import chip_of
 
 
-@pytest.mark.parametrize(("slices", "names_dcn"), [(1, False), (2, True)])
-def test_basis_names_the_network_between_slices_where_there_are_several(
-    monkeypatch, slices, names_dcn
-):
-    monkeypatch.setattr(predict, "compiler_version", lambda: "0.0")
-    chip = chip_of("v5p")
-    text = basis_of(mesh(slices), chip).text()
-    assert text.startswith("libtpu 0.0's cycle estimates; 1.75 GHz, ")
-    assert (f", DCN {chip.dcn_bandwidth / 1e9:.3g} GB/s" in text) == names_dcn
+def test_basis_names_the_network_between_slices_where_there_are_several(monkeypatch):
+    for slices, names_dcn in ((1, False), (2, True)):
+        monkeypatch.setattr(predict, "compiler_version", lambda: "0.0")
+        chip = chip_of("v5p")
+        text = basis_of(mesh(slices), chip).text()
+        assert text.startswith("libtpu 0.0's cycle estimates; 1.75 GHz, "), (slices, names_dcn)
+        assert (f", DCN {chip.dcn_bandwidth / 1e9:.3g} GB/s" in text) == names_dcn, (
+            slices,
+            names_dcn,
+        )
 
 
 def test_constants_without_a_known_network_name_none():

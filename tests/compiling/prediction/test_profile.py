@@ -2,17 +2,15 @@
 
 import json
 import re
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from helpers.hand_timed import BASIS, HLO, NANOSECOND, PROGRAM, TICK, walked
 
-from maxpipe.compiling.prediction import trace
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.predict import parts_of
 from maxpipe.compiling.prediction.prediction import Prediction
-from maxpipe.compiling.prediction.profile import COMPUTATION, LOOP, WAIT, merged, spans, table
+from maxpipe.compiling.prediction.profile import COMPUTATION, WAIT, spans, table
 from maxpipe.compiling.prediction.trace import trace_json
 
 
@@ -49,25 +47,6 @@ def test_spans_show_a_conditional_that_is_taken_at_times_by_its_expected_length(
     assert head.end - head.start == pytest.approx((50 + 2 * 2) / 3 * NANOSECOND)
 
 
-def test_spans_with_loops_closed_show_each_as_one():
-    shown = list(spans(walked(), "main", opens_loops=False))
-    (loop,) = [span for span in shown if span.kind == LOOP]
-    assert loop.name == "loop, 3 iterations"
-    assert loop.end - loop.start == pytest.approx(3 * (TICK + 50) * NANOSECOND)
-    assert not [span for span in shown if span.name == "mlp"]
-    assert [span.name for span in shown if span.lane == "copies"] == ["fetch"]
-
-
-def test_merged_joins_short_neighbours_only():
-    tick = list(spans(walked(), "body"))
-    assert merged(tick, 0.0) == tick
-    lane = [s for s in tick if s.kind == "matrix products"]
-    after = lane[0]._replace(start=lane[0].end, end=2 * lane[0].end)
-    (joined,) = merged([lane[0], after], shortest=1.0)
-    assert (joined.start, joined.end) == (lane[0].start, after.end)
-    assert len(merged([lane[0], after._replace(kind=WAIT)], shortest=1.0)) == 2
-
-
 def test_table_adds_up_to_the_step_and_keeps_the_largest_rows():
     timeline = walked()
     rows = table(timeline, lambda spent: spent.origin.scope)
@@ -93,15 +72,6 @@ def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
     assert zero == 0
     assert first == float(f"{first:.0e}")  # round: one digit
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
-
-
-def test_page_draws_iterations_in_the_order_in_which_they_run():
-    timeline = walked()
-    (loop,) = timeline.loops
-    longer = loop._replace(phase="phase_2", seconds=2 * loop.seconds)
-    both = replace(timeline, loops=[loop, longer])
-    html = page_html(Prediction(timeline.seconds, BASIS, parts_of(timeline)), both, "two")
-    assert html.index("iterations of phase_1") < html.index("iterations of phase_2")
 
 
 def test_page_of_a_program_without_loops_draws_the_whole_step():
@@ -166,11 +136,3 @@ def test_trace_gives_spans_that_overlap_threads_of_their_own():
     for runs in threads.values():
         assert all(end <= start for (_, end, _), (start, _, _) in pairwise(runs))
     assert sum(map(len, threads.values())) == len(list(spans(with_two_permutes(), "main")))
-
-
-def test_trace_that_is_cut_says_so(monkeypatch):
-    monkeypatch.setattr(trace, "MAX_SPANS", 5)
-    document = json.loads(trace_json(walked()))
-    (process,) = [e for e in document["traceEvents"] if e["name"] == "process_name"]
-    assert process["args"]["name"].endswith(", only its first 5 operations")
-    assert len([e for e in document["traceEvents"] if e["ph"] == "X"]) == 5

@@ -72,18 +72,6 @@ def test_stages_gather_and_reduce_once_a_step():
     assert predicted.bubble == pytest.approx(predicted.seconds - (9 + 3.25 + 18 + 2) / 2)
 
 
-def test_stages_count_as_guessed_what_has_no_estimate():
-    def guessed(seconds):
-        price = Price(Part.LOOP_FUSIONS, seconds, is_guess=True)
-        parts = [Spent("c", price, Origin(), Place(OUTSIDE, "", 1.0), seconds)]
-        return Timeline(seconds=seconds, spent=parts)
-
-    units = TIMELINES | {UnitName("F", 0): guessed(0.5), UnitName("F", 1): guessed(1.5)}
-    assert predict_stages(table(), units, BASIS, 0.0, [0, 0]).guessed == pytest.approx(
-        3 * (0.5 + 1.5) / 2
-    )
-
-
 def test_stages_with_a_unit_of_unknown_time_have_no_predicted_step():
     unknown = timeline(1.0, price=None)
     predicted = predict_stages(table(), TIMELINES | {UnitName("F", 0): unknown}, BASIS, 0.0, [0, 0])

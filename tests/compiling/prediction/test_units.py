@@ -32,47 +32,51 @@ def origin(words):
     return Origin(f"jit(train_step)/shard_map/{words}/cond")
 
 
-@pytest.mark.parametrize(("repeats", "forward_ticks", "both"), [(2, 7, 12), (4, 15, 20)])
-def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch(repeats, forward_ticks, both):
-    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
-    phases = phases_of(lockstep_plan(table))
-    assert [(phase.kinds, phase.ticks) for phase in phases] == [
-        ("F", forward_ticks),
-        ("FB", both),
-        ("B", forward_ticks),
-    ]
-    assert [phase.heads for phase in phases] == [0, 8, 0]
-    assert sum(phase.embeddings for phase in phases) == 8
-    assert sum(phase.embedding_gradients for phase in phases) == 8
-    assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8
-    assert times_taken(phases, 1.0, origin("phase_0/while/body/forward/embedding"), 7) == (
-        phases[0].embeddings
-    )
-    backward = origin("phase_2/while/body/backward/embedding")
-    assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients
-    # A conditional that is none of the table's is taken each time.
-    assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1
+def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch():
+    for repeats, forward_ticks, both in ((2, 7, 12), (4, 15, 20)):
+        table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
+        phases = phases_of(lockstep_plan(table))
+        assert [(phase.kinds, phase.ticks) for phase in phases] == [
+            ("F", forward_ticks),
+            ("FB", both),
+            ("B", forward_ticks),
+        ], (repeats, forward_ticks)
+        assert [phase.heads for phase in phases] == [0, 8, 0], (repeats, forward_ticks)
+        assert sum(phase.embeddings for phase in phases) == 8, (repeats, forward_ticks)
+        assert sum(phase.embedding_gradients for phase in phases) == 8, (repeats, forward_ticks)
+        assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8, (
+            repeats,
+            forward_ticks,
+        )
+        assert times_taken(phases, 1.0, origin("phase_0/while/body/forward/embedding"), 7) == (
+            phases[0].embeddings
+        ), (repeats, forward_ticks)
+        backward = origin("phase_2/while/body/backward/embedding")
+        assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients, (
+            repeats,
+            forward_ticks,
+        )
+        # A conditional that is none of the table's is taken each time.
+        assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1, (repeats, forward_ticks)
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "repeats", "share"),
-    [
+def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all():
+    for layers, stages, repeats, share in (
         (6, 1, 1, 2 / 6),
         (12, 2, 1, 2 / 6),
         (8, 2, 2, 1 / 2),  # 2 of 8 layers, but in either repeat some stage has one of its two
-    ],
-)
-def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all(
-    layers, stages, repeats, share
-):
-    pattern = ["local", "local", "global"] if layers % 3 == 0 else ["local"] * 3 + ["global"]
-    keys = {"model.layer_pattern": pattern, "model.attention_window": 8}
-    keys |= {"model.num_layers": layers, "mesh.ici.stage": stages, "eval.every": 0}
-    keys |= {"pipeline.num_repeats": repeats, "pipeline.num_microbatches": 2 * stages}
-    config = resolve(replace(Config(), **keys), stages)
-    assert global_share(config) == pytest.approx(share)
-    attention = Origin("jit(train_step)/transpose(jvp(layer))/attention/cond")
-    assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share)
+    ):
+        pattern = ["local", "local", "global"] if layers % 3 == 0 else ["local"] * 3 + ["global"]
+        keys = {"model.layer_pattern": pattern, "model.attention_window": 8}
+        keys |= {"model.num_layers": layers, "mesh.ici.stage": stages, "eval.every": 0}
+        keys |= {"pipeline.num_repeats": repeats, "pipeline.num_microbatches": 2 * stages}
+        config = resolve(replace(Config(), **keys), stages)
+        assert global_share(config) == pytest.approx(share), (layers, stages)
+        attention = Origin("jit(train_step)/transpose(jvp(layer))/attention/cond")
+        assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share), (
+            layers,
+            stages,
+        )
 
 
 def test_chunk_share_is_that_of_the_chunks_own_layers():

@@ -64,39 +64,33 @@ def test_walk_of_a_longer_computation_hides_the_whole_transfer():
     assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
 
 
-@pytest.mark.parametrize(
-    ("pairs", "exposed"),
-    [
+def line_of(name):
+    return next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
+
+
+def test_walk_of_two_transfers_over_the_same_links_adds_their_times():
+    first, done = line_of("send"), line_of("got")
+    last = done.replace("%got", "%got.2").replace("%send", "%send.2")
+    for pairs, exposed in (
         ("{{0,2},{1,3}}", 140),  # the same links: the second ends after 200 ns, 60 of them hidden
         ("{{2,0},{3,1}}", 40),  # the other direction has links of its own
-    ],
-)
-def test_walk_of_two_transfers_over_the_same_links_adds_their_times(pairs, exposed):
-    first = next(line for line in PROGRAM.splitlines() if "%send =" in line)
-    second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", pairs)
-    done = next(line for line in PROGRAM.splitlines() if "%got =" in line)
-    text = PROGRAM.replace(first, f"{first}\n{second}").replace(
-        done, f"{done}\n{done.replace('%got', '%got.2').replace('%send', '%send.2')}"
-    )
-    assert walked(text).seconds == nanoseconds(3 * (60 + exposed + 100 + 50) + OUTSIDE_LOOPS)
+    ):
+        second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", pairs)
+        text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
+        assert walked(text).seconds == nanoseconds(3 * (60 + exposed + 100 + 50) + OUTSIDE_LOOPS)
 
 
-@pytest.mark.parametrize(
-    ("space", "exposed"),
-    [
+def test_walk_of_two_copies_within_the_chip_adds_their_times():
+    first, done = line_of("fetch"), line_of("fetched")
+    last = done.replace("%fetched", "%fetched.2").replace("(%fetch)", "(%fetch.2)")
+    for space, exposed in (
         ("", 710),  # the second copy ends after 800 ns, 90 of them hidden
         (":S(5)", 310),  # to the host: it waits for no other
-    ],
-)
-def test_walk_of_two_copies_within_the_chip_adds_their_times(space, exposed):
-    first, done = (
-        next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
-        for name in ("fetch", "fetched")
-    )
-    second = first.replace("%fetch", "%fetch.2").replace("f32[100],", f"f32[100]{{0{space}}},", 1)
-    last = done.replace("%fetched", "%fetched.2").replace("(%fetch)", "(%fetch.2)")
-    text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
-    assert parts_of(walked(text))[Part.COPIES] == nanoseconds(exposed)
+    ):
+        second = first.replace("%fetch", "%fetch.2")
+        second = second.replace("f32[100],", f"f32[100]{{0{space}}},", 1)
+        text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
+        assert parts_of(walked(text))[Part.COPIES] == nanoseconds(exposed)
 
 
 def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
@@ -162,19 +156,16 @@ def test_walk_names_phase_source_line_and_scope_of_an_operation():
     assert spent["head.work"].place.conditional == "head"
 
 
-@pytest.mark.parametrize(
-    ("op_name", "scope", "is_backward"),
-    [
-        ("jit(train_step)/phase_1/while/body/forward/layer/mlp/dot_general", "mlp", False),
-        ("jit(train_step)/transpose(jvp(layer))/attention/mul", "attention", True),
-        ("jit(train_step)/phase_2/while/body/backward/all_gather", "backward", True),
-        ("jit(train_step)/phase_0/while/body/forward/embedding/cond", "embedding", False),
-        ("jit(train_step)/sub", "", False),
-    ],
-)
-def test_origins_have_the_innermost_scope_of_the_model(op_name, scope, is_backward):
-    origin = Origin(op_name)
-    assert (origin.scope, origin.is_backward) == (scope, is_backward)
+def test_origins_have_the_innermost_scope_of_the_model():
+    scopes = {
+        "phase_1/while/body/forward/layer/mlp/dot_general": ("mlp", False),
+        "transpose(jvp(layer))/attention/mul": ("attention", True),
+        "phase_2/while/body/backward/all_gather": ("backward", True),
+        "phase_0/while/body/forward/embedding/cond": ("embedding", False),
+        "sub": ("", False),
+    }
+    origins = {name: Origin(f"jit(train_step)/{name}") for name in scopes}
+    assert {name: (o.scope, o.is_backward) for name, o in origins.items()} == scopes
 
 
 def test_walk_says_what_it_cannot_price():
@@ -196,27 +187,21 @@ def test_walk_names_the_end_of_a_transfer_whose_start_it_has_not_seen():
     assert unknowns(walked(text)) == ["transfers of which only the end is found: got"]
 
 
-@pytest.mark.parametrize(
-    "without", ["", ', backend_config={"window_config":{"estimated_cycles":"-1"}}']
-)
-def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_guessed(without):
+def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_guessed():
     assert guessed_seconds(walked()) == 0
     estimate = ', backend_config={"window_config":{"estimated_cycles":"300"}}'
-    timeline = walked(PROGRAM.replace(estimate, without))
-    # It writes 400 bytes, and reads as many.
-    assert guessed_seconds(timeline) == nanoseconds(800)
-    prediction = Prediction(
-        timeline.seconds, BASIS, parts_of(timeline), guessed=guessed_seconds(timeline)
-    )
+    for without in ("", estimate.replace("300", "-1")):
+        timeline = walked(PROGRAM.replace(estimate, without))
+        # It writes 400 bytes, and reads as many.
+        assert guessed_seconds(timeline) == nanoseconds(800)
+    guessed = guessed_seconds(timeline)
+    prediction = Prediction(timeline.seconds, BASIS, parts_of(timeline), guessed=guessed)
     assert prediction.as_json()["guessed_seconds"] == nanoseconds(800)
     share = round(100 * 800 * NANOSECOND / timeline.seconds)
     line = f"  {share} % of the step has no estimate of the compiler's and is priced by its bytes"
     assert line in prediction.lines()
-
-
-def test_prediction_of_estimates_alone_has_no_line_about_guesses():
-    prediction = Prediction(walked().seconds, BASIS, parts_of(walked()))
-    assert "priced by its bytes" not in "\n".join(prediction.lines())
+    certain = Prediction(walked().seconds, BASIS, parts_of(walked()))
+    assert "priced by its bytes" not in "\n".join(certain.lines())
 
 
 def test_each_collective_stands_below_the_sum_of_all_and_above_the_smaller_parts():
@@ -256,60 +241,18 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
     assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
 
 
-@pytest.mark.parametrize("target", ["ConcatBitcast", "AssumeGatherIndicesInBound"])
-def test_price_of_a_custom_call_that_moves_nothing_is_none(target):
-    without = walked((HLO / "attention.hlo").read_text(encoding="utf-8"))
-    timeline = walked(with_custom_call(target))
-    assert timeline.seconds == without.seconds
-    assert unknowns(timeline) == unknowns(without)
-
-
-def test_price_of_a_custom_call_that_nobody_knows_is_unknown():
-    timeline = walked(with_custom_call("Novel"))
-    assert unknowns(timeline) == ["kernels whose work is unknown: joined, own.1"]
-
-
-def with_custom_call(target):
-    """The program of an attention kernel, with a call of the compiler's own before it."""
+def test_price_of_a_custom_call_is_known_where_it_moves_nothing():
     text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    first = "  %splash_mha_fwd.1"
-    call = f'  %joined = bf16[2,2,1024,128] custom-call(%k, %k), custom_call_target="{target}"'
-    return text.replace(first, f"{call}\n{first}", 1)
+    first, without = "  %splash_mha_fwd.1", walked(text)
 
+    def with_call(target):
+        call = f'  %joined = bf16[2,2,1024,128] custom-call(%k, %k), custom_call_target="{target}"'
+        return walked(text.replace(first, f"{call}\n{first}", 1))
 
-@pytest.mark.parametrize(
-    ("kernel", "products", "largest"),
-    [("fwd", 2, 256), ("dq", 3, 1024), ("dkv", 4, 128), ("other fwd", 2, 512)],
-)
-def test_prices_of_attention_kernels_count_the_blocks_that_they_name(kernel, products, largest):
-    sizes = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128), "other fwd": (512, 512)}
-    blocks = {
-        f"block_{side}{'' if word == 'fwd' else f'_{word}'}": size
-        for word, pair in sizes.items()
-        for side, size in zip(("q", "kv"), pair, strict=True)
-    }
-    if kernel == "other fwd":  # which names none of its own
-        blocks = {"block_q_dq": 1024}
-    block_q, block_kv = sizes[kernel]
-    text = attention_program(
-        kernel.split()[-1], f"s8[1,{1024 // block_q},{1024 // block_kv}]", blocks
-    )
-    timeline = walked(text)
-    flops = 2 * products * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * largest / 2)
-    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "channels"),
-    [("fwd", 128 + 64), ("dq", 2 * 128 + 64), ("dkv", 2 * 128 + 2 * 64)],
-)
-def test_prices_of_attention_kernels_count_the_channels_of_values(kernel, channels):
-    text = attention_program(kernel, "s8[1,2,2]", {})
-    text = text.replace("m: s8", "v: bf16[2,2,1024,64], m: s8")
-    text = text.replace("%m = ", "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ")
-    timeline = walked(text.replace("%k, %k)", "%k, %v)"))
-    flops = 2 * channels * (2 * 4) * (1024 * 1024 / 2 + 1024 * 512 / 2)
-    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+    for target in ("ConcatBitcast", "AssumeGatherIndicesInBound"):
+        assert with_call(target).seconds == without.seconds
+        assert unknowns(with_call(target)) == unknowns(without)
+    assert unknowns(with_call("Novel")) == ["kernels whose work is unknown: joined, own.1"]
 
 
 def attention_program(kernel, mask, blocks):
@@ -321,19 +264,51 @@ def attention_program(kernel, mask, blocks):
     return text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "products", "mask"),
-    [("fwd", 2, "s8[1,8,2]"), ("dq", 3, "s8[1,8,2]"), ("dkv", 4, "s8[1,2,8]")],
-)
-def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reaches(
-    kernel, products, mask
-):
-    suffix = "" if kernel == "fwd" else f"_{kernel}"
-    blocks = {f"block_q{suffix}": 128, f"block_kv{suffix}": 128}
-    timeline = walked(attention_program(kernel, mask, blocks))
-    # Each of eight blocks of queries visits two of keys, the first one only its own.
-    flops = 2 * products * (2 * 4 * 128) * (1 + 7 * 2) * 128 * 128
-    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+def attention_seconds(channels, pairs):
+    """Return the time of products over so many channels for so many queries and keys."""
+    return pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
+
+
+def test_prices_of_attention_kernels_count_the_blocks_that_they_name():
+    sizes = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128)}
+    all_blocks = {
+        f"block_{side}{'' if word == 'fwd' else f'_{word}'}": size
+        for word, pair in sizes.items()
+        for side, size in zip(("q", "kv"), pair, strict=True)
+    }
+    for kernel, products, (block_q, block_kv), blocks in (
+        ("fwd", 2, sizes["fwd"], all_blocks),
+        ("dq", 3, sizes["dq"], all_blocks),
+        ("dkv", 4, sizes["dkv"], all_blocks),
+        ("fwd", 2, (512, 512), {"block_q_dq": 1024}),  # which names none of its own
+    ):
+        mask = f"s8[1,{1024 // block_q},{1024 // block_kv}]"
+        pairs = 1024 * 1024 / 2 + 1024 * max(block_q, block_kv) / 2
+        timeline = walked(attention_program(kernel, mask, blocks))
+        assert timeline.seconds == attention_seconds(products * 128, pairs), kernel
+
+
+def test_prices_of_attention_kernels_count_the_channels_of_values():
+    pairs = 1024 * 1024 / 2 + 1024 * 512 / 2
+    for kernel, channels in (("fwd", 128 + 64), ("dq", 2 * 128 + 64), ("dkv", 2 * 128 + 2 * 64)):
+        text = attention_program(kernel, "s8[1,2,2]", {})
+        text = text.replace("m: s8", "v: bf16[2,2,1024,64], m: s8")
+        text = text.replace("%m = ", "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ")
+        timeline = walked(text.replace("%k, %k)", "%k, %v)"))
+        assert timeline.seconds == attention_seconds(channels, pairs), kernel
+
+
+def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reaches():
+    for kernel, products, mask in (
+        ("fwd", 2, "s8[1,8,2]"),
+        ("dq", 3, "s8[1,8,2]"),
+        ("dkv", 4, "s8[1,2,8]"),
+    ):
+        suffix = "" if kernel == "fwd" else f"_{kernel}"
+        blocks = {f"block_q{suffix}": 128, f"block_kv{suffix}": 128}
+        timeline = walked(attention_program(kernel, mask, blocks))
+        # Each of eight blocks of queries visits two of keys, the first one only its own.
+        assert timeline.seconds == attention_seconds(products * 128, (1 + 7 * 2) * 128 * 128)
 
 
 def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
@@ -387,19 +362,19 @@ def test_kernel_with_a_name_like_those_of_attention_is_priced_by_what_it_states(
     assert timeline.seconds - walked(text).seconds == pytest.approx(1000 / CONSTANTS.hbm_bandwidth)
 
 
-@pytest.mark.parametrize(("flops", "used", "seconds"), [(8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)])
-def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses(flops, used, seconds):
-    stated = (
-        f', metadata={{op_name="jit(sparse_rows_2_of_{round(2 / used)})/jit(gmm)/pallas_call"}}, '
-        'backend_config={"custom_call_config":{"body":"","cost_estimate":'
-        f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"64"}}}}}}'
-    )
-    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
-    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
-    without, timeline = walked(text), walked(text.replace(call, call + stated))
-    assert unknowns(timeline) == []
-    assert timeline.seconds - without.seconds == pytest.approx(seconds)
-    assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds)
+def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses():
+    for flops, used, seconds in ((8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)):
+        stated = (
+            f', metadata={{op_name="jit(sparse_rows_2_of_{round(2 / used)})/jit(gmm)/call"}}, '
+            'backend_config={"custom_call_config":{"body":"","cost_estimate":'
+            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"64"}}}}}}'
+        )
+        text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+        call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+        without, timeline = walked(text), walked(text.replace(call, call + stated))
+        assert unknowns(timeline) == [], (flops, used)
+        assert timeline.seconds - without.seconds == pytest.approx(seconds), (flops, used)
+        assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds), (flops, used)
 
 
 def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
@@ -443,25 +418,25 @@ def test_constants_have_the_clocks_that_the_data_sheets_imply():
     assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
 
 
-@pytest.mark.parametrize(
-    ("groups", "links"), [("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)]
-)
-def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links(groups, links):
+def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
     """Of a closed torus of 4 x 4 x 4: along a line, in a plane, and in all of it."""
-    devices: np.ndarray = np.empty(64, object)
-    devices[:] = [
-        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
-        for coords in product(range(4), repeat=3)
-    ]
-    mesh = SimpleNamespace(devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64)
-    members = int(groups.partition("]")[0].split(",")[1])
-    module = parse(
-        "HloModule step\n\nENTRY %main (x: f32[25]) -> f32[25] {\n"
-        "  %x = f32[25]{0} parameter(0)\n"
-        f"  ROOT %g = f32[25]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}\n}}\n"
-    )
-    prices = Prices(module, mesh, chip_of("v5p"), CONSTANTS)
-    main = module.computations["main"]
-    price = prices.of(main, main.instructions["g"])
-    assert price.axes == "fsdp"
-    assert price.seconds == pytest.approx((members - 1) * 100 / links * 1e-9)
+    for groups, links in (("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)):
+        devices: np.ndarray = np.empty(64, object)
+        devices[:] = [
+            SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+            for coords in product(range(4), repeat=3)
+        ]
+        mesh = SimpleNamespace(
+            devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64
+        )
+        members = int(groups.partition("]")[0].split(",")[1])
+        module = parse(
+            "HloModule step\n\nENTRY %main (x: f32[25]) -> f32[25] {\n"
+            "  %x = f32[25]{0} parameter(0)\n"
+            f"  ROOT %g = f32[25]{{0}} all-gather(%x), replica_groups={groups}\n}}\n"
+        )
+        prices = Prices(module, mesh, chip_of("v5p"), CONSTANTS)
+        main = module.computations["main"]
+        price = prices.of(main, main.instructions["g"])
+        assert price.axes == "fsdp"
+        assert price.seconds == pytest.approx((members - 1) * 100 / links * 1e-9), (groups, links)

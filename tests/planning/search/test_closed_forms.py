@@ -71,7 +71,25 @@ def priced(config, facts):
     return [p for b in blocks if (p := price(b, legality, facts, machine, outcome.fallen))]
 
 
+def block_on(config, engine, schedule, **sizes):
+    """Return the block of a mesh with these axes, and what is legal."""
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    grid = next(g for g in space.grids() if all(g.size(a) == n for a, n in sizes.items()))
+    return block_of(space, legality, grid, engine, schedule, 32), legality
+
+
+def priced_at(config, machine, block, legality, places):
+    """Yield candidates of a block, by their places among the legal ones."""
+    facts = Facts(config)
+    priced = price(block, legality, facts, machine, Outcome().fallen)
+    legal = np.flatnonzero(priced.legal)
+    for place in places:
+        index = int(legal[place % len(legal)])
+        yield candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+
+
 def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
+    assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
     draw = np.random.default_rng(3)
     for number in draw.choice(len(priced), 12, replace=False):
         each = priced[number]
@@ -81,10 +99,6 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         resolved = resolve(candidate.config(config), 8, 1)
         expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
-
-
-def test_every_engine_of_one_program_is_priced(priced):
-    assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
 
 
 def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
@@ -106,26 +120,16 @@ ENGINES = [("sequential", "circular"), ("scheduled", "lockstep_1f1b"), ("circula
 
 
 @pytest.mark.parametrize(("engine", "schedule"), ENGINES)
-@pytest.mark.parametrize("depth", [FIRST, {"model.num_layers": 11}], ids=["first", "outside"])
-def test_memory_with_layers_before_or_outside_the_pipeline_is_the_estimate(
-    config, engine, schedule, depth
+def test_memory_with_layers_before_and_outside_the_pipeline_is_the_estimate(
+    config, engine, schedule
 ):
-    mixture = update(config, depth)
-    facts, machine = Facts(mixture), machine_of("v6e:2x4", 1, mixture)
-    space, legality = Space(mixture, 8, 1, {}), Legality(mixture, 1)
+    mixture = update(config, FIRST | {"model.num_layers": 13})
+    machine = machine_of("v6e:2x4", 1, mixture)
     stages = 1 if engine == "sequential" else 2
-    grid = next(
-        g
-        for g in space.grids()
-        if g.size("stage") == stages and g.size("fsdp") == 2 and g.size("tensor") == 2
-    )
-    block = block_of(space, legality, grid, engine, schedule, 32)
-    priced = price(block, legality, facts, machine, Outcome().fallen)
-    for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 3, replace=False):
-        memory, seconds = priced.memory, priced.seconds
-        candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
-        resolved = resolve(candidate.config(mixture), 8, 1)
-        expected = estimate(resolved, machine.tpu).total
+    block, legality = block_on(mixture, engine, schedule, stage=stages, fsdp=2, tensor=2)
+    places = np.random.default_rng(5).integers(0, 10**6, 3)
+    for candidate in priced_at(mixture, machine, block, legality, places):
+        expected = estimate(resolve(candidate.config(mixture), 8, 1), machine.tpu).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -134,9 +138,7 @@ def products(config, engine, schedule, outside):
 
     A chunk has one layer, whose backward begins with what its forward has left.
     """
-    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
-    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("data") == 4)
-    block = block_of(space, legality, grid, engine, schedule, 32)
+    block, _ = block_on(config, engine, schedule, stage=2, data=4)
     one = np.array([1])
     block = block._replace(repeats=one, chunk=one, outside=outside * one)
     sizes = BlockSizes(block, Facts(config), None)
@@ -261,9 +263,7 @@ def test_without_a_limit_of_memory_the_smallest_of_those_nearly_as_fast_is_kept(
 
 
 def test_sizes_vary_along_their_own_dimension(config, facts):
-    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
-    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
-    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
+    block, _ = block_on(config, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
     memory = memory_bytes(BlockSizes(block, facts, None))
     assert np.broadcast_to(memory, block.shape).shape == block.shape
     # More microbatches need less memory at a time.
@@ -283,55 +283,41 @@ def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "keys", "layers"),
-    [
-        ("lockstep_1f1b", {"pipeline.layers_per_stage": [4, 2, 1, 1]}, [4] * 4),
-        ("1f1b", {"pipeline.layers_per_stage": [5, 1, 1, 1]}, [5] * 4),
-        ("1f1b", {"pipeline.parallel_layers": 4}, [5] * 4),
-    ],
-)
-def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_largest(
-    schedule, keys, layers
-):
-    values = {"pipeline.schedule": schedule, "mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_largest():
+    machine = machine_of("v6e:2x4", 1, replace(Config(), **SIZES))
 
-    def resolved(keys):
-        return resolve(replace(Config(), **{**SIZES, **values, **keys}), 8)
+    def priced(schedule, keys):
+        values = {"pipeline.schedule": schedule, "mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+        config = resolve(replace(Config(), **{**SIZES, **values, **keys}), 8)
+        return config, priced_configuration(config, SimpleNamespace(machine=machine))
 
-    config = resolved(keys)
-    machine = machine_of("v6e:2x4", 1, config)
-    request = SimpleNamespace(machine=machine)
-    priced = priced_configuration(config, request)
-    assert update(config, priced.layout) == config  # the user's own stages
-    # Of one program all stages hold as many, of several the fullest decides.
-    is_one = config.pipeline.engine == "scheduled"
-    chosen = on_platform(with_gather_mode(config, machine.tpu), "tpu")
-    known = fullest_stage_bytes(chosen, on_tpus=True)
-    if is_one:
-        known = estimate(chosen, machine.tpu).total
-    assert priced.memory == pytest.approx(known, rel=0.01)
-    even = priced_configuration(
-        resolved({"model.num_layers": sum(layers), "pipeline.layers_per_stage": layers}), request
-    )
-    # In separate programs the optimizer updates fewer layers.
-    assert float(priced.seconds.step) == pytest.approx(float(even.seconds.step), rel=0.03)
+    for schedule, keys, most in (
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [4, 2, 1, 1]}, 4),
+        ("1f1b", {"pipeline.layers_per_stage": [5, 1, 1, 1]}, 5),
+        ("1f1b", {"pipeline.parallel_layers": 4}, 5),
+    ):
+        config, own = priced(schedule, keys)
+        assert update(config, own.layout) == config, keys  # the user's own stages
+        # Of one program all stages hold as many, of several the fullest decides.
+        chosen = on_platform(with_gather_mode(config, machine.tpu), "tpu")
+        if config.pipeline.engine == "scheduled":
+            known = estimate(chosen, machine.tpu).total
+        else:
+            known = fullest_stage_bytes(chosen, on_tpus=True)
+        assert own.memory == pytest.approx(known, rel=0.01), keys
+        even = {"model.num_layers": 4 * most, "pipeline.layers_per_stage": [most] * 4}
+        seconds = float(priced(schedule, even)[1].seconds.step)
+        # In separate programs the optimizer updates fewer layers.
+        assert float(own.seconds.step) == pytest.approx(seconds, rel=0.03), keys
 
 
-@pytest.mark.parametrize(
-    ("topology", "does"), [("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)]
-)
-def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config, topology, does):
-    machine = machine_of(topology, 1, config)
-    config = placed(config, machine)
-    facts = Facts(config)
-    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
-    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
-    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
-    priced = price(block, legality, facts, machine, Outcome().fallen)
-    index = int(np.flatnonzero(priced.legal)[0])
-    candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
-    resolved = update(resolve(candidate.config(config), 8, 1), {GATHER_MODE: "per_iteration"})
-    assert gathers_in_steps(resolved, machine.tpu) is does
-    expected = estimate(on_platform(resolved, platform_of(config)), machine.tpu).total
-    assert candidate.memory == pytest.approx(expected, rel=1e-9)
+def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config):
+    for topology, does in (("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)):
+        machine = machine_of(topology, 1, config)
+        there = placed(config, machine)
+        block, legality = block_on(there, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
+        (found,) = priced_at(there, machine, block, legality, [0])
+        resolved = update(resolve(found.config(there), 8, 1), {GATHER_MODE: "per_iteration"})
+        assert gathers_in_steps(resolved, machine.tpu) is does, topology
+        expected = estimate(on_platform(resolved, platform_of(there)), machine.tpu).total
+        assert found.memory == pytest.approx(expected, rel=1e-9), topology

@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import pytest
-
-from maxpipe.planning.search import remedies as module
-from maxpipe.planning.search.attempts import attempts_of, more_chips
-from maxpipe.planning.search.plan import Remedies, make_plan
+from maxpipe.planning.search.attempts import more_chips
+from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.remedies import refusing_margin, remedies
 from maxpipe.planning.search.rows import Proof
 
@@ -28,27 +25,6 @@ def test_remedies_say_what_is_tried(request_and_facts):
     assert lines[-1].startswith("trying      --topology v5e:")
     assert found[0].startswith("fewer tokens: data.global_batch_size=")
     assert found[1].startswith("more chips: --topology v5e:")
-
-
-def test_each_kind_of_remedy_has_a_share_of_the_time_and_says_if_it_was_not_enough(
-    request_and_facts, monkeypatch
-):
-    request, facts = request_and_facts
-    request = dataclasses.replace(request, choices={"pipeline.schedule": ["lockstep_1f1b"]})
-    plan = make_plan(on_capacity(request, 0.9, facts), facts)
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(module, "fitting_of_blocks", lambda *rest: [[]] * 100)
-    monkeypatch.setattr(module, "SECONDS", 90.0)
-    lines = []
-    first = {kind: attempts[0].words for kind, attempts in attempts_of(plan.request).items()}
-    assert [*first] == ["fewer tokens", "more chips", "offloading"]
-    left_off = [f"{kind} from {words} on" for kind, words in first.items()]
-    assert remedies(plan, facts, lines.append) == Remedies([], [], left_off)
-    tried = [f"trying      {words}" for words in first.values()]
-    assert [line for line in lines if "left off" not in line] == tried
-    shares = [int(line.split()[-2]) for line in lines if "left off" in line]
-    assert shares == pytest.approx([30] * 3, abs=5)
 
 
 def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_and_facts):
