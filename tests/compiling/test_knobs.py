@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.compiling.knobs import gains, knobs
+from maxpipe.compiling.knobs import gains
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import Tpu
 from maxpipe.planning import gather_mode
@@ -83,21 +83,6 @@ def test_gains_count_first_dense_layers_with_their_own_flops():
 SPLIT = {"mesh.ici.fsdp": 4, "pipeline.num_repeats": 2, "pipeline.schedule": "circular"}
 V5P = Tpu(95 * 2.0**30, 8)
 POLICY = "pipeline.remat_policy"
-
-
-def test_knobs_decide_again_how_often_a_changed_run_gathers():
-    """What the circular engine decides, per_repeat, the engine of lockstep_1f1b refuses."""
-    written = replace(Config(), **SIZES | SPLIT | {"pipeline.remat_policy": "minimal"})
-    resolved = with_gather_mode(resolve(written, 8), V5P)
-    told = replace(written, **{gather_mode.KEY: "per_repeat"})
-    found = {knob.words: knob.saves for knob in knobs(written, resolved, 8, 1, V5P)}
-    words = "pipeline.schedule=lockstep_1f1b pipeline.engine=auto"
-    assert words not in [knob.words for knob in knobs(told, resolved, 8, 1, V5P)]
-    changed = replace(written, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"})
-    lockstep = with_gather_mode(resolve(changed, 8), V5P)
-    assert lockstep.pipeline.fsdp_gather == "once"
-    saves = estimate(resolved, V5P).total - estimate(lockstep, V5P).total
-    assert found[words] == pytest.approx(saves)
 
 
 def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):

@@ -116,39 +116,30 @@ def test_lockstep_counts_the_head_that_once_holds_whole():
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
-def test_share_of_memory_is_what_once_takes_more(monkeypatch):
-    for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * more("once"))
-        assert decided()[0] == mode
+def test_share_of_memory_is_what_whole_weights_take_more(monkeypatch):
+    """Of the circular engine in the way that holds less, between slices only once a step."""
 
+    def chosen(share, **values):
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
+        return decided(**values)[0]
 
-@pytest.mark.usefixtures("no_memory_is_idle")
-def test_once_is_compared_with_what_per_iteration_holds_of_chunks(monkeypatch):
-    in_steps, in_units = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
-    assert in_steps < in_units  # since gradients of a whole chunk wait to be sent
-    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (in_steps + in_units) / 2)
-    assert decided()[0] == "once"
-    assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
-
-
-@pytest.mark.usefixtures("no_memory_is_idle")
-def test_circular_engine_gathers_once_between_slices_where_that_is_not_too_much(monkeypatch):
-    slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
+    once = more("once")
+    assert (chosen(1.01 * once), chosen(0.99 * once)) == ("once", "per_iteration")
+    # In steps gradients of a whole chunk wait to be sent, in units not.
+    in_units = more("once", **{"pipeline.fsdp_prefetch": "false"})
+    assert once < in_units
+    share = (once + in_units) / 2
+    assert chosen(share) == "once"
+    assert chosen(share, **{"pipeline.fsdp_prefetch": "false"}) == "per_iteration"
+    least = more("per_repeat", **CIRCULAR)
+    assert least < more("once", **CIRCULAR)
+    assert chosen(1.01 * least, **CIRCULAR) == "per_repeat"
+    assert chosen(0.99 * least, **CIRCULAR) == "per_iteration"
     extra = more("once", **REPEATS)
-    for share, mode in ((1.01 * extra, "once"), (0.99 * extra, "per_repeat")):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
-        decision = with_gather_mode(slices, tpu_of([V5P]))
-        assert decision.pipeline.fsdp_gather == mode
-
-
-@pytest.mark.usefixtures("no_memory_is_idle")
-def test_circular_engine_gathers_whole_weights_in_the_way_that_holds_less(monkeypatch):
-    extra = {mode: more(mode, **CIRCULAR) for mode in ("once", "per_repeat")}
-    assert extra["per_repeat"] < extra["once"]
-    least = extra["per_repeat"]
-    for share, mode in ((1.01 * least, "per_repeat"), (0.99 * least, "per_iteration")):
-        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", share)
-        assert decided(**CIRCULAR)[0] == mode
+    slices = update(config_of(**REPEATS), {"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
+    for factor, mode in ((1.01, "once"), (0.99, "per_repeat")):
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * extra)
+        assert with_gather_mode(slices, tpu_of([V5P])).pipeline.fsdp_gather == mode
 
 
 def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole():
