@@ -34,6 +34,35 @@ def test_the_compiler_ends_with_a_plan_that_is_killed(tmp_path):
         assert reader.wait(20) == 0  # the compiler does not hold the file any more
 
 
+class FakeCompiler:
+    """A process that acts by a list: what it does while one waits for it, and its end."""
+
+    def __init__(self, acts, code, at_start=None, at_wait=None):
+        self.acts, self.code, self.at_start, self.at_wait = acts, code, at_start, at_wait
+
+    def started(self, *args, **options):
+        self.act("start", self.at_start)
+        return self
+
+    def wait(self, seconds):
+        self.act("wait", self.at_wait)
+        return self.code
+
+    def act(self, name, action):
+        if action:
+            action()
+        self.acts.append(name)  # not reached when the action raises
+
+    def terminate(self):
+        self.acts.append("end")
+
+    def kill(self):
+        self.acts.append("kill")
+
+    def poll(self):
+        return self.code
+
+
 @pytest.mark.parametrize(
     ("number", "error", "moment"),
     [
@@ -46,27 +75,9 @@ def test_a_signal_ends_the_compiler_and_interrupts_neither_start_nor_wait(
     number, error, moment, monkeypatch
 ):
     acts = []
-
-    class Told:
-        def __init__(self, *args, **options):
-            self.act("start")
-
-        def wait(self, seconds):
-            self.act("wait")
-            return -signal.SIGTERM
-
-        def act(self, name):
-            if name == moment:
-                signal.raise_signal(number)
-            acts.append(name)  # not reached when the handler raises
-
-        def terminate(self):
-            acts.append("end")
-
-        def poll(self):
-            return -signal.SIGTERM
-
-    monkeypatch.setattr(subprocess, "Popen", Told)
+    raised_then = {f"at_{moment}": lambda: signal.raise_signal(number)}
+    compiler = FakeCompiler(acts, -signal.SIGTERM, **raised_then)
+    monkeypatch.setattr(subprocess, "Popen", compiler.started)
     before = signal.signal(number, lambda *_: pytest.fail("the compiler would be left behind"))
     own = signal.getsignal(number)
     try:
@@ -80,39 +91,21 @@ def test_a_signal_ends_the_compiler_and_interrupts_neither_start_nor_wait(
 
 
 def test_a_second_signal_ends_the_compiler_by_force(monkeypatch):
+    def twice():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
     acts = []
-
-    class Stopped:
-        def wait(self, seconds):
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            return -signal.SIGKILL
-
-        def terminate(self):
-            acts.append("terminate")
-
-        def kill(self):
-            acts.append("kill")
-
-        def poll(self):
-            return -signal.SIGKILL
-
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: Stopped())
+    compiler = FakeCompiler(acts, -signal.SIGKILL, at_wait=twice)
+    monkeypatch.setattr(subprocess, "Popen", compiler.started)
     with pytest.raises(SystemExit):
         compile_process.report_of([], print)
-    assert acts == ["terminate", "kill"]
+    assert acts == ["start", "end", "kill", "wait"]
 
 
 def test_a_signal_that_is_ignored_stays_so_while_the_compiler_runs(monkeypatch):
-    class Asked:
-        def wait(self, seconds):
-            signal.raise_signal(signal.SIGINT)
-            return 2
-
-        def poll(self):
-            return 2
-
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: Asked())
+    compiler = FakeCompiler([], 2, at_wait=lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(subprocess, "Popen", compiler.started)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert compile_process.report_of([], print) == "no output"
@@ -137,23 +130,17 @@ def test_a_compiler_that_is_ended_by_a_signal_is_no_problem_of_the_configuration
 
 
 def test_a_process_that_takes_long_is_noted_ever_less_often(monkeypatch):
-    class Slow:
-        def __init__(self, *args, **options):
-            self.waits = []
-
+    class Slow(FakeCompiler):
         def wait(self, seconds):
-            self.waits.append(seconds)
-            if len(self.waits) < 4:
+            self.acts.append(seconds)
+            if len(self.acts) < 5:
                 raise subprocess.TimeoutExpired("compiler", seconds)
-            return 2
+            return self.code
 
-        def poll(self):
-            return 2
-
-    process, lines = Slow(), []
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: process)
+    process, lines = Slow([], 2), []
+    monkeypatch.setattr(subprocess, "Popen", process.started)
     compile_process.report_of([], lines.append)
-    assert process.waits == [15, 30, 60, 120]
+    assert process.acts == ["start", 15, 30, 60, 120]
     assert len(lines) == 3
     assert all(line.startswith("            for ") for line in lines)
 

@@ -53,10 +53,7 @@ class TestCompileCache:
             monkeypatch.setattr(jax, "device_count", lambda n=count: n)
             jax.config.update("jax_enable_compilation_cache", True)
             start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
-            assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache"), (
-                backend,
-                count,
-            )
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
 
     @pytest.mark.parametrize("place", ["a file", "below a file"])
     def test_start_compile_cache_that_cannot_be_written_is_off_and_said_once(

@@ -84,10 +84,7 @@ class TestProgramsFromFiles:
             monkeypatch.setattr(jax, "process_count", lambda n=processes: n)
             *_, said = explain_threads(config)
             assert said.startswith("NPROC=6 threads are too few"), (config, processes)
-            assert said.endswith("set it to 128" if processes == 1 else "set it to 25"), (
-                config,
-                processes,
-            )
+            assert said.endswith("set it to 128" if processes == 1 else "set it to 25")
 
     def test_explain_threads_says_nothing_where_any_number_will_do(self, monkeypatch):
         monkeypatch.setenv("NPROC", "2")

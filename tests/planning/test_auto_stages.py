@@ -90,24 +90,18 @@ FIRST = {
 }
 
 
-def test_the_first_stage_has_fewer_layers_beside_first_dense_ones():
+def test_first_dense_layers_belong_to_the_first_chunk():
+    """Which has fewer of the others, and the chunk's unit times count them."""
     assert plan_stages(config_of(**FIRST), inf).sizes == [1, 5, 5, 5]
     none = FIRST | {"model.first_dense_layers": 0}
     assert plan_stages(config_of(**none), inf).sizes == [5, 5, 5, 5]
-
-
-def test_first_dense_layers_belong_to_the_first_chunk_of_a_stage_with_several():
     values = {"pipeline.schedule": "zb_v", "model.num_layers": 18, "model.first_dense_layers": 2}
     sizes = plan_stages(config_of(2, **FIRST | values), inf).sizes
     # Seven layers and the two dense ones, then nine: the stage's second chunk is the model's last.
     assert (sizes[0] + sizes[3], sizes[1] + sizes[2]) == (7, 9)
     assert sizes[3] - sizes[0] in (1, 3)
-
-
-def test_unit_times_count_first_dense_layers_with_the_first_chunk():
-    values = {"pipeline.layers_per_stage": [2, 4, 5, 5], "pipeline.unit_times": [1.0, 1.0, 0.5]}
-    config = config_of(**FIRST | values)
-    assert times_of_chunks(config).forward == (6, 4, 5, 5)
+    timed = {"pipeline.layers_per_stage": [2, 4, 5, 5], "pipeline.unit_times": [1.0, 1.0, 0.5]}
+    assert times_of_chunks(config_of(**FIRST | timed)).forward == (6, 4, 5, 5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -119,12 +113,8 @@ def test_unit_times_count_first_dense_layers_with_the_first_chunk():
     share=st.floats(0, 1),
 )
 def test_no_cut_that_fits_has_a_faster_slowest_stage(layers, S, vocabulary, schedule, share):
-    values = {
-        "model.num_layers": layers,
-        "model.vocab_size": vocabulary,
-        "pipeline.schedule": schedule,
-    }
-    config = config_of(S, **values)
+    values = {"model.num_layers": layers, "model.vocab_size": vocabulary}
+    config = config_of(S, **values, **{"pipeline.schedule": schedule})
     cuts = [predict(config, sizes) for sizes in every_cut(layers, S)]
     needed = sorted(max(cut.memory) for cut in cuts)
     limit = needed[round(share * (len(needed) - 1))]
@@ -181,7 +171,7 @@ def test_a_tenth_faster_where_the_head_dominates():
         assert (
             plan_stages(config, inf).run.makespan
             < 0.9 * predict(config, uniform_sizes(config)).run.makespan
-        ), (name, stages)
+        )
 
 
 def test_a_smaller_limit_moves_layers_to_later_stages():

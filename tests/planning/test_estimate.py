@@ -197,10 +197,7 @@ def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_re
         circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
         staged = config_of(**values, **circular, **by_layer)
         # With the layer's input, which is not counted by itself there.
-        assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice), (
-            model,
-            unread,
-        )
+        assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice)
 
 
 def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():

@@ -68,7 +68,7 @@ def test_options_change_the_parameters():
         assert (
             parameter_count(dataclasses.replace(TINY, **change)) - parameter_count(TINY)
             == difference
-        ), (change, difference)
+        )
 
 
 def test_flops_are_six_per_weight_and_causal_attention():

@@ -50,7 +50,7 @@ def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
         assert decision == mode, (values, mode)
         assert note.startswith(
             f"pipeline.fsdp_gather={mode}: whole weights and {what} take 0.00 GiB"
-        ), (values, mode)
+        )
         assert note.endswith("at most 5% of a device's 95 GiB"), (values, mode)
 
 
@@ -162,7 +162,7 @@ def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole():
         assert decision == mode, (values, mode)
         assert note.startswith(
             f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, at "
-        ), (values, mode)
+        )
 
 
 def test_auto_is_once_without_split_weights_where_units_would_prepare_them():

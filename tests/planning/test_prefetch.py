@@ -28,7 +28,7 @@ def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so():
         assert not does, (kind, size)
         assert (
             f"mesh axis fsdp has {size} devices, and steps are chosen for up to {longest} " in note
-        ), (kind, size)
+        )
 
 
 def test_prefetch_is_off_without_a_word_where_nothing_is_decided():

@@ -33,9 +33,7 @@ def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle():
     for values in ({}, CIRCULAR):
         value, (note,) = decided(V5P, **SEVERAL | values)
         assert value == "false", values
-        assert note.startswith(
-            "pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values"
-        ), values
+        assert note.startswith("pipeline.remat_cheap=false: with at most 0.00 GiB of cheap values")
         assert note.endswith("at most 50% of a device's 95 GiB"), values
 
 

@@ -60,7 +60,7 @@ def test_timed_orders_agree_with_the_simulation():
             assert timing.span == pytest.approx(run.span.max()), (name, costs)
             assert [
                 work.peak(row, orders.whole) for row in orders.stages
-            ] == run.peak_in_flight.tolist(), (name, costs)
+            ] == run.peak_in_flight.tolist()
             assert work.lower_bound() <= timing.makespan + 1e-9, (name, costs)
 
 
@@ -94,10 +94,7 @@ def test_list_scheduling_with_the_memory_of_a_named_schedule_is_as_fast():
             run = simulate(table, costs)
             work = workload(4, 8, 1, "loop", costs, int(run.peak_in_flight.max()))
             orders = [schedule_units(work, policy) for policy in policies(work, name == "1f1b")]
-            assert min(work.time(o).makespan for o in orders) == pytest.approx(run.makespan), (
-                name,
-                costs,
-            )
+            assert min(work.time(o).makespan for o in orders) == pytest.approx(run.makespan)
 
 
 def test_throttled_lockstep_table_under_any_cap_is_valid_and_within_it():

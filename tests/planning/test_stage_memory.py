@@ -32,11 +32,11 @@ def test_as_many_units_are_in_flight_as_the_simulator_says():
             counts = units_in_flight(table)
             assert [stage.sum(axis=1).max() for stage in counts] == simulate(
                 table
-            ).peak_in_flight.tolist(), (S, M)
+            ).peak_in_flight.tolist()
             assert all(stage.min() >= 0 for stage in counts), (S, M)
             assert any(stage[:, table.num_repeats :].any() for stage in counts) == (
                 "W" in table.kinds
-            ), (S, M)
+            )
 
 
 TWO_STAGES = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2}

@@ -85,10 +85,7 @@ def test_weights_gathered_once_a_repeat_are_there_two_or_three_times():
         chunk = 2 * 40
         assert found.copies == 2 * sets * chunk + 2 * 100, (microbatches, repeats)
         # Of the repeats at work there are whole sums, and no gradients at rest yet.
-        assert found.gradients == 4 * (170 - sums * 160 / repeats + sums * chunk), (
-            microbatches,
-            repeats,
-        )
+        assert found.gradients == 4 * (170 - sums * 160 / repeats + sums * chunk)
         assert found.head == 2 * 100, (microbatches, repeats)
 
 

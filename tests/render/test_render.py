@@ -72,9 +72,7 @@ def test_coloured_text_is_the_same_table_with_chunks_as_shades():
 def test_wide_tables_are_folded_to_the_terminal():
     for colour in (False, True):
         text = render_terminal(run("1f1b", 2, 12), colour=colour, width=60)
-        assert (
-            max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()[3:]) <= 60
-        ), colour
+        assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()[3:]) <= 60
         assert sum(line.startswith("tick  ") for line in text.splitlines()) > 1, colour
 
 
@@ -94,7 +92,7 @@ def test_a_chart_holds_a_box_for_every_unit():
         assert any(
             title.startswith("1F4: forward of microbatch 4, chunk 0 of stage 1, ")
             for title in titles
-        ), name
+        )
 
 
 def test_a_chart_of_units_that_take_no_time_is_drawn():

@@ -13,10 +13,7 @@ def test_basis_names_the_network_between_slices_where_there_are_several(monkeypa
         chip = chip_of("v5p")
         text = basis_of(mesh(slices), chip).text()
         assert text.startswith("libtpu 0.0's cycle estimates; 1.75 GHz, "), (slices, names_dcn)
-        assert (f", DCN {chip.dcn_bandwidth / 1e9:.3g} GB/s" in text) == names_dcn, (
-            slices,
-            names_dcn,
-        )
+        assert (f", DCN {chip.dcn_bandwidth / 1e9:.3g} GB/s" in text) == names_dcn
 
 
 def test_constants_without_a_known_network_name_none():

@@ -40,22 +40,16 @@ def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch():
             ("F", forward_ticks),
             ("FB", both),
             ("B", forward_ticks),
-        ], (repeats, forward_ticks)
+        ]
         assert [phase.heads for phase in phases] == [0, 8, 0], (repeats, forward_ticks)
         assert sum(phase.embeddings for phase in phases) == 8, (repeats, forward_ticks)
         assert sum(phase.embedding_gradients for phase in phases) == 8, (repeats, forward_ticks)
-        assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8, (
-            repeats,
-            forward_ticks,
-        )
+        assert times_taken(phases, 1.0, origin("phase_1/while/body/head"), both) == 8
         assert times_taken(phases, 1.0, origin("phase_0/while/body/forward/embedding"), 7) == (
             phases[0].embeddings
-        ), (repeats, forward_ticks)
-        backward = origin("phase_2/while/body/backward/embedding")
-        assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients, (
-            repeats,
-            forward_ticks,
         )
+        backward = origin("phase_2/while/body/backward/embedding")
+        assert times_taken(phases, 1.0, backward, 7) == phases[2].embedding_gradients
         # A conditional that is none of the table's is taken each time.
         assert times_taken(phases, 1.0, origin("optimizer"), 1) == 1, (repeats, forward_ticks)
 
@@ -73,10 +67,7 @@ def test_global_share_is_that_of_the_stage_with_most_layers_that_see_all():
         config = resolve(replace(Config(), **keys), stages)
         assert global_share(config) == pytest.approx(share), (layers, stages)
         attention = Origin("jit(train_step)/transpose(jvp(layer))/attention/cond")
-        assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share), (
-            layers,
-            stages,
-        )
+        assert times_taken([], global_share(config), attention, 12) == pytest.approx(12 * share)
 
 
 def test_chunk_share_is_that_of_the_chunks_own_layers():

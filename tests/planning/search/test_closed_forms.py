@@ -176,10 +176,7 @@ def test_modes_of_gathers_are_tried_where_they_differ(config):
         for grid in grids:
             differ = any(grid.size(axis) > 1 for axis in axes)
             offered = block_of(space, legality, grid, engine, schedule, 32).gathers
-            assert offered == ("per_iteration", *(("per_repeat", "once") if differ else ())), (
-                engine,
-                schedule,
-            )
+            assert offered == ("per_iteration", *(("per_repeat", "once") if differ else ()))
         assert {grid.size("fsdp") for grid in grids} == {1, 2, 4}, (engine, schedule)
 
 

@@ -69,10 +69,7 @@ def test_a_kernel_that_holds_scores_needs_memory_for_them():
         }
         more = {name: after - before for name, (before, after) in widths.items()}
         of_token = HEADS * TOKENS
-        assert more == {"working": arrays * 3 * of_token, "made": 3 * of_token, "results": 0}, (
-            topology,
-            arrays,
-        )
+        assert more == {"working": arrays * 3 * of_token, "made": 3 * of_token, "results": 0}
 
 
 def test_probabilities_are_kept_where_everything_is():

@@ -66,7 +66,4 @@ def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compi
         assert refusing_margin(compiled) == margin, (share, margin)
         crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
         for others in ([least], [crashed]):
-            assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None, (
-                share,
-                margin,
-            )
+            assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None

@@ -52,10 +52,7 @@ def test_what_a_weight_gradient_needs_goes_through_a_store_in_one_program():
         each = sizes.itemsize * sizes.tokens * sizes.stash / MACHINE.stream_rate(sizes.itemsize)
         assert value(each) > 0, (engine, schedule)
         assert value(traffic.stashed) == pytest.approx(is_stored * value(each)), (engine, schedule)
-        assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each)), (
-            engine,
-            schedule,
-        )
+        assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each))
 
 
 def test_lockstep_casts_weights_where_they_are_gathered():
@@ -128,14 +125,8 @@ def test_circular_copies_a_chunk_out_of_its_stage_and_layers_out_of_a_chunk():
         choices = {"num_repeats": [repeats], "fsdp_gather": ["per_iteration"]}
         sizes = sizes_of("circular", "circular", fixed=fixed, **choices)
         traffic = traffic_of(sizes)
-        assert value(traffic.forward) == pytest.approx(copies * copy_seconds(sizes)), (
-            repeats,
-            layers,
-        )
-        assert value(traffic.backward) == pytest.approx(copies * copy_seconds(sizes)), (
-            repeats,
-            layers,
-        )
+        assert value(traffic.forward) == pytest.approx(copies * copy_seconds(sizes))
+        assert value(traffic.backward) == pytest.approx(copies * copy_seconds(sizes))
 
 
 def test_sequential_reads_whole_weights_in_place():

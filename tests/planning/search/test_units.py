@@ -81,7 +81,7 @@ def test_logits_move_through_memory_besides_the_heads_products():
         tokens = np.broadcast_to(sizes.tokens, (2, 1, 1, 1, 1)).reshape(-1)
         assert heads[0] - heads[1] == pytest.approx(
             16 * 4096 * (tokens[0] - tokens[1]) / machine.hbm
-        ), (engine, schedule)
+        )
 
 
 def test_attention_that_holds_scores_takes_full_products_and_moves_its_scores():

@@ -150,10 +150,7 @@ def test_circular_sums_along_a_whole_torus_are_of_whole_arrays_where_autodiff_ma
         assert np.ravel(waits.scatter / moved) == pytest.approx(expected), (gather, by_partitioner)
         outer = sizes.parameters.embed_gathered + sizes.parameters.head_gathered
         outer = sizes.itemsize * (outer - sizes.parameters.outer_at_rest)
-        assert np.ravel(waits.outer / outer) == pytest.approx(in_two_steps + whole), (
-            gather,
-            by_partitioner,
-        )
+        assert np.ravel(waits.outer / outer) == pytest.approx(in_two_steps + whole)
 
 
 def test_half_of_a_layers_gradients_are_scattered_when_nothing_else_computes():
@@ -172,9 +169,7 @@ def test_half_of_a_layers_gradients_are_scattered_when_nothing_else_computes():
         assert np.all(sizes.layers == 2), schedule
         waits = waits_of(sizes, machine)._replace(backward=0.0, gradient=0.0)
         backward = unit_waits(sizes, units_of(sizes, machine), waits)[1]
-        assert np.ravel(backward) == pytest.approx(0.5 * float(np.ravel(waits.scatter)[0])), (
-            schedule
-        )
+        assert np.ravel(backward) == pytest.approx(0.5 * float(np.ravel(waits.scatter)[0]))
 
 
 def test_gradients_in_steps_leave_in_the_dtype_of_activations():
@@ -202,9 +197,7 @@ def test_stages_in_other_slices_exchange_shards_of_the_head_and_parts_of_activat
         waits = waits_of(sizes, machine)
         # Joined after the lookup, dealt before the head, and the gradients of both: half of each.
         activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
-        assert np.ravel(waits.dealt) == pytest.approx(np.ravel(4 * activations / 2 / network)), (
-            is_tied
-        )
+        assert np.ravel(waits.dealt) == pytest.approx(np.ravel(4 * activations / 2 / network))
         assert np.all(waits_of(within, machine_of("v5e:2x4", 1, Config())).dealt == 0), is_tied
         # A shard in the dtype of activations, and back a part of its gradient in float32.
         shard = sizes.config.model.vocab_size * sizes.config.model.embed_dim / 8
