@@ -21,6 +21,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.render import plan_notes
 
 BASE = Path("configs/base.yml").resolve()
+PLAIN = ["--fix", "mesh.ici.tensor=1", "--fix", "mesh.ici.context=1"]
 FEW = ["--fix", "pipeline.remat_policy=full", "--try", "pipeline.schedule=lockstep_1f1b,circular"]
 FROM = ["base", "--topology", "cpu:4"]
 SMALL = [*FROM, *FEW]
@@ -139,7 +140,7 @@ def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row_or_says_wh
         f"pipeline: {{engine: mpmd, schedule: {schedule}, layers_per_stage: auto}}\n"
     )
     command = ["own.yml", "--topology", topology, "--no-compile", "--compare"]
-    assert plan.main([*command, "--fix", "pipeline.remat_policy=full"]) == 0
+    assert plan.main([*command, *PLAIN, "--fix", "pipeline.remat_policy=full"]) == 0
     (own,) = (line for line in capsys.readouterr().out.splitlines() if "your conf" in line)
     assert words in own
 
@@ -155,7 +156,13 @@ def test_written_file_is_trained_by_a_command_that_a_shell_can_read(capsys, tmp_
 
 
 def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(capsys, tmp_path):
-    fixed = ["--no-compile", "--fix", "pipeline.schedule=lockstep_1f1b"]
+    fixed = [
+        "--no-compile",
+        "--fix",
+        "pipeline.schedule=lockstep_1f1b",
+        "--fix",
+        "mesh.ici.context=1",
+    ]
     best, page = tmp_path / "best.yml", tmp_path / "page.html"
     files = ["--write", str(best), "--html", str(page), "--compare"]
     assert plan.main(["llama3-405b", "--topology", "v5p:2x2x1", *fixed, *files]) == 3
@@ -191,7 +198,7 @@ def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys, tmp_p
     words = ["qwen3-0.6b", "--topology", "v5e", "--smallest", "--no-compile"]
     fixed = ["--fix", "pipeline.schedule=lockstep_1f1b", "--tokens-per-step", "256Ki"]
     files = {"--json": tmp_path / "plan.json", "--html": tmp_path / "plan.html"}
-    assert plan.main([*words, *fixed, *(str(w) for f in files.items() for w in f)]) == 0
+    assert plan.main([*words, *PLAIN, *fixed, *(str(w) for f in files.items() for w in f)]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("slice "))
     rows = [line for line in lines[start + 1 :] if line.startswith("v5e:")]
@@ -219,7 +226,7 @@ def test_smallest_slice_and_larger_ones_are_listed_with_their_cost(capsys, tmp_p
 def test_smallest_of_several_slices_says_how_many(capsys):
     words = ["qwen3-0.6b", "--topology", "v5e", "--smallest", "--no-compile"]
     words += ["compile.num_slices=2", "--fix", "pipeline.engine=sequential"]
-    assert plan.main([*words, "--fix", "mesh.ici.tensor=1", "--fix", "mesh.ici.context=1"]) == 0
+    assert plan.main([*words, *PLAIN]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("slice "))
     count, times, topology, chips, *_ = lines[start + 1].split()

@@ -104,7 +104,7 @@ def test_first_dense_layers_belong_to_the_first_chunk():
     assert times_of_chunks(config_of(**FIRST | timed)).forward == (6, 4, 5, 5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     layers=st.integers(4, 9),
     S=st.sampled_from([2, 4]),

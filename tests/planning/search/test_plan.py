@@ -31,12 +31,19 @@ def planned(request):
     return make_plan(request, Facts(request.config))
 
 
-def on_small_devices():
-    """Return a plan where everything fits, and a request where most of that does not."""
-    free = planned(requested("v5p:2x2x2", batch=64))
+@pytest.fixture(scope="module")
+def free():
+    """Return a plan for eight devices, where everything fits."""
+    return planned(requested("v5p:2x2x2", batch=64))
+
+
+@pytest.fixture(scope="module")
+def tight(free):
+    """Return a request for smaller devices, where most of that does not fit, and its plan."""
     sizes = sorted(candidate.memory for candidate in free.outcome.fitting)
     least = sizes[len(sizes) // 8]
-    return free, requested("v5p:2x2x2", batch=64, capacity=least, margin=0.0)
+    request = requested("v5p:2x2x2", batch=64, capacity=least, margin=0.0)
+    return request, planned(request)
 
 
 @pytest.fixture
@@ -57,8 +64,8 @@ def refused(monkeypatch):
     return refuse
 
 
-def test_every_mesh_that_fits_is_a_row_however_near_the_candidates_of_the_best_ones_are():
-    plan = planned(requested("v5p:2x2x2", batch=64))
+def test_every_mesh_that_fits_is_a_row_however_near_the_candidates_of_the_best_ones_are(free):
+    plan = free
     sorts = {candidate.sort for candidate in plan.outcome.fitting}
     assert len(plan.rows) == min(len(sorts), module.ROWS) > 50
     assert len({row.candidate.sort for row in plan.rows}) == len(plan.rows)
@@ -77,9 +84,9 @@ def test_layers_in_a_loop_are_a_row_of_their_own_and_shown_with_those_compiled_o
     assert shown[module.SHOWN :] == twins
 
 
-def test_rows_are_those_that_pass_the_checks_where_the_best_hundred_fail(refused):
+def test_rows_are_those_that_pass_the_checks_where_the_best_hundred_fail(free, refused):
     request = requested("v5p:2x2x2", batch=64)
-    best = {candidate.grid for candidate in planned(request).outcome.fitting[:100]}
+    best = {candidate.grid for candidate in free.outcome.fitting[:100]}
     checked = refused(
         lambda config: tuple(config.mesh.size(axis) for axis in MESH_AXES) in {g.ici for g in best}
     )
@@ -103,9 +110,8 @@ def test_checks_end_where_too_many_fail(refused, monkeypatch):
     assert len(checked) == 20
 
 
-def test_misfits_are_the_faster_ones_that_need_least_memory():
-    free, request = on_small_devices()
-    plan = planned(request)
+def test_misfits_are_the_faster_ones_that_need_least_memory(free, tight):
+    request, plan = tight
     limit, best = request.limit, plan.rows[0]
     faster = [
         candidate
@@ -122,8 +128,8 @@ def test_misfits_are_the_faster_ones_that_need_least_memory():
         assert row.reason.endswith(f"% faster, {above}")
 
 
-def test_misfits_of_a_search_are_faster_and_none_of_a_block_beats_another():
-    outcome = planned(on_small_devices()[1]).outcome
+def test_misfits_of_a_search_are_faster_and_none_of_a_block_beats_another(tight):
+    outcome = tight[1].outcome
     assert outcome.misfits
     assert all(c.per_sequence < outcome.fastest for c in outcome.misfits)
     for one, other in itertools.combinations(outcome.misfits, 2):
