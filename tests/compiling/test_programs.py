@@ -17,34 +17,17 @@ from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.planning.auto_stages import bubble_fraction
 
 SMALL = [
-    "compile.topology=cpu",
-    "mesh.simulated_devices=8",
-    "mesh.ici.data=2",
-    "model.num_layers=2",
-    "model.embed_dim=16",
-    "model.num_query_heads=2",
-    "model.num_kv_heads=2",
-    "model.mlp_dim=32",
-    "data.sequence_length=16",
-    "pipeline.schedule=zb_h1",
-    "pipeline.layers_per_stage=auto",
-    "model.tie_embeddings=true",
+    *("compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.data=2"),
+    *("model.num_layers=2", "model.embed_dim=16", "model.mlp_dim=32"),
+    *("model.num_query_heads=2", "model.num_kv_heads=2", "model.tie_embeddings=true"),
+    *("data.sequence_length=16", "pipeline.schedule=zb_h1", "pipeline.layers_per_stage=auto"),
 ]
 SLICED = (
-    "compile.topology=v5e:2x2",
-    "pipeline.schedule=1f1b",
-    "pipeline.engine=mpmd",
-    "pipeline.num_repeats=1",
-    "pipeline.num_microbatches=2",
-    "model.num_layers=2",
-    "model.embed_dim=256",
-    "model.num_query_heads=2",
-    "model.num_kv_heads=2",
-    "model.head_dim=128",
-    "model.mlp_dim=256",
-    "model.vocab_size=512",
+    *("compile.topology=v5e:2x2", "pipeline.schedule=1f1b", "pipeline.engine=mpmd"),
+    *("pipeline.num_repeats=1", "pipeline.num_microbatches=2", "data.global_batch_size=16"),
+    *("model.num_layers=2", "model.embed_dim=256", "model.mlp_dim=256", "model.vocab_size=512"),
+    *("model.num_query_heads=2", "model.num_kv_heads=2", "model.head_dim=128"),
     "data.sequence_length=128",
-    "data.global_batch_size=16",
 )
 ONE_PROGRAM = [
     "pipeline.schedule=lockstep_1f1b",

@@ -175,11 +175,9 @@ def test_forward_alone():
 
 
 def test_impossible_costs_are_refused():
+    one_per_stage = r"forward=\[1.0, 2.0, 3.0\]: give one number, or one per stage \(2\)"
     for costs, message in (
-        (
-            Costs(forward=[1, 2, 3]),
-            r"forward=\[1.0, 2.0, 3.0\]: give one number, or one per stage \(2\)",
-        ),
+        (Costs(forward=[1, 2, 3]), one_per_stage),
         (Costs(backward=-1), "backward=-1.0: must not be negative"),
         (Costs(communication=-1), "communication=-1: must not be negative"),
         (Costs(collectives=1.5), "collectives=1.5: must be a fraction from 0 to 1"),

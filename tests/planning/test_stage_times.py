@@ -88,13 +88,9 @@ def flops(f, *args):
 @pytest.fixture(scope="module")
 def config():
     """Wide enough that matrix products dominate; no recomputation, which depends on the chunk."""
-    wide = {
-        "model.embed_dim": 512,
-        "model.num_kv_heads": 2,
-        "model.mlp_dim": 1024,
-        "model.vocab_size": 2048,
-    }
-    return config_of(**wide, **{"model.dtype": "float32", "pipeline.remat_policy": "none"})
+    wide = {"model.embed_dim": 512, "model.num_kv_heads": 2, "model.mlp_dim": 1024}
+    wide |= {"model.vocab_size": 2048, "model.dtype": "float32"}
+    return config_of(**wide, **{"pipeline.remat_policy": "none"})
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +157,7 @@ def test_first_dense_layers_are_those_compiled(config, unit):
 
 
 def test_first_dense_layers_are_computed_again_once():
-    changes = {
-        "model.moe.experts": 4,
-        "model.num_layers": 18,
-        "model.first_dense_layers": 2,
-    }
+    changes = {"model.moe.experts": 4, "model.num_layers": 18, "model.first_dense_layers": 2}
     twice = {"pipeline.remat_policy": "full", "pipeline.remat_layers": True}  # for other layers
     none, full = (
         first_layers(config_of(**changes | values))

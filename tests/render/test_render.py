@@ -61,25 +61,11 @@ def test_plain_text_says_what_waits_for_weight_gradients():
     assert "stash" not in render_terminal(run("lockstep_1f1b", 3, 6, 2), colour=False, width=200)
 
 
-def test_coloured_text_is_the_same_table_with_chunks_as_shades():
-    result = run("lockstep_1f1b", 2, 4, 2)
-    text = render_terminal(result, colour=True, width=200)
-    cells = re.findall(r"\x1b\[48;5;(\d+)m\x1b\[38;5;\d+m +\d+\x1b\[0m", text)
-    assert len(cells) == 2 * 4 * 4
-    assert len(set(cells)) == 4
-
-
 def test_wide_tables_are_folded_to_the_terminal():
     for colour in (False, True):
         text = render_terminal(run("1f1b", 2, 12), colour=colour, width=60)
         assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()[3:]) <= 60
         assert sum(line.startswith("tick  ") for line in text.splitlines()) > 1, colour
-
-
-def test_very_long_tables_are_cut_and_say_so():
-    text = render_terminal(run("1f1b", 2, 500), colour=False, width=80)
-    assert "more ticks; --html FILE shows them all" in text
-    assert len(text.splitlines()) < 50
 
 
 def test_a_chart_holds_a_box_for_every_unit():

@@ -71,8 +71,6 @@ def by_table(candidate, config):
     ("keys", "tolerance"),
     [
         ({"model.dtype": "bfloat16", "model.tie_embeddings": True}, 0.01),
-        ({"pipeline.remat_layers": True}, 0.01),
-        pytest.param(MIXTURE, 0.01, marks=pytest.mark.slow),
         pytest.param(FIRST, 0.06, marks=pytest.mark.slow),
     ],
 )
