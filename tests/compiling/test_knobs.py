@@ -5,8 +5,6 @@ import pytest
 from maxpipe.compiling.knobs import gains
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import Tpu
-from maxpipe.planning import gather_mode
-from maxpipe.planning.estimate import estimate
 from maxpipe.planning.gather_mode import with_gather_mode
 
 SIZES = {
@@ -80,30 +78,8 @@ def test_gains_count_first_dense_layers_with_their_own_flops():
     assert share == pytest.approx(none / full)
 
 
-SPLIT = {"mesh.ici.fsdp": 4, "pipeline.num_repeats": 2, "pipeline.schedule": "circular"}
 V5P = Tpu(95 * 2.0**30, 8)
 POLICY = "pipeline.remat_policy"
-
-
-def test_gains_name_the_mode_where_auto_would_gather_more_often(monkeypatch):
-    """The bound of the compiled step does not know those gathers."""
-    written = replace(Config(), **SIZES | SPLIT | {"pipeline.schedule": "lockstep_1f1b"})
-
-    def gained():
-        resolved = with_gather_mode(resolve(written, 8), V5P)
-        facts = {"needed": 0.0, "capacity": 1e12, "flops": 1.0, "mfu": 0.1}
-        assert resolved.pipeline.fsdp_gather == "once"
-        return gains(written, resolved, (8, 1), tpu=V5P, bound_mfu=lambda c, f: 1 / f, **facts)
-
-    full, none = (
-        estimate(with_gather_mode(resolve(replace(written, **{POLICY: p}), 8), V5P), V5P).total
-        for p in ("full", "none")
-    )
-    assert "pipeline.remat_policy=none" in [gain.words for gain in gained()]
-    monkeypatch.setattr(gather_mode, "ROOM", (full + none) / 2 / V5P.memory)
-    words = [gain.words for gain in gained()]
-    assert "pipeline.remat_policy=none" not in words
-    assert "pipeline.remat_policy=none pipeline.fsdp_gather=once" in words
 
 
 def test_gains_unroll_a_loop_over_layers_on_tpus():

@@ -82,21 +82,6 @@ def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_a
         assert float(share) == pytest.approx(100 * (data["relative_time"] - 1), abs=0.051)
 
 
-def test_a_note_says_where_rows_that_were_not_compiled_may_be_faster(plan, monkeypatch):
-    def notes(times):
-        compiled(monkeypatch, [proved(times * plan.rows[0].seconds)])
-        lines = basis_lines(prove(plan, 1, lambda line: None))
-        return [line for line in lines if line.startswith("by the compiler")]
-
-    assert notes(0.9) == []
-    (note,) = notes(1.45)
-    faster = sum(row.seconds < 1.45 * plan.rows[0].seconds for row in plan.rows[1:])
-    assert note.endswith(
-        f"45% more than by closed forms; {faster} rows that were not compiled may be faster: "
-        "--compile 4 compares them"
-    )
-
-
 def of_engine(row, engine):
     return dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, engine=engine))
 

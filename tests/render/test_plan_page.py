@@ -15,12 +15,6 @@ def plan():
     return small_plan("v5p:2x2x1")
 
 
-def test_labels_that_are_too_long_are_squeezed_into_their_space(plan):
-    for name in ("", "a configuration whose name is far too long"):
-        row = dataclasses.replace(plan.rows[0], name=name)
-        assert bars_svg(plan, [row]).count(' textLength="292"') == bool(name), name
-
-
 def test_bars_without_seconds_are_multiples_of_the_same_row_as_in_the_table():
     plan = small_plan("cpu:4")
     own = dataclasses.replace(plan.rows[0], name="your configuration", scale=0.75)

@@ -47,13 +47,6 @@ def test_a_slow_tail_of_the_front_does_not_squeeze_the_picture(plan):
         assert len(line.split()) == svg.count('r="4"') == drawn, (points, longest)
 
 
-def test_the_axis_goes_beyond_a_chosen_one_that_is_far_slower_than_what_does_not_fit(plan):
-    fast, slow = with_points(plan, (0.2, 3.0)).outcome.fitting[::-1]
-    outcome = dataclasses.replace(plan.outcome, fitting=[slow], misfits=[fast])
-    svg = scatter_svg(dataclasses.replace(plan, outcome=outcome))
-    assert svg.count('r="4"') == 2
-
-
 def test_the_chosen_point_has_a_ring_and_a_label(plan):
     svg = scatter_svg(with_points(plan, (1.2, 0.9)))
     (ring,) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="8"', svg)

@@ -30,8 +30,8 @@ from maxpipe.compiling.prediction.predict import (
     parts_of,
     unknowns,
 )
-from maxpipe.compiling.prediction.prediction import CollectiveTime, Prediction
-from maxpipe.compiling.prediction.timeline import OUTSIDE, Conditional
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.timeline import OUTSIDE
 from maxpipe.devices.chips import CHIPS, chip_of
 
 
@@ -202,25 +202,6 @@ def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_gues
     assert line in prediction.lines()
     certain = Prediction(walked().seconds, BASIS, parts_of(walked()))
     assert "priced by its bytes" not in "\n".join(certain.lines())
-
-
-def test_each_collective_stands_below_the_sum_of_all_and_above_the_smaller_parts():
-    parts = dict.fromkeys(Part, 0.1) | {Part.COLLECTIVES: 0.5, Part.COPIES: 0.2}
-    times = [CollectiveTime("all-reduce", "fsdp", 0.3), CollectiveTime("all-gather", "", 0.2)]
-    lines = Prediction(1.0, BASIS, parts, times, guessed=0.3).lines()
-    place = next(n for n, line in enumerate(lines) if line.startswith("  collectives, exposed"))
-    names = [line.split("  ")[:3] for line in lines[place + 1 :]]
-    assert names[0] == ["", "", "all-reduce fsdp"]
-    assert names[1] == ["", "", "all-gather"]
-    assert lines[place + 3].startswith("  copies, exposed")
-    assert lines[-1].endswith("is priced by its bytes")
-
-
-def test_prediction_counts_conditionals_that_are_alike_in_one_line():
-    layers = [Conditional("attention", "phase_0", 1, 0.25, 2e-3)] * 6
-    head = [Conditional("head", "phase_0", 4, 4, 1.0)]
-    lines = Prediction(1.0, BASIS, {}, conditionals=layers + head).lines()
-    assert lines[1:] == ["  attention in phase_0: taken 1.5 of 6 times, 0.002 s each"]
 
 
 def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
