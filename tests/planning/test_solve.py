@@ -119,7 +119,6 @@ def test_improve_joins_and_moves_units_and_keeps_the_memory():
 
 CASES = [
     (4, 8, 1, "loop", None, 5),
-    (3, 6, 2, "loop", None, 7),
     (3, 6, 2, "v", None, 6),
     (4, 4, 2, "v", False, 4),
     (3, 7, 2, "loop", True, 11),
