@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
@@ -413,6 +414,11 @@ def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warnin
     needed = 4 * json.loads(file.read_text())["rows"][0]["memory_bytes"]
     (warning,) = warnings
     assert [float(n) * GIB for n in warning] == pytest.approx([needed, 8 * 2**20], rel=1e-2)
+    # Where the machine does not say, all of its memory counts.
+    monkeypatch.setattr(plan_notes, "free_memory", Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(plan_notes.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 1024}.get)
+    assert plan.main([*SMALL, "--fix", "pipeline.engine=sequential"]) == 0
+    assert "and 1.91e-06 are free" in capsys.readouterr().out
 
 
 def test_layers_outside_the_pipeline_tiles_and_another_batch_are_said(capsys):
