@@ -12,8 +12,6 @@ from maxpipe.config import Config, ConfigError, replace
 from maxpipe.data.files import find_files
 from maxpipe.data.loader import make_loader
 
-s3fs = pytest.importorskip("s3fs", reason="needs the extra `s3`")
-
 OBJECTS = {
     "corpus/b.jsonl": b'{"text": "second"}\n',
     "corpus/a.jsonl.gz": gzip.compress(b'{"text": "first"}\n{"text": "also first"}\n'),
@@ -93,12 +91,13 @@ def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path, e
     async def fail(*args, **options):
         raise error
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "_get_file", fail)
+    monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
     with pytest.raises(ConfigError, match=message):
         find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
 def test_fetch_without_credentials_names_variables_quickly(without_s3_keys, tmp_path):
+    pytest.importorskip("s3fs", reason="needs the extra `s3`")
     began = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -5,6 +5,7 @@ Only NumPy is needed. Logits of transformers for them are in `tests/golden/hf`.
 
 import json
 import zlib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 def keys_of(name: str) -> dict[str, object]:
     """Return what is given to the configuration class of a case's type."""
-    return {**_COMMON, **CASES[name][1]}
+    return deepcopy({**_COMMON, **CASES[name][1]})  # the class may change what it is given
 
 
 def tokens() -> np.ndarray:

@@ -15,8 +15,6 @@ from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.hf.exporter import copy_companions
 from maxpipe.training.run_directory import RunDirectory
 
-transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
-
 SPECIALS = ["<s>", "</s>", "<|start|>", "<|end|>"]
 TEXT = "What is it, é 漢字 😀? It is a test of the assistant and the user, {}[]:,\n"
 # One marks what the assistant writes in the middle of words, one begins with a loop control and has
@@ -60,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize("source", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, folder):
+def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, folder, transformers):
     (folder / "chat_template.jinja").write_text(source)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
@@ -83,7 +81,7 @@ def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, fo
 
 
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_the_names_that_transformers_gives_it(read, folder):
+def test_reasoning_has_the_names_that_transformers_gives_it(read, folder, transformers):
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<think>"
         "{{ m.READ }}</think>{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
@@ -97,7 +95,7 @@ def test_reasoning_has_the_names_that_transformers_gives_it(read, folder):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "chatml"])
-def test_export_has_the_template_that_the_run_was_trained_with(own, folder, tmp_path):
+def test_export_has_the_template_that_the_run_was_trained_with(own, folder, tmp_path, transformers):
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATES[1]}
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

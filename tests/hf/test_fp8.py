@@ -125,9 +125,9 @@ def test_scales_that_are_missing_end_the_start_with_the_name(model):
         HfWeights(importing(path))
 
 
-def test_numbers_equal_those_of_transformers():
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="needs `hf-test`")
-    torch = pytest.importorskip("torch")
+def test_numbers_equal_those_of_transformers(torch, transformers):
+    from transformers.integrations import finegrained_fp8 as fp8
+
     numbers, scales, expected = quantised(16, 8)
     stored = torch.from_numpy(numbers.view(np.uint8)).view(torch.float8_e4m3fn)
     pair = {"weight": [stored], "weight_scale_inv": [torch.from_numpy(scales)]}

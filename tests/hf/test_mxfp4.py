@@ -57,9 +57,9 @@ def test_blocks_without_scales_stay_what_they_are(stored):
     assert tensors["x_blocks"] is stored[0]["x_blocks"]
 
 
-def test_numbers_equal_those_of_transformers():
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="needs `hf-test`")
-    torch = pytest.importorskip("torch")
+def test_numbers_equal_those_of_transformers(torch, transformers):
+    from transformers.integrations import mxfp4
+
     blocks, scales, values = packed(E, WIDTH, GROUPS, seed=1)
     theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     np.testing.assert_array_equal(theirs.float().numpy(), values.swapaxes(1, 2))

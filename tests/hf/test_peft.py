@@ -1,7 +1,6 @@
 """Adapters in PEFT itself, live. Needs the extra `hf-test`."""
 
 import dataclasses
-import importlib
 import zlib
 
 import jax
@@ -16,10 +15,6 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.importer import HfWeights
 from maxpipe.model.program import ModelProgram
-
-transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
-torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
-record_hf = importlib.import_module("golden.record_hf")  # needs transformers and torch
 
 TOLERANCE = 2e-5  # of the largest logit
 LORA = {"model.lora.rank": 4, "model.lora.alpha": 6.0}
@@ -51,11 +46,13 @@ def save_run(base, directory):
 
 
 def logits_of(model):
+    import torch
+
     with torch.no_grad():
         return model(torch.from_numpy(tokens()).long()).logits[0].numpy()
 
 
-def with_images(base):
+def with_images(base, torch, transformers):
     """Write a tiny Gemma 3 with a vision tower, whose projections have the text part's names."""
     text = {
         **keys_of("llama"),
@@ -75,15 +72,16 @@ def with_images(base):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gemma3 with images"])
-def test_peft_and_the_merged_model_have_the_logits_of_the_run(name, tmp_path):
-    # Here, since its import takes long and every worker loads this file.
+def test_peft_and_the_merged_model_have_the_logits_of_the_run(
+    name, tmp_path, torch, transformers, record_hf
+):
     peft = pytest.importorskip("peft", reason="needs the extra `hf-test`")
     base, adapter, merged = (tmp_path / part for part in ("base", "adapter", "merged"))
     if name in CASES:
         model = record_hf.model_of(name)
         model.save_pretrained(base)
     else:
-        model = with_images(base)
+        model = with_images(base, torch, transformers)
     save_run(base, tmp_path)
     expected = np.asarray(maxpipe.load_model(tmp_path).logits(tokens())[0])
     scale = np.abs(expected).max()

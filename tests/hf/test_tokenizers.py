@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, processors
 from maxpipe.data.chat_template import load_chat_template
 from maxpipe.data.tokenizers import encode_prompt, frame_of, load_tokenizer
 
-transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
-
 SPECIALS = ["<s>", "</s>", "<pad>", "[MASK]"]
 IDS = {token: index for index, token in enumerate(SPECIALS)}
 CLASSES = [
@@ -44,7 +42,9 @@ def _named(draw, **marks):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drawn_tokenizer_frames_texts_and_names_tokens_as_transformers(seed, tmp_path):
+def test_drawn_tokenizer_frames_texts_and_names_tokens_as_transformers(
+    seed, tmp_path, transformers
+):
     draw = random.Random(seed)
     path = write_byte_pairs(tmp_path, "the quick brown fox", SPECIALS, size=300)
     stored = Tokenizer.from_file(str(path))

@@ -1,7 +1,6 @@
 """The other side: transformers itself, live. Needs the extra `hf-test`."""
 
 import dataclasses
-import importlib
 import json
 
 import jax
@@ -34,10 +33,6 @@ from maxpipe.hf.model_types import choose_family
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
 
-transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
-torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
-record_hf = importlib.import_module("golden.record_hf")  # needs both
-
 TOLERANCE = 2e-5  # of the largest logit or gradient
 SPECIAL = ("<pad>", "<s>", "</s>")
 # Families whose text is compared by default; logits of all are.
@@ -45,6 +40,8 @@ FIRST = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 
 
 def torch_logits(model):
+    import torch
+
     with torch.no_grad():
         return model(torch.from_numpy(tokens()).long()).logits[0].numpy()
 
@@ -81,7 +78,7 @@ def save_checkpoint(config, directory):
     return checkpoints
 
 
-def save_tokenizer(folder):
+def save_tokenizer(folder, transformers):
     """Write a tokenizer whose tokens are characters, and which puts <s> before a text."""
     characters = [chr(ord("0") + i) for i in range(VOCAB_SIZE - len(SPECIAL))]
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
@@ -98,7 +95,7 @@ def save_tokenizer(folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recorded_logits_are_those_of_the_installed_version(name):
+def test_recorded_logits_are_those_of_the_installed_version(name, record_hf):
     logits = torch_logits(record_hf.model_of(name))[list(POSITIONS)]
     golden = recorded(name)
     difference = np.abs(logits - np.asarray(golden["logits"])).max()
@@ -106,7 +103,9 @@ def test_recorded_logits_are_those_of_the_installed_version(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_path):
+def test_folder_goes_through_a_checkpoint_and_back_to_transformers(
+    name, tmp_path, transformers, record_hf
+):
     """What save_pretrained writes is read; what is exported loads without a remark."""
     before, after = tmp_path / "before", tmp_path / "after"
     model = record_hf.model_of(name)
@@ -137,12 +136,12 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 )
-def test_command_writes_what_transformers_writes(name, tmp_path, capsys):
+def test_command_writes_what_transformers_writes(name, tmp_path, capsys, transformers, record_hf):
     """Greedy text of 64 tokens from the same prompt; the end of document ends it on both sides."""
     folder = tmp_path / "model"
     model = record_hf.model_of(name)
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, transformers)
     save_checkpoint(
         replace(config_of(folder), **{"data.tokenizer": f"hf:{folder}"}), tmp_path / "run"
     )
@@ -160,12 +159,12 @@ def test_command_writes_what_transformers_writes(name, tmp_path, capsys):
     assert capsys.readouterr().out == f"{prompt}{expected}\n"
 
 
-def test_recorded_training_is_that_of_the_installed_versions():
+def test_recorded_training_is_that_of_the_installed_versions(record_hf):
     losses = np.asarray(record_hf.train())
     assert np.abs(losses - recorded("training")["losses"]).max() <= TOLERANCE
 
 
-def test_every_gradient_is_that_of_torch():
+def test_every_gradient_is_that_of_torch(record_hf):
     """Element by element, as a share of the largest of its tensor."""
     _, gradients = gradients_of(TRAINED, *batch(0))
     expected = record_hf.gradients_of(record_hf.model_of(TRAINED))
@@ -187,7 +186,9 @@ LEFT_OUT["older keys"] = ("rope_parameters",)
     ("name", "dialect"),
     [*((name, "newer keys") for name in CASES), *((name, "older keys") for name in OLDER)],
 )
-def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, dialect, tmp_path):
+def test_config_json_that_is_written_is_the_same_model_in_either_dialect(
+    name, dialect, tmp_path, transformers, record_hf
+):
     golden, family = recorded(name), implementation(MODEL_TYPES[CASES[name][0]])()
     values = {f"model.{key}": value for key, value in family.model(golden["config"]).items()}
     config = resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1)
@@ -218,7 +219,7 @@ FULL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e5}
         {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}},
     ],
 )
-def test_bases_that_a_file_leaves_out_are_those_of_transformers(rope, tmp_path):
+def test_bases_that_a_file_leaves_out_are_those_of_transformers(rope, tmp_path, transformers):
     content = dict(recorded("gemma3")["config"])
     del content["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(content | rope))
@@ -230,7 +231,7 @@ def test_bases_that_a_file_leaves_out_are_those_of_transformers(rope, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "gpt_oss"])
-def test_config_json_without_windows_is_that_of_a_model_that_runs(name, tmp_path):
+def test_config_json_without_windows_is_that_of_a_model_that_runs(name, tmp_path, transformers):
     family = implementation(MODEL_TYPES[CASES[name][0]])()
     values = {f"model.{key}": v for key, v in family.model(recorded(name)["config"]).items()}
     no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}

@@ -1,0 +1,23 @@
+"""The other side: transformers and torch, imported by the tests that compare with them."""
+
+import importlib
+
+import pytest
+
+NEEDS = "needs the extra `hf-test`"
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    return pytest.importorskip("transformers", reason=NEEDS)
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch", reason=NEEDS)
+
+
+@pytest.fixture(scope="session")
+def record_hf(torch, transformers):
+    """What builds the recorded models in torch."""
+    return importlib.import_module("golden.record_hf")
