@@ -38,16 +38,16 @@ def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
     assert texts_of(corpus.open()) == ["one", "two"]
 
 
-@pytest.mark.parametrize("length", [128, 512, 8192])
-def test_corpus_of_one_text_is_read_in_the_pieces_of_a_run(length, tmp_path):
-    text = "".join(f"line {i}\n" for i in range(20_000))
-    path = str(tmp_path / "long.txt")
-    (tmp_path / "long.txt").write_text(text)
-    pieces = texts_of(find_corpus([path], sequence_length=length).open())
-    assert "".join(pieces) == text
-    run = DataConfig(source="text", path=path, sequence_length=length)
-    train, held_out = (texts_of(open_documents(run, split)) for split in ("train", "eval"))
-    assert sorted(pieces) == sorted([*train, *held_out])
+def test_corpus_of_one_text_is_read_in_the_pieces_of_a_run(tmp_path):
+    for length in [128, 512, 8192]:
+        text = "".join(f"line {i}\n" for i in range(20_000))
+        path = str(tmp_path / "long.txt")
+        (tmp_path / "long.txt").write_text(text)
+        pieces = texts_of(find_corpus([path], sequence_length=length).open())
+        assert "".join(pieces) == text
+        run = DataConfig(source="text", path=path, sequence_length=length)
+        train, held_out = (texts_of(open_documents(run, split)) for split in ("train", "eval"))
+        assert sorted(pieces) == sorted([*train, *held_out])
 
 
 def test_corpus_of_files_with_commas_in_their_names_is_that_of_their_directory(folder):

@@ -55,22 +55,23 @@ def recorded(config):
     return json.loads(json.dumps(fingerprint_data(config).to_json()))
 
 
-@pytest.mark.parametrize(("single", "changes"), [("$A", [FRAMED]), ("<s> $A", [])])
 def test_fingerprint_notices_that_documents_begin_otherwise_than_in_earlier_versions(
-    single, changes, config, tmp_path
+    config, tmp_path
 ):
-    path = write_byte_pairs(tmp_path, "fox", ["<s>", "</s>"], size=300)
-    stored = Tokenizer.from_file(str(path))
-    special = [("<s>", 0), ("</s>", 1)]
-    stored.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-    stored.save(str(path))
-    config = replace(config, **{"data.tokenizer": str(path)})
-    saved = recorded(config)
-    assert kinds(config, saved) == []
-    del saved["frame"]
-    assert kinds(config, saved) == [("data.tokenizer", kind) for kind in changes]
-    chats = replace(config, **{"data.source": "chat", "data.chat_template": "chatml"})
-    assert fingerprint_data(chats).frame is None
+    for single, changes in [("$A", [FRAMED]), ("<s> $A", [])]:
+        (folder := tmp_path / single).mkdir()
+        path = write_byte_pairs(folder, "fox", ["<s>", "</s>"], size=300)
+        stored = Tokenizer.from_file(str(path))
+        special = [("<s>", 0), ("</s>", 1)]
+        stored.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+        stored.save(str(path))
+        config = replace(config, **{"data.tokenizer": str(path)})
+        saved = recorded(config)
+        assert kinds(config, saved) == []
+        del saved["frame"]
+        assert kinds(config, saved) == [("data.tokenizer", kind) for kind in changes]
+        chats = replace(config, **{"data.source": "chat", "data.chat_template": "chatml"})
+        assert fingerprint_data(chats).frame is None
 
 
 def test_fingerprint_needs_no_home(config, monkeypatch):
@@ -120,13 +121,10 @@ def test_fingerprint_names_the_file_that_changed(config, corpus):
     (corpus / "b.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     (change,) = fingerprint_data(config).changes_since(saved)
     assert change.text == "b.jsonl has other contents"
-
-
-def test_fingerprint_names_the_sizes_of_a_file_that_was_cut_shorter(config, corpus):
-    saved = recorded(config)
     file = corpus / "c.jsonl"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:100])
+    (corpus / "b.jsonl").write_text("\n".join(lines) + "\n")
     (change,) = fingerprint_data(config).changes_since(saved)
     assert change.text == f"c.jsonl is shorter: {size} -> 100 bytes"
 
@@ -214,26 +212,18 @@ def test_fingerprint_of_many_files_is_quick_and_remembered(config, tmp_path, mon
     saved = recorded(config)
     assert time.perf_counter() - began < 5  # 0.1 s on an idle core
     assert len(json.dumps(saved)) < 10_000
-    monkeypatch.setattr(module, "sampled_digest", lambda path, size: pytest.fail("read again"))
-    assert kinds(config, saved) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sampled_digest", lambda path, size: pytest.fail("read again"))
+        assert kinds(config, saved) == []
     assert [*asdict(fingerprint_data(config).train[0].fingerprint)["files"]]
-
-
-def test_fingerprint_cache_is_not_believed_for_a_file_of_another_time(config, tmp_path):
-    directory = tmp_path / "many"
-    directory.mkdir()
-    for i in range(100):
-        (directory / f"{i:04}.jsonl").write_bytes(b'{"text": "%02d"}\n' % i)
-    config = replace(config, **{"data.path": str(directory)})
-    saved = recorded(config)
-    (directory / "0050.jsonl").write_bytes(b'{"text": "xx"}\n')
+    (directory / "0050.jsonl").write_bytes(b'{"text": "xx"}\n')  # its time is another
     assert kinds(config, saved) == [("data.path", CHANGED)]
 
 
-@pytest.mark.parametrize("damage", [{}, {"data": 3}, {"data": [3], "eval": None, "tokenizer": 0}])
-def test_changes_since_something_else_is_a_type_or_key_error(config, damage):
-    with pytest.raises((TypeError, KeyError)):
-        fingerprint_data(config).changes_since(damage)
+def test_changes_since_something_else_is_a_type_or_key_error(config):
+    for damage in [{}, {"data": 3}, {"data": [3], "eval": None, "tokenizer": 0}]:
+        with pytest.raises((TypeError, KeyError)):
+            fingerprint_data(config).changes_since(damage)
 
 
 def test_fingerprint_notices_another_chat_template(corpus, tmp_path):

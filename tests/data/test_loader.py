@@ -51,34 +51,22 @@ def test_loader_batch_has_shapes_and_dtypes(make_config: Make) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("batch", [4, 40])
 def test_loader_resumes_from_every_state(
-    make_config: Make, assert_batches_equal: Equal, packing: bool, batch: int
+    make_config: Make, assert_batches_equal: Equal, packing: bool
 ) -> None:
     """There are 23 documents, so some of 40 rows start in the second epoch."""
-    config = make_config(batch=batch, packing=packing)
-    loader = make_loader(config, "train", range(batch))
-    start = loader.state
-    batches, states = _take(loader, 12)
-    assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
-    for position, state in enumerate([start, *states[:-1]]):
-        resumed, resumed_states = _take(make_loader(config, "train", range(batch), state), 2)
-        assert_batches_equal(resumed[0], batches[position])
-        np.testing.assert_array_equal(resumed_states[0], states[position])
-
-
-def test_loader_resumed_twice_continues_exactly(
-    make_config: Make, assert_batches_equal: Equal
-) -> None:
-    config = make_config()
-    batches, _ = _take(make_loader(config, "train", range(4)), 9)
-    again: list[dict[str, np.ndarray]] = []
-    state = None
-    for _ in range(3):
-        part, states = _take(make_loader(config, "train", range(4), state), 3)
-        again, state = again + part, states[-1]
-    for a, b in zip(again, batches, strict=True):
-        assert_batches_equal(a, b)
+    for batch, positions in ((4, range(12)), (40, (0, 5, 11))):
+        config = make_config(batch=batch, packing=packing)
+        loader = make_loader(config, "train", range(batch))
+        states = [loader.state]
+        batches, later = _take(loader, 12)
+        states += later
+        assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
+        for position in positions:
+            loader = make_loader(config, "train", range(batch), states[position])
+            resumed, resumed_states = _take(loader, 2)
+            assert_batches_equal(resumed[0], batches[position])
+            np.testing.assert_array_equal(resumed_states[0], states[position + 1])
 
 
 def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
@@ -95,31 +83,30 @@ def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
 PARTS = [[range(3), range(3, 6)], [range(0, 6, 2), range(1, 6, 2)], [[5], range(5)]]
 
 
-@pytest.mark.parametrize("parts", PARTS)
 def test_loader_split_over_processes_gives_same_rows(
-    make_config: Make, assert_batches_equal: Equal, parts: list
+    make_config: Make, assert_batches_equal: Equal
 ) -> None:
     """Each part reads alone, and also continues in the middle what a single process began."""
-    config = make_config(batch=6)
-    batches, states = _take(make_loader(config, "train", range(6)), 6)
-    for rows in parts:
-        alone, alone_states = _take(make_loader(config, "train", rows), 6)
-        resumed, _ = _take(make_loader(config, "train", rows, states[2][rows]), 3)
-        for whole, part in zip(batches + batches[3:], alone + resumed, strict=True):
-            assert_batches_equal({name: array[rows] for name, array in whole.items()}, part)
-        np.testing.assert_array_equal(alone_states[-1], states[-1][rows])
+    for parts in PARTS:
+        config = make_config(batch=6)
+        batches, states = _take(make_loader(config, "train", range(6)), 6)
+        for rows in parts:
+            alone, alone_states = _take(make_loader(config, "train", rows), 6)
+            resumed, _ = _take(make_loader(config, "train", rows, states[2][rows]), 3)
+            for whole, part in zip(batches + batches[3:], alone + resumed, strict=True):
+                assert_batches_equal({name: array[rows] for name, array in whole.items()}, part)
+            np.testing.assert_array_equal(alone_states[-1], states[-1][rows])
 
 
 def test_loader_num_workers_does_not_change_batches(
     make_config: Make, assert_batches_equal: Equal
 ) -> None:
     batches, states = _take(make_loader(make_config(batch=3), "train", range(3)), 6)
-    for workers in (1, 2):
-        config = make_config(batch=3, num_workers=workers, prefetch=2)
-        loaded, loaded_states = _take(make_loader(config, "train", range(3), states[1]), 4)
-        for a, b in zip(loaded, batches[2:], strict=True):
-            assert_batches_equal(a, b)
-        np.testing.assert_array_equal(loaded_states, states[2:])
+    config = make_config(batch=3, num_workers=2, prefetch=2)
+    loaded, loaded_states = _take(make_loader(config, "train", range(3), states[1]), 4)
+    for a, b in zip(loaded, batches[2:], strict=True):
+        assert_batches_equal(a, b)
+    np.testing.assert_array_equal(loaded_states, states[2:])
 
 
 def test_loader_reads_only_documents_of_its_rows(make_config: Make, tmp_path: Path) -> None:
@@ -132,18 +119,6 @@ def test_loader_reads_only_documents_of_its_rows(make_config: Make, tmp_path: Pa
     tokens = [next(loader)["tokens"][0] for _ in range(3)]
     loader.close()
     assert [bytes(row[1:].tolist()) for row in tokens] == [b"readable"] * 3
-
-
-def test_loader_epochs_have_different_orders(make_config: Make, texts: dict[str, str]) -> None:
-    documents = sum(1 for text in texts.values() if text)
-    orders = []
-    loader = make_loader(make_config(batch=documents, packing=False), "train", range(documents))
-    for _ in range(2):
-        batch = next(loader)
-        orders.append([tuple(row) for row in batch["tokens"].tolist()])
-    loader.close()
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
 
 
 def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
@@ -163,15 +138,13 @@ def test_make_loader_small_vocabulary_raises(make_config: Make) -> None:
         make_loader(replace(make_config(), **{"model.vocab_size": 256}), "train", range(4))
 
 
-@pytest.mark.parametrize("change", [{"batch": 5}, {"path": "10.txt,11.txt"}])
-def test_make_loader_state_of_other_data_raises(
-    make_config: Make, tmp_path: Path, change: dict
-) -> None:
-    state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
-    if "path" in change:
-        change = {"path": ",".join(str(tmp_path / name) for name in change["path"].split(","))}
-    with pytest.raises(ConfigError, match="does not fit"):
-        make_loader(make_config(**change), "train", range(4), state)
+def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Path) -> None:
+    for change in [{"batch": 5}, {"path": "10.txt,11.txt"}]:
+        state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
+        if "path" in change:
+            change = {"path": ",".join(str(tmp_path / name) for name in change["path"].split(","))}
+        with pytest.raises(ConfigError, match="does not fit"):
+            make_loader(make_config(**change), "train", range(4), state)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -196,19 +169,19 @@ def test_moved_state_keeps_the_row_and_the_documents_passed() -> None:
     np.testing.assert_array_equal(moved[:, 0] * 7 + moved[:, 1], state[:, 0] * 9 + state[:, 1])
 
 
-@pytest.mark.parametrize("count", [9, 40])
-def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make, count: int) -> None:
+def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make) -> None:
     config = make_config()
     loader = make_loader(config, "train", range(4))
     state = _take(loader, 7)[1][-1]
-    directory = Path(config.data.path).parent / "other"
-    directory.mkdir()
-    for i in range(count):
-        (directory / f"{i:02}.txt").write_text(f"document {i}")
-    changed = make_config(path=str(directory))
-    state = moved_state(state, loader.num_documents, count)
-    batches, _ = _take(make_loader(changed, "train", range(4), state), 2)
-    assert all((batch["weights"] == 1).all() for batch in batches)
+    for count in (9, 40):
+        directory = Path(config.data.path).parent / f"other {count}"
+        directory.mkdir()
+        for i in range(count):
+            (directory / f"{i:02}.txt").write_text(f"document {i}")
+        changed = make_config(path=str(directory))
+        moved = moved_state(state, loader.num_documents, count)
+        batches, _ = _take(make_loader(changed, "train", range(4), moved), 2)
+        assert all((batch["weights"] == 1).all() for batch in batches)
 
 
 def test_loader_close_twice_is_allowed(make_config: Make) -> None:

@@ -29,20 +29,17 @@ def bucket(s3):
     return s3
 
 
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
+def test_find_files_url_may_be_file_directory_or_glob(bucket, tmp_path):
+    for path, names in [
         ("s3://maxpipe/corpus", ["a.jsonl.gz", "b.jsonl", "deeper/c.jsonl"]),
         ("s3://maxpipe/corpus/*.jsonl", ["b.jsonl"]),
         ("s3://maxpipe/corpus/b.jsonl, s3://maxpipe/corpus/readme.txt", ["b.jsonl", "readme.txt"]),
-    ],
-)
-def test_find_files_url_may_be_file_directory_or_glob(bucket, tmp_path, path, names):
-    files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
-    assert [Path(file).read_bytes() for file in files] == [
-        OBJECTS[f"corpus/{name}"] for name in names
-    ]
-    assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
+    ]:
+        files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
+        assert [Path(file).read_bytes() for file in files] == [
+            OBJECTS[f"corpus/{name}"] for name in names
+        ]
+        assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
 
 
 def test_fetch_copies_object_again_only_if_changed(bucket, tmp_path):
@@ -66,34 +63,29 @@ def test_loader_reads_remote_files(bucket, tmp_path):
     assert text == b"firstalso first"
 
 
-@pytest.mark.parametrize(
-    "path", ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]
-)
-def test_find_files_url_without_files_raises(bucket, tmp_path, path):
-    with pytest.raises(ConfigError, match=r"^data\.path: "):
-        find_files(path, (".jsonl",), str(tmp_path))
+def test_find_files_url_without_files_raises(bucket, tmp_path):
+    for path in ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]:
+        with pytest.raises(ConfigError, match=r"^data\.path: "):
+            find_files(path, (".jsonl",), str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            PermissionError("Forbidden"),
-            r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID",
+def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path):
+    errors = {
+        PermissionError("Forbidden"): (
+            r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID"
         ),
-        (
-            OSError(errno.ENOSPC, "No space left"),
-            r"^data\.cache_dir: cannot keep a copy of .*b\.jsonl.*No space left",
+        OSError(errno.ENOSPC, "No space left"): (
+            r"^data\.cache_dir: cannot keep a copy of .*b\.jsonl.*No space left"
         ),
-    ],
-)
-def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path, error, message):
-    async def fail(*args, **options):
-        raise error
+    }
+    for error, message in errors.items():
 
-    monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
-    with pytest.raises(ConfigError, match=message):
-        find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
+        async def fail(*args, error=error, **options):
+            raise error
+
+        monkeypatch.setattr("s3fs.S3FileSystem._get_file", fail)
+        with pytest.raises(ConfigError, match=message):
+            find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
 def test_fetch_without_credentials_names_variables_quickly(without_s3_keys, tmp_path):

@@ -86,18 +86,6 @@ def test_background_at_the_end_leaves_out_a_row_that_is_refused_and_closes() -> 
     assert lines[-1] == "warning: t lacks 1 rows of points; metrics.jsonl has all"
 
 
-def test_background_end_cuts_the_pause_short_and_a_tracker_that_is_away_is_closed() -> None:
-    tracker, lines = Recording(dict.fromkeys(range(4), 99)), list[str]()
-    tracker.may_go.set()
-    background = Background("t", lambda: tracker, lines.append, first_pause=1e6)
-    for step in range(4):
-        background.log(step, {})
-    _close(background, is_done=False)
-    assert tracker.points == []
-    assert tracker.is_done is False
-    assert lines[-1] == "warning: t lacks 4 rows of points; metrics.jsonl has all"
-
-
 def test_background_row_that_is_always_refused_blocks_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

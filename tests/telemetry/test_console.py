@@ -4,8 +4,6 @@ import os
 import pty
 import termios
 
-import pytest
-
 from maxpipe.telemetry.console import (
     Console,
     Progress,
@@ -57,21 +55,14 @@ def test_console_shows_the_layer_whose_load_is_least_even():
 
 
 def test_console_log_every_10_prints_first_tenth_and_last():
-    stream = io.StringIO()
-    run(stream, 25, total_steps=25).close()
-    assert printed_steps(stream) == [1, 10, 20, 25]
-
-
-def test_console_stopped_early_prints_last_step_once():
-    stream = io.StringIO()
-    run(stream, 13).close()
-    assert printed_steps(stream) == [1, 10, 13]
-
-
-def test_console_resumed_run_prints_its_first_step():
-    stream = io.StringIO()
-    run(stream, 8, start_step=33).close()
-    assert printed_steps(stream) == [34, 40, 41]
+    for words, steps in [
+        ({"steps": 25, "total_steps": 25}, [1, 10, 20, 25]),
+        ({"steps": 13}, [1, 10, 13]),  # stopped early
+        ({"steps": 8, "start_step": 33}, [34, 40, 41]),  # resumed
+    ]:
+        stream = io.StringIO()
+        run(stream, **words).close()
+        assert printed_steps(stream) == steps
 
 
 def test_console_log_every_0_prints_text_only():
@@ -91,30 +82,18 @@ def test_console_first_step_does_not_enter_median():
     assert tenth.endswith("MFU 50.0 %  left 0:45")
 
 
-def test_console_unknown_peak_leaves_out_mfu():
-    stream = io.StringIO()
-    run(stream, 1).close()
-    assert "MFU" not in stream.getvalue()
-
-
-def test_console_on_terminal_draws_bar_and_text_lines():
-    stream = Terminal()
-    console = run(stream, 5, total_steps=5)
-    console.print_line("eval loss 2.0")
-    console.close()
-    assert "step 5/5" in stream.getvalue()
-    assert "|" in stream.getvalue()
-    assert "eval loss 2.0\n" in stream.getvalue()
-
-
 def test_console_on_terminal_draws_no_bar_before_the_first_step():
     stream = Terminal()
     console = run(stream, 0)
     console.print_line("devices     4")
     assert stream.getvalue() == "devices     4\n"
     console.step(Progress(1, 2.5, 3e-4, 60.0))
-    assert "step   1/100  loss 2.5000" in stream.getvalue()
+    console.print_line("eval loss 2.0")
     console.close()
+    assert "step   1/100  loss 2.5000" in stream.getvalue()
+    assert "|" in stream.getvalue()
+    assert "eval loss 2.0\n" in stream.getvalue()
+    assert "MFU" not in stream.getvalue()  # of an unknown peak
 
 
 def test_console_terminal_of_unknown_size_draws_bar():
@@ -160,23 +139,11 @@ def test_console_goes_on_without_its_terminal(capsys):
     assert capsys.readouterr().err.splitlines() == [warning]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3661, "1:01:01"), (90061, "1d 1:01:01")]
-)
-def test_format_seconds_uses_largest_units(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(12.345, "12.35 s"), (0.0642, "64 ms"), (0.00123, "1.23 ms")]
-)
-def test_format_step_time_keeps_three_digits(seconds, text):
-    assert format_step_time(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0"), (999, "999"), (999.7, "1.00k"), (61234, "61.2k"), (4.1e6, "4.10M"), (2e13, "20.0T")],
-)
-def test_format_count_keeps_three_digits(count, text):
-    assert format_count(count) == text
+def test_formats_keep_three_digits_and_use_the_largest_units():
+    tables = {
+        format_seconds: {0.4: "0:00", 75: "1:15", 3661: "1:01:01", 90061: "1d 1:01:01"},
+        format_step_time: {12.345: "12.35 s", 0.0642: "64 ms", 0.00123: "1.23 ms"},
+        format_count: {0: "0", 999: "999", 999.7: "1.00k", 61234: "61.2k", 2e13: "20.0T"},
+    }
+    for format_, texts in tables.items():
+        assert {value: format_(value) for value in texts} == texts

@@ -113,13 +113,6 @@ def test_recorder_shows_a_source_without_a_loss_before_the_largest(tmp_path, cap
     assert row["eval_loss/c"] is None
 
 
-def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
-    r = recorder(tmp_path)
-    r.step(1, 5.0, 1.5, 3e-4, 0.5)
-    r.close()
-    assert rows(tmp_path)[0]["mfu"] is None
-
-
 def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
     r = recorder(tmp_path, steps=13)
     for step in range(1, 14):
@@ -181,7 +174,7 @@ def test_recorder_log_every_0_writes_metrics_file_only(tmp_path, capsys):
     r = recorder(tmp_path, log_every=0)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
     r.close()
-    assert len(rows(tmp_path)) == 1
+    assert rows(tmp_path)[0]["mfu"] is None  # of an unknown peak
     assert not (tmp_path / "run" / "tensorboard").exists()
     assert capsys.readouterr().out == ""
 
@@ -194,13 +187,6 @@ def test_recorder_other_process_writes_and_prints_nothing(tmp_path, capsys):
     r.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
-
-
-def test_recorder_extra_value_must_not_hide_another(tmp_path):
-    r = recorder(tmp_path)
-    with pytest.raises(AssertionError, match="mfu"):
-        r.step(1, 5.0, 1.5, 3e-4, 0.5, mfu=1.0)
-    r.close()
 
 
 class TestFilesThatCannotBeWritten:

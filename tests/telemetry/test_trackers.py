@@ -136,20 +136,6 @@ def test_wandb_leaves_another_run_of_the_process_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_wandb_next_to_an_offline_run_of_the_process_is_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "online")
-    wandb.init(
-        project="own", dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True)
-    )
-    _record(tmp_path, range(1, 5), wandb="project")
-    assert "offline as W&B is in this process; `wandb sync" in capfd.readouterr().out
-
-
-@pytest.mark.usefixtures("offline")
 def test_wandb_is_not_told_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,18 +274,18 @@ def test_mlflow_that_refuses_is_said_once_and_metrics_are_complete(
     assert len((tmp_path / "name" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_tracker_without_its_library_names_the_extra(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # A folder of its name, such as one with its files, is not the library.
-    (tmp_path / name).mkdir()
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    telemetry = TelemetryConfig(**{name: "project"})
-    with pytest.raises(ConfigError, match=rf"^telemetry\.{name}: needs {name}, .*\[{name}\]"):
-        require_trackers(telemetry)
-    require_trackers(TelemetryConfig())
+    for name in ["wandb", "mlflow"]:
+        # A folder of its name, such as one with its files, is not the library.
+        (tmp_path / name).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr("sys.path", [str(tmp_path)])
+        telemetry = TelemetryConfig(**{name: "project"})
+        with pytest.raises(ConfigError, match=rf"^telemetry\.{name}: needs {name}, .*\[{name}\]"):
+            require_trackers(telemetry)
+        require_trackers(TelemetryConfig())
 
 
 def test_trackers_are_left_alone_by_all_processes_but_the_first(

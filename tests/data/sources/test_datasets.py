@@ -53,10 +53,6 @@ def _all(documents: Documents) -> list[Any]:
     return [documents[i] for i in range(len(documents))]
 
 
-def test_datasets_saved_is_read_in_order(tmp_path: Path) -> None:
-    assert _all(_open(_save(tmp_path / "saved", {"id": range(40), "text": TEXTS}))) == TEXTS
-
-
 def test_datasets_saved_with_a_format_is_read_without(tmp_path: Path, library: Any) -> None:
     rows = library.Dataset.from_dict({"tokens": [[1, 2], [], [3]]}).with_format("numpy")
     rows.save_to_disk(str(tmp_path / "saved"))
@@ -72,13 +68,6 @@ def test_datasets_files_of_every_kind_are_read(tmp_path: Path, name: str, librar
     assert _all(_open(tmp_path / name, **config)) == TEXTS
     assert list((tmp_path / "cache" / "datasets").iterdir())
     assert not (tmp_path / "hf").exists()
-
-
-def test_datasets_token_ids_are_read(tmp_path: Path) -> None:
-    rows = [[1, 2, 3], [], [7] * 100]
-    documents = _open(_save(tmp_path / "saved", {"tokens": rows}))
-    for i, row in enumerate(rows):
-        np.testing.assert_array_equal(documents[i], row)
 
 
 def test_datasets_null_is_empty_and_one_among_token_ids_is_named(tmp_path: Path) -> None:
@@ -129,19 +118,15 @@ def test_datasets_configuration_and_split_of_a_repository_are_read(tmp_path: Pat
         _open(name)
 
 
-@pytest.mark.parametrize(
-    ("columns", "keys", "message"),
-    [
+def test_datasets_without_the_column_lists_those_there(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
         ({"body": ["a"], "id": [1]}, {}, 'has the columns body, id; it needs "text" or "tokens"'),
         ({"text": ["a"]}, {"column": "body"}, 'has the columns text; it needs "body"'),
         ({"text": [1.5]}, {}, "column 'text' holds double, not text"),
-    ],
-)
-def test_datasets_without_the_column_lists_those_there(
-    tmp_path: Path, columns: dict[str, Any], keys: dict[str, str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^data\.path: .*saved:? {message}"):
-        _open(_save(tmp_path / "saved", columns), **keys)
+    ]
+    for i, (columns, keys, message) in enumerate(cases):
+        with pytest.raises(ConfigError, match=rf"^data\.path: .*saved-\d:? {message}"):
+            _open(_save(tmp_path / f"saved-{i}", columns), **keys)
 
 
 def test_datasets_with_several_splits_names_them(tmp_path: Path, library: Any) -> None:
@@ -154,41 +139,38 @@ def test_datasets_with_several_splits_names_them(tmp_path: Path, library: Any) -
     assert _all(_open(tmp_path / "all" / "test")) == ["a"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"splits": 1, "features": 1}', "[" * 100_000])
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])
-def test_datasets_saved_with_damaged_json_is_refused(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_datasets_saved_with_damaged_json_is_refused(tmp_path: Path, name: str) -> None:
     saved = _save(tmp_path / "saved", {"text": TEXTS})
     if name == "dataset_dict.json":
         (saved / "state.json").unlink()
-    (saved / name).write_text(content)
-    with pytest.raises(ConfigError, match=r"^data\.path: \S*saved cannot be read by datasets: "):
-        _open(saved)
-    assert _version(saved)  # the error is left to who reads the rows
+    for content in ("{", "[]", '{"splits": 1, "features": 1}', "[" * 100_000):
+        (saved / name).write_text(content)
+        with pytest.raises(
+            ConfigError, match=r"^data\.path: \S*saved cannot be read by datasets: "
+        ):
+            _open(saved)
+        assert _version(saved)  # the error is left to who reads the rows
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ConnectionError("Couldn't reach it"), "is not in the cache .* the hub cannot be reached"),
-        ("DatasetNotFoundError", "HF_TOKEN"),
-        (
-            type("ReadTimeout", (Exception,), {"__module__": "httpx2"})("slow"),
-            "could not be downloaded: ReadTimeout: slow; another start",
-        ),
-        (ValueError("Unknown split"), "cannot be read by datasets: ValueError: Unknown split"),
-    ],
-)
 def test_datasets_error_of_the_hub_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, library: Any, error: Exception | str, message: str
+    monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise getattr(library.exceptions, error)(error) if isinstance(error, str) else error
+    slow = type("ReadTimeout", (Exception,), {"__module__": "httpx2"})("slow")
+    errors: dict[Exception, str] = {
+        ConnectionError("Couldn't"): "is not in the cache .* the hub cannot be reached",
+        library.exceptions.DatasetNotFoundError("it doesn't exist"): "HF_TOKEN",
+        slow: "could not be downloaded: ReadTimeout: slow; another start",
+        ValueError("Unknown split"): "cannot be read by datasets: ValueError: Unknown split",
+    }
+    for error, message in errors.items():
 
-    monkeypatch.setattr(library, "load_dataset", refuse)
-    with pytest.raises(ConfigError, match=rf"^data\.path: hf:org/name.*{message}"):
-        _open("hf:org/name")
+        def refuse(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(library, "load_dataset", refuse)
+        with pytest.raises(ConfigError, match=rf"^data\.path: hf:org/name.*{message}"):
+            _open("hf:org/name")
 
 
 def test_datasets_directory_of_the_home_is_read(
@@ -382,16 +364,17 @@ def test_datasets_of_another_commit_than_the_revision_names_are_refused(
 TALK = [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]
 
 
-@pytest.mark.parametrize("column", ["", "conversation"])
-def test_datasets_chat_reads_conversations(tmp_path: Path, column: str) -> None:
+def test_datasets_chat_reads_conversations(tmp_path: Path) -> None:
     tools = [[{"name": "f"}], None]
-    path = _save(tmp_path / "saved", {column or "messages": [TALK, TALK[1:]], "tools": tools})
-    documents = _open(path, source="datasets_chat", column=column, chat_template="chatml")
-    assert [document.text for document in _all(documents)] == [
-        "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n漢<|im_end|>\n",
-        "<|im_start|>assistant\n漢<|im_end|>\n",
-    ]
-    assert all(document.spans for document in _all(documents))
+    for column in ("", "conversation"):
+        columns = {column or "messages": [TALK, TALK[1:]], "tools": tools}
+        path = _save(tmp_path / f"saved-{column}", columns)
+        documents = _open(path, source="datasets_chat", column=column, chat_template="chatml")
+        assert [document.text for document in _all(documents)] == [
+            "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n漢<|im_end|>\n",
+            "<|im_start|>assistant\n漢<|im_end|>\n",
+        ]
+        assert all(document.spans for document in _all(documents))
 
 
 def test_datasets_chat_row_that_json_cannot_hold_is_named_once(tmp_path: Path) -> None:

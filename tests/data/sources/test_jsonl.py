@@ -20,14 +20,14 @@ def _open(path: Path) -> Documents:
     return implementation(SOURCES["jsonl"])(DataConfig(source="jsonl", path=str(path)))
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n", "\n \t\n"])
-@pytest.mark.parametrize("last", [True, False])
-def test_jsonl_pickled_source_round_trips(tmp_path: Path, end: str, last: bool) -> None:
-    for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
-        lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts]
-        (tmp_path / name).write_bytes((end.join(lines) + (end if last else "")).encode())
-    documents = pickle.loads(pickle.dumps(_open(tmp_path)))
-    assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
+def test_jsonl_pickled_source_round_trips(tmp_path: Path) -> None:
+    for last in [True, False]:
+        for end in ["\n", "\r\n", "\n\n", "\r\n\r\n", "\n \t\n"]:
+            for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
+                lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts]
+                (tmp_path / name).write_bytes((end.join(lines) + (end if last else "")).encode())
+            documents = pickle.loads(pickle.dumps(_open(tmp_path)))
+            assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
 
 
 CORRUPT = [
@@ -41,16 +41,16 @@ CORRUPT = [
 ]
 
 
-@pytest.mark.parametrize("line", CORRUPT)
-def test_jsonl_corrupt_line_is_named(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
-    documents = _open(path)
-    assert (documents[0], documents[2]) == ("fine", "also fine")
-    with pytest.raises(
-        ConfigError, match=rf"^data\.path: {path}:3: not a JSON object with a string under"
-    ):
-        documents[1]
+def test_jsonl_corrupt_line_is_named(tmp_path: Path) -> None:
+    for line in CORRUPT:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
+        documents = _open(path)
+        assert (documents[0], documents[2]) == ("fine", "also fine")
+        with pytest.raises(
+            ConfigError, match=rf"^data\.path: {path}:3: not a JSON object with a string under"
+        ):
+            documents[1]
 
 
 def test_jsonl_line_number_is_known_without_reading_what_precedes(tmp_path: Path) -> None:

@@ -23,36 +23,33 @@ def open_source(tmp_path):
     return implementation(SOURCES["parquet"])(config)
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
-)
-def test_parquet_reads_texts_of_all_files_and_row_groups(tmp_path, kind):
-    for name, texts in (("a.parquet", TEXTS), ("b.parquet", TEXTS[::-1])):
-        table = pa.table({"id": range(6), "text": pa.array(texts, kind)})
-        pq.write_table(table, tmp_path / name, row_group_size=4, compression="zstd")
-    documents = pickle.loads(pickle.dumps(open_source(tmp_path)))
-    assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
+def test_parquet_reads_texts_of_all_files_and_row_groups(tmp_path):
+    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        for name, texts in (("a.parquet", TEXTS), ("b.parquet", [None, *TEXTS[::-1]])):
+            table = pa.table({"id": range(len(texts)), "text": pa.array(texts, kind)})
+            pq.write_table(table, tmp_path / name, row_group_size=4, compression="zstd")
+        documents = pickle.loads(pickle.dumps(open_source(tmp_path)))
+        found = [documents[i] for i in range(len(documents))]
+        assert found == [*TEXTS, "", *TEXTS[::-1]], kind
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64())])
-def test_parquet_reads_token_ids(tmp_path, kind):
-    rows = [[1, 2, 3], [], [7] * 100]
-    pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
-    documents = open_source(tmp_path)
-    for i, row in enumerate(rows):
-        np.testing.assert_array_equal(documents[i], row)
+def test_parquet_reads_token_ids(tmp_path):
+    for kind in [pa.list_(pa.uint16()), pa.large_list(pa.int64())]:
+        rows = [[1, 2, 3], [], [7] * 100]
+        pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
+        documents = open_source(tmp_path)
+        for i, row in enumerate(rows):
+            np.testing.assert_array_equal(documents[i], row)
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)]
-)
-def test_parquet_null_among_token_ids_is_named(tmp_path, kind):
-    rows = [[1, 2]] * 70_000 + [None, [3, None]]  # more than one batch
-    pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
-    with pytest.raises(
-        ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"
-    ):
-        open_source(tmp_path)
+def test_parquet_null_among_token_ids_is_named(tmp_path):
+    for kind in [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)]:
+        rows = [[1, 2]] * 70_000 + [None, [3, None]]  # more than one batch
+        pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
+        with pytest.raises(
+            ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"
+        ):
+            open_source(tmp_path)
 
 
 def test_parquet_text_that_is_not_utf8_is_a_bad_document_with_file_and_row(tmp_path):
@@ -66,26 +63,18 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_document_with_file_and_row(tmp_p
     assert (documents[0], documents[2]) == ("a", "x")
 
 
-def test_parquet_row_without_value_is_empty(tmp_path):
-    pq.write_table(pa.table({"text": pa.array(["a", None])}), tmp_path / "a.parquet")
-    assert [open_source(tmp_path)[i] for i in range(2)] == ["a", ""]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
+def test_parquet_without_document_column_raises(tmp_path):
+    for columns, message in [
         ({"content": ["a"], "id": [1]}, 'has the columns content, id; it needs "text" or "tokens"'),
         (
             {"text": [1.5]},
             "column 'text' holds double, not text (strings) or token ids (lists of integers)",
         ),
-    ],
-)
-def test_parquet_without_document_column_raises(tmp_path, columns, message):
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError) as found:
-        open_source(tmp_path)
-    assert message in str(found.value)
+    ]:
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        with pytest.raises(ConfigError) as found:
+            open_source(tmp_path)
+        assert message in str(found.value)
 
 
 def test_parquet_other_file_raises(tmp_path):
