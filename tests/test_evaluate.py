@@ -24,18 +24,15 @@ def test_evaluate_without_lm_eval_names_the_extra(
     assert "[eval]" in message
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_evaluate_wrong_words_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in [
         (["runs/base"], "required: --tasks"),
         (["runs/base", "--tasks", "a", "--limit", "-1"], "expected a whole number; got '-1'"),
         (["runs/base", "--tasks", "a", "--limit", "0"], "--limit: expected at least 1"),
         (["runs/base", "--tasks", "a", "--batch-size", "0"], "--batch-size: expected at least 1"),
         (["runs/base", "--tasks", "a", "--include", "nowhere"], "there is no directory nowhere"),
         (["runs/base", "--tasks", "a", "--json", "no/f"], "--json: there is no directory no"),
-    ],
-)
-def test_evaluate_wrong_words_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in _error(words, capsys)
+    ]:
+        assert message in _error(words, capsys)

@@ -105,25 +105,28 @@ def mirror_url(s3):
 
 
 @pytest.fixture
-def objects(s3, mirror_url):
+def store(s3):
+    return _store()
+
+
+@pytest.fixture
+def objects(store, mirror_url):
     """Return a function that lists the names of all objects below `mirror_url`, sorted."""
-    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
 
     def names():
-        found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-        return [item["Key"].removeprefix(f"{prefix}/") for item in found]
+        return sorted(path.partition("/checkpoints/")[2] for path in store.find(mirror_url))
 
     return names
 
 
 @functools.cache
-def store():
+def _store():
     """Return one store for all tests, because it takes longer to make than to use."""
     return open_store("s3://", "checkpoint.mirror")
 
 
 @pytest.fixture
-def start(directory, mirror_url, messages):
+def start(directory, mirror_url, store, messages):
     """Return a function of settings that makes a checkpointer with a mirror, like a new process."""
     made = []
 
@@ -133,7 +136,7 @@ def start(directory, mirror_url, messages):
             Checkpointer(
                 directory,
                 settings,
-                mirror=Mirror(mirror_url, store(), settings.mirror_deadline_seconds),
+                mirror=Mirror(mirror_url, store, settings.mirror_deadline_seconds),
                 log=messages.append,
             )
         )

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from itertools import product
 
 import jax
 import numpy as np
@@ -31,14 +32,14 @@ def directories(directory, samples):
     return [directory / str(step) for step in STEPS]
 
 
-@pytest.mark.parametrize("name", ["weight", "scale"])
-def test_mean_is_taken_in_float32(name, directories, samples):
-    leaves = [np.asarray(samples.state(step)["params"][name], np.float32) for step in STEPS]
-    expected = (leaves[0] + leaves[1] + leaves[2]) / np.float32(3)
-    found = ParameterReader(directories).read(f"params.{name}")
-    assert isinstance(found, np.ndarray)
-    assert samples.bits(found) == samples.bits(expected)
-    assert ParameterReader(directories).steps == [*STEPS]
+def test_mean_is_taken_in_float32(directories, samples):
+    for name in ["weight", "scale"]:
+        leaves = [np.asarray(samples.state(step)["params"][name], np.float32) for step in STEPS]
+        expected = (leaves[0] + leaves[1] + leaves[2]) / np.float32(3)
+        found = ParameterReader(directories).read(f"params.{name}")
+        assert isinstance(found, np.ndarray)
+        assert samples.bits(found) == samples.bits(expected)
+        assert ParameterReader(directories).steps == [*STEPS]
 
 
 def test_one_step_is_read_as_it_was_saved(directories, samples):
@@ -97,7 +98,13 @@ def test_step_whose_record_is_damaged_is_named(directories):
 def run_dir(tmp_path_factory):
     """Return a run with three checkpoints, made on two stages."""
     directory = tmp_path_factory.mktemp("runs")
-    words = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=3")
+    words = (
+        "mesh.simulated_devices=0",
+        "mesh.ici.stage=2",
+        "mesh.ici.fsdp=4",
+        "steps=3",
+        "model.num_layers=4",
+    )
     assert train.main(command(directory, *words, "checkpoint.every=1")) == 0
     return directory / "base"
 
@@ -149,28 +156,27 @@ def test_average_generates_and_has_logits_of_the_mean(run_dir, capsys):
     assert capsys.readouterr().out == f"def{written}\n"
 
 
-@pytest.mark.parametrize("damaged", [1, 3])
-@pytest.mark.parametrize(
-    ("main", "words"), [(generate.main, ["--prompt=a"]), (export.main, ["--safetensors", "file"])]
-)
-def test_commands_name_the_damaged_one_of_several_steps(
-    main, words, damaged, run_dir, tmp_path, capsys, monkeypatch
-):
+def test_commands_name_the_damaged_one_of_several_steps(run_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = shutil.copytree(run_dir, tmp_path / "run")
-    record_file(run / "checkpoints" / str(damaged)).write_bytes(b"{}")
-    assert main([str(run), *words, "--average=3"]) == 1
-    why = "checksum of the record does not match"
-    assert capsys.readouterr().err == (
-        f"error: {run}/checkpoints: step {damaged}, one of the 3 averaged: {why}\n"
-        "take a smaller --average or another --step\n"
-    )
-    assert main([str(run), *words, f"--step={damaged}"]) == 1
-    assert capsys.readouterr().err == f"error: {run}/checkpoints/{damaged}: {why}\n"
+    commands = [(generate.main, ["--prompt=a"]), (export.main, ["--safetensors", "file"])]
+    for damaged, (main, words) in product((1, 3), commands):
+        run = shutil.copytree(run_dir, tmp_path / "run")
+        record_file(run / "checkpoints" / str(damaged)).write_bytes(b"{}")
+        assert main([str(run), *words, "--average=3"]) == 1
+        why = "checksum of the record does not match"
+        assert capsys.readouterr().err == (
+            f"error: {run}/checkpoints: step {damaged}, one of the 3 averaged: {why}\n"
+            "take a smaller --average or another --step\n"
+        )
+        assert main([str(run), *words, f"--step={damaged}"]) == 1
+        assert capsys.readouterr().err == f"error: {run}/checkpoints/{damaged}: {why}\n"
+        shutil.rmtree(run)
 
 
-@pytest.mark.parametrize(("number", "step"), [(0, None), (4, None), (3, 2)])
-def test_average_of_more_steps_than_there_are_is_refused(run_dir, number, step):
-    held = 3 if step is None else step
-    with pytest.raises(ConfigError, match=f"average: expected 1 to {held}, since .* up to {held}"):
-        maxpipe.load_model(run_dir, step=step, average=number)
+def test_average_of_more_steps_than_there_are_is_refused(run_dir):
+    for number, step in [(0, None), (4, None), (3, 2)]:
+        held = 3 if step is None else step
+        with pytest.raises(
+            ConfigError, match=f"average: expected 1 to {held}, since .* up to {held}"
+        ):
+            maxpipe.load_model(run_dir, step=step, average=number)

@@ -20,36 +20,35 @@ def run(checkpointer, directory, samples):
     return directory.parent
 
 
-@pytest.mark.parametrize("inner", ["", "checkpoints"])
-def test_ls_lists_steps_with_state_and_size(run, capsys, inner):
-    assert main(["ls", str(run / inner)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["step", "state", "size", "written", "name"]
-    assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
-        ("10", "committed", "10"),
-        ("15", "damaged", "15.damaged"),
-        ("20", "committed", "20"),
-        ("30", "unfinished", "30.orbax-checkpoint-tmp"),
-    ]
-    assert float(rows[1][2]) > 30
-    assert rows[1][3] == "KiB"
+def test_ls_lists_steps_with_state_and_size(run, capsys):
+    for inner in ["", "checkpoints"]:
+        assert main(["ls", str(run / inner)]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert rows[0] == ["step", "state", "size", "written", "name"]
+        assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
+            ("10", "committed", "10"),
+            ("15", "damaged", "15.damaged"),
+            ("20", "committed", "20"),
+            ("30", "unfinished", "30.orbax-checkpoint-tmp"),
+        ]
+        assert float(rows[1][2]) > 30
+        assert rows[1][3] == "KiB"
 
 
-def test_verify_prints_verdicts_and_exits_with_1_for_damage(run):
-    command = [sys.executable, "-m", "maxpipe.checkpoint", "verify", str(run)]
-    sound = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (sound.returncode, sound.stdout) == (0, "10: sound, 7 arrays\n20: sound, 7 arrays\n")
+def test_verify_prints_verdicts_and_exits_with_1_for_damage(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out == "10: sound, 7 arrays\n20: sound, 7 arrays\n"
     data = max(
         (run / "checkpoints" / "10" / "arrays").rglob("*"), key=lambda path: path.stat().st_size
     )
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    damaged = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert damaged.returncode == 1
-    assert damaged.stdout.startswith("10: DAMAGED: ")
-    assert damaged.stdout.endswith("\n20: sound, 7 arrays\n")
-    assert damaged.stderr == ""
+    assert main(["verify", str(run)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("10: DAMAGED: ")
+    assert out.endswith("\n20: sound, 7 arrays\n")
+    assert err == ""
 
 
 def test_show_prints_meta_and_arrays(run, capsys):
@@ -139,9 +138,10 @@ def test_show_closed_pipe_is_no_error(run):
     assert process.wait() == -signal.SIGPIPE
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_command_without_steps_exits_with_2(run, capsys, monkeypatch):
+    (run / "empty").mkdir()
+    (run / "leftover" / "5.damaged").mkdir(parents=True)
+    for arguments, message in [
         (["ls", "nowhere"], "there is no directory nowhere"),
         (["ls", "n" * 300], "nn cannot be read: File name too long"),
         (["verify", "."], "holds no checkpoints"),
@@ -150,33 +150,26 @@ def test_show_closed_pipe_is_no_error(run):
             ["show", "checkpoints", "--step", "7"],
             "step 7 is not committed in checkpoints; there are [10, 20]",
         ),
-    ],
-)
-def test_command_without_steps_exits_with_2(run, capsys, monkeypatch, arguments, message):
-    (run / "empty").mkdir()
-    (run / "leftover" / "5.damaged").mkdir(parents=True)
-    monkeypatch.chdir(run / "empty" if arguments[1] == "." else run)
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    ]:
+        monkeypatch.chdir(run / "empty" if arguments[1] == "." else run)
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", "is a directory of runs: name one of them, such as"),
-        ("run/checkpoints/10", "is one checkpoint: name its run, "),
-        ("rum", "rum; did you mean "),
-        ("elsewhere", "runs lie in output_dir/run_name"),
-    ],
-)
-def test_command_of_what_is_no_run_says_what_to_name(run, capsys, name, message):
+def test_command_of_what_is_no_run_says_what_to_name(run, capsys):
     runs = run / "runs"
     (runs / "run").mkdir(parents=True)
     (run / "checkpoints").rename(runs / "run" / "checkpoints")
-    assert main(["ls", str(runs / name)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert (f"{runs}/run" in error) == (name in ("", "run/checkpoints/10", "rum"))
+    for name, message in {
+        "": "is a directory of runs: name one of them, such as",
+        "run/checkpoints/10": "is one checkpoint: name its run, ",
+        "rum": "rum; did you mean ",
+        "elsewhere": "runs lie in output_dir/run_name",
+    }.items():
+        assert main(["ls", str(runs / name)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert (f"{runs}/run" in error) == (name in ("", "run/checkpoints/10", "rum"))
 
 
 def test_run_in_a_directory_called_checkpoints_is_no_checkpoint(tmp_path, capsys):

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint import digest as digest_module
@@ -29,48 +28,45 @@ def test_digest_of_known_arrays_never_changes():
     assert digest(np.arange(1000, dtype=np.float32).reshape(8, 125)) == 0x92227146
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7, 11, 13)], ids=str)
-def test_digest_host_and_device_agree(dtype, shape):
-    array = (np.random.default_rng(0).standard_normal(shape) * 100).astype(dtype)
-    assert digest(array) == digest(jnp.asarray(array))
-
-
-def test_digest_of_large_and_strided_arrays_host_and_device_agree():
-    array = np.random.default_rng(0).standard_normal((600, 700)).astype(np.float32)
-    assert digest(array) == digest(jnp.asarray(array))
-    assert digest(array.T) == digest(jnp.asarray(array).T) != digest(array)
-
-
-@pytest.mark.parametrize(
-    "dtype", [np.int64, np.uint64, np.float64], ids=lambda dtype: np.dtype(dtype).name
-)
-def test_digest_of_64_bit_arrays_host_and_device_agree(dtype):
-    array = (np.random.default_rng(0).standard_normal((5, 3)) * 2**40).astype(dtype)
-    with jax.enable_x64(True):
-        on_device = jnp.asarray(array)
-    assert on_device.dtype == dtype
-    assert digest(array) == digest(on_device)
-
-
-@pytest.mark.parametrize(
-    "dtype", [np.float32, jnp.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name
-)
-def test_digest_does_not_depend_on_mesh(samples, dtype):
-    array = (np.random.default_rng(0).standard_normal((16, 24, 8)) * 100).astype(dtype)
-    specs = [
-        PartitionSpec(),
-        PartitionSpec("a"),
-        PartitionSpec(None, ("a", "b")),
-        PartitionSpec("b", None, "a"),
-    ]
-    meshes = [samples.mesh(*shape) for shape in [(1, 1), (8, 1), (2, 4), (4, 2)]]
-    found = {
-        digest(jax.device_put(array, NamedSharding(mesh, spec)))
-        for mesh in meshes
-        for spec in specs
+def test_digest_host_and_device_agree():
+    random = np.random.default_rng(0)
+    arrays = {
+        f"{np.dtype(dtype).name}{shape}": (random.standard_normal(shape) * 100).astype(dtype)
+        for dtype in DTYPES
+        for shape in [(), (1,), (0, 3), (7, 11, 13)]
     }
-    assert found == {digest(array)}
+    large = random.standard_normal((600, 700)).astype(np.float32)
+    arrays |= {"large": large, "strided": large.T}
+    on_host = digests(arrays)
+    assert on_host == digests({name: jnp.asarray(array) for name, array in arrays.items()})
+    assert on_host["large"] != on_host["strided"]
+
+
+def test_digest_of_64_bit_arrays_host_and_device_agree():
+    for dtype in [np.int64, np.uint64, np.float64]:
+        array = (np.random.default_rng(0).standard_normal((5, 3)) * 2**40).astype(dtype)
+        with jax.enable_x64(True):
+            on_device = jnp.asarray(array)
+        assert on_device.dtype == dtype
+        assert digest(array) == digest(on_device)
+
+
+def test_digest_does_not_depend_on_mesh(samples):
+    for dtype in [np.float32, jnp.bfloat16, np.int8]:
+        array = (np.random.default_rng(0).standard_normal((16, 24, 8)) * 100).astype(dtype)
+        specs = [
+            PartitionSpec(),
+            PartitionSpec("a"),
+            PartitionSpec(None, ("a", "b")),
+            PartitionSpec("b", None, "a"),
+        ]
+        meshes = [samples.mesh(*shape) for shape in [(1, 1), (8, 1), (2, 4), (4, 2)]]
+        found = {
+            digest(jax.device_put(array, NamedSharding(mesh, spec)))
+            for mesh in meshes
+            for spec in specs
+        }
+        assert found == {digest(array)}
 
 
 def test_digest_changes_with_every_single_bit():
@@ -85,37 +81,30 @@ def test_digest_changes_with_every_single_bit():
     assert digest(array) == before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_digest_changes_with_permutations_and_sign_pairs():
+    for change in [
         np.negative,
         np.flip,
         lambda a: np.roll(a, 1),
         lambda a: a[::-1, ::-1],
         lambda a: a * np.float32(2),
         np.zeros_like,
-    ],
-    ids=["negated", "flipped", "rolled", "reversed", "doubled", "zeroed"],
-)
-def test_digest_changes_with_permutations_and_sign_pairs(change):
-    array = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
-    assert digest(change(array)) != digest(array)
+    ]:
+        array = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+        assert digest(change(array)) != digest(array)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize(
-    "dtype",
-    [np.float32, jnp.bfloat16, np.float16, np.float64],
-    ids=lambda dtype: np.dtype(dtype).name,
-)
-def test_summaries_one_number_that_is_not_finite_is_found(dtype, value):
-    sound = np.zeros(300_000, dtype)
-    damaged = sound.copy()
-    damaged[-1] = value
-    arrays = {"sound": sound, "damaged": damaged, "whole": np.zeros(3, np.int32)}
+def test_summaries_one_number_that_is_not_finite_is_found():
+    arrays = {"whole": np.zeros(3, np.int32)}
+    for dtype in (np.float32, jnp.bfloat16, np.float16, np.float64):
+        sound = np.zeros(300_000, dtype)
+        arrays[f"sound {np.dtype(dtype)}"] = sound
+        for value in (np.nan, np.inf, -np.inf):
+            arrays[f"damaged {np.dtype(dtype)} {value}"] = damaged = sound.copy()
+            damaged[-1] = value
     with jax.enable_x64(True):
-        arrays |= {f"device_{name}": jnp.asarray(array) for name, array in arrays.items()}
-    assert arrays["device_damaged"].dtype == dtype
+        arrays |= {f"device {name}": jnp.asarray(array) for name, array in arrays.items()}
+    assert arrays["device sound float64"].dtype == np.float64
     found = summaries(arrays)
     is_sound = {name: "damaged" not in name for name in arrays}
     assert {name: summary.is_finite for name, summary in found.items()} == is_sound

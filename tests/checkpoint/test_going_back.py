@@ -30,19 +30,20 @@ def test_followed_value_of_a_job_is_in_the_meta_and_others_are_not():
     assert followed("10", ("", 0)) == {}
 
 
-@pytest.mark.parametrize("resume", ["10", "never"])
-def test_step_since_is_the_newest_one_if_an_earlier_attempt_has_written_it(resume):
-    earlier = followed(resume, ("job", 1))
-    assert since({10: {}, 30: earlier, 20: earlier}, resume) == 30
+def test_step_since_is_the_newest_one_if_an_earlier_attempt_has_written_it():
+    for resume in ["10", "never"]:
+        earlier = followed(resume, ("job", 1))
+        assert since({10: {}, 30: earlier, 20: earlier}, resume) == 30
 
 
-@pytest.mark.parametrize(
-    ("resume", "job"),
-    [("20", ("job", 1)), ("never", ("job", 1)), ("10", ("other", 1)), ("10", ("job", 2))],
-    ids=["another step", "never", "another job", "the same attempt"],
-)
-def test_step_since_of_another_request_is_none(resume, job):
-    assert since({10: {}, 20: followed(resume, job)}) is None
+def test_step_since_of_another_request_is_none():
+    for resume, job in [
+        ("20", ("job", 1)),
+        ("never", ("job", 1)),
+        ("10", ("other", 1)),
+        ("10", ("job", 2)),
+    ]:
+        assert since({10: {}, 20: followed(resume, job)}) is None
 
 
 def test_step_since_is_none_while_steps_of_before_are_ahead():
@@ -65,6 +66,6 @@ def test_step_since_passes_over_damaged_records():
     assert since({10: {}, 20: damaged}) is None
 
 
-@pytest.mark.parametrize("mark", ["job", {"resume": "10"}, {"resume": "10", "job": "job"}])
-def test_step_since_of_a_mark_that_no_save_has_written_is_none(mark):
-    assert since({20: {"followed": mark}}) is None
+def test_step_since_of_a_mark_that_no_save_has_written_is_none():
+    for mark in ["job", {"resume": "10"}, {"resume": "10", "job": "job"}]:
+        assert since({20: {"followed": mark}}) is None

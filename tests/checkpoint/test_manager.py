@@ -1,7 +1,4 @@
-import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from typing import NamedTuple
@@ -20,7 +17,6 @@ from maxpipe.checkpoint.errors import (
     StateNotFinite,
 )
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 from maxpipe.storage.object_store import Deadline
@@ -37,12 +33,6 @@ def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples)
         assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
 
 
-def test_save_writes_meta_as_json(checkpointer, directory, samples):
-    samples.save(checkpointer, 10)
-    checkpointer.wait()
-    assert json.loads(record_file(directory / "10").read_text())["meta"] == samples.meta(10)
-
-
 def test_restore_without_shardings_returns_host_arrays(checkpointer, samples):
     samples.save(checkpointer, 10)
     restored = checkpointer.restore(samples.abstract(samples.state(10), sharded=False))
@@ -50,13 +40,13 @@ def test_restore_without_shardings_returns_host_arrays(checkpointer, samples):
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored.state))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (8, 1), (4, 2)])
-def test_restore_other_mesh_uses_target_shardings(checkpointer, samples, shape):
+def test_restore_other_mesh_uses_target_shardings(checkpointer, samples):
     samples.save(checkpointer, 10)
-    target = samples.abstract(samples.state(10, *shape))
-    restored = checkpointer.restore(target)
-    samples.assert_restored(restored, 10)
-    assert restored.state["params"]["weight"].sharding == target["params"]["weight"].sharding
+    for shape in [(1, 1), (8, 1), (4, 2)]:
+        target = samples.abstract(samples.state(10, *shape))
+        restored = checkpointer.restore(target)
+        samples.assert_restored(restored, 10)
+        assert restored.state["params"]["weight"].sharding == target["params"]["weight"].sharding
 
 
 def test_save_arrays_may_be_donated_and_overwritten_after_return(checkpointer, samples):
@@ -109,11 +99,6 @@ def test_due_every_10_skips_step_just_restored(checkpointer, samples):
     assert checkpointer.due(30)
 
 
-def test_due_every_0_is_never_true(directory):
-    checkpointer = Checkpointer(directory, CheckpointConfig(every=0))
-    assert not any(checkpointer.due(step) for step in range(100))
-
-
 def test_due_every_minutes_counts_from_last_save(directory, samples):
     now = [0.0]
     checkpointer = Checkpointer(
@@ -132,12 +117,6 @@ def test_due_every_minutes_counts_from_last_save(directory, samples):
     now[0] = 1000
     assert not checkpointer.due(15)
     checkpointer.close()
-
-
-def test_save_keep_3_deletes_older_steps(checkpointer, samples):
-    samples.save(checkpointer, 10, 20, 30, 40, 50)
-    checkpointer.wait()
-    assert checkpointer.steps() == [30, 40, 50]
 
 
 def test_save_keep_1_keeps_previous_step_until_commit(directory, samples, monkeypatch):
@@ -227,29 +206,18 @@ def test_save_directory_that_cannot_be_made_raises(tmp_path, samples):
         samples.save(checkpointer, 1)
 
 
-def test_save_after_going_back_abandons_newer_steps(checkpointer, directory, messages, samples):
-    samples.save(checkpointer, 10, 20, 30)
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10)), step=10), 10)
-    assert checkpointer.steps() == [10, 20, 30]
-    samples.save(checkpointer, 20)
-    checkpointer.wait()
-    assert checkpointer.steps() == [10, 20]
-    entries = StepsDirectory(directory).entries()
-    aside = [entry.name for entry in entries if entry.state == "abandoned"]
-    assert aside == ["20.abandoned", "30.abandoned"]
-    assert len(messages) == 2
-    assert "30.abandoned" in messages[1]
-
-
 def test_save_after_going_back_abandons_every_step_after_the_restored_one(
-    checkpointer, directory, samples
+    checkpointer, directory, messages, samples
 ):
-    samples.save(checkpointer, 10, 15, 30)
-    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
+    samples.save(checkpointer, 10, 15, 20, 30)
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(15)), step=15), 15)
+    assert checkpointer.steps() == [15, 20, 30]
     samples.save(checkpointer, 20)
     checkpointer.wait()
     names = [entry.name for entry in StepsDirectory(directory).entries()]
-    assert names == ["10", "15.abandoned", "20", "30.abandoned"]
+    assert names == ["15", "20", "20.abandoned", "30.abandoned"]
+    assert len(messages) == 2
+    assert "30.abandoned" in messages[1]
 
 
 def test_save_tells_that_steps_are_set_aside_once_before_it_writes_and_not_if_it_is_refused(
@@ -321,23 +289,12 @@ def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer,
         "params.scale: bfloat16[33] in the checkpoint, float32[33] in this run",
         "params.weight: float32[128,64] in the checkpoint, float32[64,128] in this run",
     )
+    target = samples.abstract(samples.state(20))
+    target["params"]["scale"] = jax.ShapeDtypeStruct((33,), jnp.float32)
+    with pytest.raises(CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them"):
+        checkpointer.restore(target)
     assert checkpointer.steps() == [10, 20]
     assert messages == []
-
-
-def test_mismatch_message_shows_first_20_differences():
-    error = CheckpointMismatch("checkpoints/3", [f"leaf {n}" for n in range(100)])
-    assert len(error.differences) == 100
-    assert "... and 80 more" in str(error)
-    assert len(str(error).splitlines()) == 23
-
-
-def test_import_of_manager_imports_neither_orbax_nor_tensorstore():
-    modules = "maxpipe.checkpoint.manager, maxpipe.checkpoint.reader"
-    code = (
-        f"import sys, {modules}; sys.exit('orbax' in sys.modules or 'tensorstore' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def hold_commits(monkeypatch):
@@ -385,31 +342,17 @@ def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatc
     assert asked == []
 
 
-class TestGrace:
-    """The grace period is compared with the time from the start of a save to its commit."""
-
-    @pytest.fixture
-    def warnings_of(self, directory, samples):
-        """Return a function of grace_seconds that returns the warnings of two saves."""
-
-        def _warnings_of(grace_seconds):
-            messages = []
-            checkpointer = Checkpointer(
-                directory, CheckpointConfig(grace_seconds=grace_seconds), log=messages.append
-            )
-            samples.save(checkpointer, 1, 2)
-            checkpointer.close()
-            return messages
-
-        return _warnings_of
-
-    def test_grace_slow_save_warns_once(self, warnings_of):
-        (warning,) = warnings_of(1e-9)
-        assert "longer than checkpoint.grace_seconds allows" in warning
-
-    @pytest.mark.parametrize("grace_seconds", [0, 1000])
-    def test_grace_fast_save_or_no_limit_does_not_warn(self, warnings_of, grace_seconds):
-        assert warnings_of(grace_seconds) == []
+def test_save_longer_than_the_grace_period_warns_once(directory, samples):
+    """It is compared with the time from the start of a save to its commit."""
+    for grace_seconds, count in ((1e-9, 1), (0, 0), (1000, 0)):
+        messages = []
+        settings = CheckpointConfig(grace_seconds=grace_seconds)
+        checkpointer = Checkpointer(directory / f"{count}", settings, log=messages.append)
+        samples.save(checkpointer, 1, 2)
+        checkpointer.close()
+        found = ["longer than checkpoint.grace_seconds allows" in line for line in messages]
+        assert found == [True] * count
+        shutil.rmtree(directory / f"{count}")
 
 
 def test_save_state_that_is_not_finite_writes_nothing(checkpointer, samples, directory):

@@ -85,26 +85,20 @@ def test_read_record_returns_what_was_written(write):
     assert read_record(write(content())) == Record(1, META, LEAVES)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"dtype": ["float32"]}, "the dtype of step is"),
-        ({"digest": "7"}, "the digest of step is"),
-        ({"digest": True}, "the digest of step is"),
-        ({"shape": [-1]}, "the shape of step is"),
-    ],
-    ids=str,
-)
-def test_read_record_leaf_that_no_save_has_written_is_damage(write, change, problem):
-    crafted = content()
-    crafted["leaves"]["step"].update(change)
-    with pytest.raises(CheckpointDamaged, match=problem):
-        read_record(write(crafted))
-
-
-def test_read_record_step_that_is_text_is_damage(write):
-    with pytest.raises(CheckpointDamaged, match="step is not a number"):
-        read_record(write({**content(), "step": "1"}))
+def test_read_record_that_no_save_has_written_is_damage(write):
+    crafted = {
+        "the dtype of step is": {"dtype": ["float32"]},
+        "the digest of step is": {"digest": True},
+        "the shape of step is": {"shape": [-1]},
+    }
+    for problem, change in crafted.items():
+        changed = content()
+        changed["leaves"]["step"].update(change)
+        with pytest.raises(CheckpointDamaged, match=problem):
+            read_record(write(changed))
+    for step, problem in (("1", "step is not a number"), (2, "record says step 2")):
+        with pytest.raises(CheckpointDamaged, match=problem):
+            read_record(write({**content(), "step": step}))
 
 
 def test_read_record_that_was_changed_is_damage(write):
@@ -113,11 +107,6 @@ def test_read_record_that_was_changed_is_damage(write):
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(CheckpointDamaged, match="checksum of the record does not match"):
         read_record(directory)
-
-
-def test_read_record_of_another_step_is_damage(write):
-    with pytest.raises(CheckpointDamaged, match="record says step 2"):
-        read_record(write({**content(), "step": 2}))
 
 
 def test_read_record_that_is_no_regular_file_is_damage(write):

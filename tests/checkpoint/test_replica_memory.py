@@ -50,30 +50,24 @@ def test_describe_adds_processes_of_a_host_and_names_the_fullest():
     )
 
 
-def test_describe_counts_what_earlier_replicas_hold_as_free():
+def test_describe_counts_earlier_replicas_as_free_and_the_copy_being_written_as_memory_only():
     line = describe([Share("one", 100, 100, held=200, files=300, buffers=0)], 10)
     assert line.endswith("of which 300 are free")
-
-
-def test_describe_counts_the_copy_that_is_being_written_as_memory_only():
     assert describe([Share("one", 200, 300, held=0, files=200, buffers=100)], 10)
 
 
-@pytest.mark.parametrize(
-    ("shm_free", "memory_free", "message"),
-    [
+def test_describe_with_too_little_on_one_host_names_it_and_a_remedy():
+    for shm_free, memory_free, message in [
         (1199, 9000, "1,200 bytes of /dev/shm on two, of which 1,199 are free: enlarge /dev/shm"),
         (1200, 1799, "1,800 bytes of the memory of two, of which 1,799 are free: use more hosts"),
-    ],
-)
-def test_describe_with_too_little_on_one_host_names_it_and_a_remedy(shm_free, memory_free, message):
-    shares = [Share(host, shm_free, memory_free, 0, 600, 300) for host in ("one", "two", "two")]
-    with pytest.raises(ConfigError) as error:
-        describe(shares, 10)
-    (problem,) = error.value.problems
-    assert problem.key == "checkpoint.replica_every"
-    assert message in problem.message
-    assert "give 0" in problem.message
+    ]:
+        shares = [Share(host, shm_free, memory_free, 0, 600, 300) for host in ("one", "two", "two")]
+        with pytest.raises(ConfigError) as error:
+            describe(shares, 10)
+        (problem,) = error.value.problems
+        assert problem.key == "checkpoint.replica_every"
+        assert message in problem.message
+        assert "give 0" in problem.message
 
 
 @pytest.fixture

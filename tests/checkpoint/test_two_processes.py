@@ -59,7 +59,3 @@ def test_checkpointer_two_processes_save_restore_and_fall_back_together(director
 @pytest.mark.grid
 def test_checkpointer_two_processes_without_directory_restore_from_mirror(directory, mirror_url):
     run_both(directory, mirror_url)
-
-
-def test_checkpointer_two_processes_restore_what_both_have_in_memory(directory):
-    run_both(directory, "memory")

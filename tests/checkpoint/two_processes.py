@@ -1,7 +1,6 @@
 """One of two processes that save, restore and fall back together; started by a test.
 
-Arguments: address, index, directory, and optionally the URL of a mirror to restore from, or
-"memory" for replicas.
+Arguments: address, index, directory, and optionally the URL of a mirror to restore from.
 """
 
 import errno
@@ -105,7 +104,7 @@ def ask_the_clock_of_the_first():
 
 
 def forget_old_posts():
-    processes._POSTS_KEPT = 3
+    kept, processes._POSTS_KEPT = processes._POSTS_KEPT, 3
     for i in range(8):
         # The limit is smaller than in a real run, so process 0 must not get ahead of the other.
         multihost_utils.sync_global_devices(f"before {i}")
@@ -114,6 +113,7 @@ def forget_old_posts():
     posts = processes.coordinator().key_value_dir_get("maxpipe/post")
     # Of 13 posts the first two were out of reach when the limit was set.
     assert len(posts) == 2 + 3, posts
+    processes._POSTS_KEPT = kept
     multihost_utils.sync_global_devices("counted")  # process 0 posts again after this
 
 
@@ -160,14 +160,14 @@ def go_on_from_the_mirror(url):
     print("done")
 
 
-def forget_what_one_could_not_write():
+def forget_what_one_could_not_write(directory):
     """A process that has no room for replicas does not let those of the other one grow."""
     memory = DIRECTORY.parent / f"full-{INDEX}"
     messages = []
     checkpointer = Checkpointer(
-        DIRECTORY,
+        directory,
         CheckpointConfig(),
-        replicas=Replicas(memory, DIRECTORY, 5),
+        replicas=Replicas(memory, directory, 5),
         log=messages.append,
     )
     write_shards = replicas.write_shards
@@ -194,7 +194,7 @@ def fail_for_want_of_room(database, arrays):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def restore_what_both_have_in_memory():
+def restore_what_both_have_in_memory(directory):
     """Each process has a memory of its own, and what is damaged in one is so for both."""
     memory = DIRECTORY.parent / f"memory-{INDEX}"
     target = {
@@ -211,9 +211,9 @@ def restore_what_both_have_in_memory():
     def start():
         multihost_utils.sync_global_devices("start")
         return Checkpointer(
-            DIRECTORY,
+            directory,
             CheckpointConfig(),
-            replicas=Replicas(memory, DIRECTORY, 5),
+            replicas=Replicas(memory, directory, 5),
             log=messages.append,
         )
 
@@ -246,7 +246,7 @@ def restore_what_both_have_in_memory():
     if INDEX == 0:
         (own / "30").mkdir()
     again = start()
-    saved = f"safe: step 1 in {DIRECTORY}"
+    saved = f"safe: step 1 in {directory}"
     removed = "replicas in memory that not every process has were removed; "
     said = [
         f"step 20 is restored from replicas in memory; {saved}",
@@ -274,6 +274,8 @@ def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
     see_the_same_directory()
+    restore_what_both_have_in_memory(DIRECTORY.parent / "replicated")
+    forget_what_one_could_not_write(DIRECTORY.parent / "replicated")
     messages = []
     checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), log=messages.append)
     for step in (1, 2, 3):
@@ -298,12 +300,10 @@ def main():
 
 if __name__ == "__main__":
     try:
-        if sys.argv[4:] == ["memory"]:
-            restore_what_both_have_in_memory()
-            forget_what_one_could_not_write()
-            print("done")
+        if len(sys.argv) > 4:
+            go_on_from_the_mirror(sys.argv[4])
         else:
-            go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
+            main()
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

@@ -92,26 +92,26 @@ def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
     assert printed(capsys, "ls") == printed(capsys, "ls", "runs")
 
 
-@pytest.mark.parametrize("column", ["loss", "grad_norm"])
-def test_run_that_ended_with_steps_that_are_not_finite_says_so(tmp_path, capsys, column):
-    file = write_run(tmp_path / "run", steps=3, evaluations=()) / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[2][column] = None
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "not finite" in printed(capsys, "ls", tmp_path)
-    assert "loss        not finite" in printed(capsys, "show", tmp_path / "run")
-    rows[2][column], rows[1][column] = 1.0, None
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "not finite" not in printed(capsys, "ls", tmp_path)
+def test_run_that_ended_with_steps_that_are_not_finite_says_so(tmp_path, capsys):
+    for column in ["loss", "grad_norm"]:
+        root = tmp_path / column
+        file = write_run(root / "run", steps=3, evaluations=()) / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows[2][column] = None
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "not finite" in printed(capsys, "ls", root)
+        assert "loss        not finite" in printed(capsys, "show", root / "run")
+        rows[2][column], rows[1][column] = 1.0, None
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "not finite" not in printed(capsys, "ls", root)
 
 
-@pytest.mark.parametrize("num_lost", [1, 2])
-def test_lost_configurations_are_not_called_the_same(two, capsys, num_lost):
-    for name in ("run-2", "run-10")[:num_lost]:
-        (two / name / "config.yml").unlink()
-    text = printed(capsys, "compare", two)
-    assert "without a readable config.yml: run-2" in text
-    assert "are the same" not in text + page_html(read_runs([str(two)]))
+def test_lost_configurations_are_not_called_the_same(two, capsys):
+    for num_lost in [1, 2]:
+        (two / ("run-2", "run-10")[num_lost - 1] / "config.yml").unlink()
+        text = printed(capsys, "compare", two)
+        assert "without a readable config.yml: run-2" in text
+        assert "are the same" not in text + page_html(read_runs([str(two)]))
 
 
 def test_numbers_that_are_no_float_are_left_out(two):
@@ -131,17 +131,7 @@ def test_ls_takes_live_damaged_and_empty_runs(two, capsys):
     (two / "begun" / "config.yml").write_text(to_yaml(maxpipe.load_config("base")))
     lines = {line.split()[0]: line.split()[1:] for line in printed(capsys, "ls", two).splitlines()}
     assert lines["begun"] == ["0/200", "-", "-", "-", "-", "-", "-"]
-    assert lines["torn"] == [
-        "8/?",
-        "not",
-        "finite",
-        "3.5000",
-        "3.5000",
-        "@6",
-        "1.2500",
-        "1.02k",
-        "25.0%",
-    ]
+    assert " ".join(lines["torn"]) == "8/? not finite 3.5000 3.5000 @6 1.2500 1.02k 25.0%"
 
 
 def test_ls_leaves_out_what_it_may_not_read_and_says_so(two, capsys, monkeypatch):
@@ -192,6 +182,7 @@ def test_run_in_a_directory_that_may_not_be_entered_is_a_message(two, capsys, mo
 
 
 def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
+    assert _names([Path("/base"), Path("/a/base")]) == ["/base", "a/base"]
     write_run(tmp_path / "a" / "base")
     write_run(tmp_path / "b" / "base")
     assert [run.name for run in read_runs([str(tmp_path)])] == ["a/base", "b/base"]
@@ -208,10 +199,6 @@ def test_run_that_is_named_by_two_paths_is_read_once(two, monkeypatch):
     assert [(run.name, str(run.root)) for run in read] == [("run-2", "run-2"), ("run-10", "run-10")]
 
 
-def test_run_next_to_the_root_is_named_by_its_whole_path():
-    assert _names([Path("/base"), Path("/a/base")]) == ["/base", "a/base"]
-
-
 def test_show_has_all_about_a_run(two, capsys):
     text = printed(capsys, "show", two / "run-2")
     for pattern in (
@@ -225,11 +212,6 @@ def test_show_has_all_about_a_run(two, capsys):
     ):
         assert re.search(rf"^  {pattern}", text, re.MULTILINE), pattern
     assert "beta2" not in text  # has its default
-
-
-def test_show_of_a_run_without_steps_has_no_medians(tmp_path, capsys):
-    text = printed(capsys, "show", write_run(tmp_path / "base", steps=0))
-    assert re.search(r"^  tokens/s +-\n  step +-\n", text, re.MULTILINE)
 
 
 def test_compare_lists_the_keys_that_differ(two, capsys):
@@ -265,24 +247,21 @@ def test_key_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path
     assert "model.embed_dim" in differing_keys(read_runs([str(tmp_path)]))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_runs_with_bad_words_end_with_2_and_one_line(two, capsys):
+    (two.parent / "empty").mkdir()
+    for words, message in [
         (["ls", "{}/none"], "DIR: there is no directory"),
         (["ls", "{}/empty"], "empty holds no run"),
         (["compare", "{}/runs/run-2"], "run-2 is one run; name another"),
         (["plot", "{}/runs", "--html", "{}/none/x.html"], "--html: cannot write"),
-    ],
-)
-def test_runs_with_bad_words_end_with_2_and_one_line(two, words, message, capsys):
-    (two.parent / "empty").mkdir()
-    with pytest.raises(SystemExit) as end:
-        runs.main([word.format(two.parent) for word in words])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.endswith("1 problem found\n")
-    assert len(error.splitlines()) == 2
+    ]:
+        with pytest.raises(SystemExit) as end:
+            runs.main([word.format(two.parent) for word in words])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.endswith("1 problem found\n")
+        assert len(error.splitlines()) == 2
 
 
 def test_plot_writes_a_page_that_needs_nothing_but_itself(two, tmp_path, capsys):
@@ -303,18 +282,14 @@ def test_page_of_a_long_run_keeps_its_spikes(tmp_path):
     losses = [3.0] * 20_000
     losses[12_345], losses[777], losses[5] = 9.0, 1.0, None
     write_run(tmp_path / "long", steps=20_000, losses=losses, evaluations=())
+    text = page_html(read_runs([str(tmp_path)]))
+    assert 'data-metric="loss"' in text
+    assert 'data-metric="eval_loss"' not in text
     data = run_data(*read_runs([str(tmp_path)]))
     assert len(data["step"]) <= 3 * page.MOST_BUCKETS + 1
     assert {9.0, 1.0} <= {*data["loss"]}
     assert data["step"] == sorted(data["step"])
     assert (data["step"][0], data["step"][-1]) == (1, 20_000)
-
-
-def test_page_of_a_run_without_evaluations_has_no_such_chart(tmp_path):
-    write_run(tmp_path / "run", evaluations=())
-    text = page_html(read_runs([str(tmp_path)]))
-    assert 'data-metric="loss"' in text
-    assert 'data-metric="eval_loss"' not in text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed")

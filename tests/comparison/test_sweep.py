@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.training_process import TINY_MODEL, TrainingProcess, command, inherited, run
+from helpers.training_process import TrainingProcess, command, inherited
 
 from maxpipe import train
 from maxpipe.comparison import sweep as sweep_module
@@ -64,9 +64,8 @@ def test_sweep_names_stay_legal_short_and_different():
     assert [member.name for member in same] == ["base-path_a_b", "base-path_a_b-2"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(monkeypatch, capsys):
+    for words, message in [
         (["steps"], "--sweep: 'steps' is not of the form key=value,value"),
         (["steps=4"], "--sweep: names one run"),
         (["steps=4,"], "--sweep: steps=4,: there is an empty value"),
@@ -81,16 +80,14 @@ def test_sweep_names_stay_legal_short_and_different():
         (["seed=1,x"], "seed (command line): expected"),
         (["model.num_layers=4,6"], "num_layers"),
         (["compile.save=a,b"], "compile.save: training stores no executable"),
-    ],
-)
-def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sweep_module, "_run", lambda _: pytest.fail("a run began"))
-    with pytest.raises(SystemExit) as end:
-        train.main(["base", "eval.every=50", "--sweep", *words])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.endswith("1 problem found\n")
+    ]:
+        monkeypatch.setattr(sweep_module, "_run", lambda _: pytest.fail("a run began"))
+        with pytest.raises(SystemExit) as end:
+            train.main(["base", "eval.every=50", "--sweep", *words])
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.endswith("1 problem found\n")
 
 
 def test_sweep_names_all_that_is_wrong_once():
@@ -148,12 +145,14 @@ def test_sweep_compares_the_others_of_a_run_that_failed_before_its_first_step(ra
     assert "sweep       1 of 2 runs are done, base-seed_2 failed with exit code 1\n" in printed
 
 
-@pytest.mark.parametrize("code", [75, 130])
-def test_sweep_that_a_signal_stops_begins_no_other_run(ran, code, capsys):
-    ran.codes = (0, code)
-    assert train.main(["base", "--sweep", "seed=1,2,3"]) == code
-    assert len(ran) == 2
-    assert "stopped in base-seed_2; the same command goes on with it" in capsys.readouterr().out
+def test_sweep_that_a_signal_stops_begins_no_other_run(ran, capsys):
+    for code in (75, 130):
+        ran.clear()
+        ran.codes = (0, code)
+        assert train.main(["base", "--sweep", "seed=1,2,3"]) == code
+        assert len(ran) == 2
+        said = "stopped in base-seed_2; the same command goes on with it"
+        assert said in capsys.readouterr().out
 
 
 def test_sweep_hands_a_signal_on_and_waits_for_the_save(tmp_path):
@@ -195,16 +194,3 @@ def test_sweep_that_ends_leaves_no_run_behind(number, code, printed):
         # The end of the output: nobody holds it any more.
         assert process.communicate(timeout=20)[0] == printed
     assert process.returncode == code
-
-
-def test_sweep_trains_one_run_after_the_other_and_compares(tmp_path):
-    words = ["base", *TINY_MODEL, *SMALL, "eval.every=0", f"output_dir={tmp_path}"]
-    sweep = ["--sweep", "checkpoint.resume=must,auto", "steps=2"]
-    code, printed = run(tmp_path / "log", [*words, *sweep])
-    assert code == 1
-    assert "config error: checkpoint.resume" in printed
-    assert "base-resume_must failed: exit code 2; the others go on" in printed
-    last = printed.splitlines()[-4:]
-    assert last[0].split()[:2] == ["run", "step"]
-    assert last[1].split()[:2] == ["base-resume_auto", "2/2"]
-    assert "1 of 2 runs are done" in last[-1]

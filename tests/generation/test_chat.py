@@ -31,7 +31,14 @@ ONE = [{"role": "user", "content": "One?"}]
 def _train(directory: Path, *words: str) -> Path:
     """Train for a step on conversations; return the run's directory."""
     tiny = ("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1")
-    words = (*TINY_MODEL, *tiny, "mesh.ici.stage=1", "pipeline.num_repeats=1", *words)
+    words = (
+        *TINY_MODEL,
+        *tiny,
+        "model.num_layers=1",
+        "mesh.ici.stage=1",
+        "pipeline.num_repeats=1",
+        *words,
+    )
     assert train.main([str(FINETUNE), f"output_dir={directory}", *words]) == 0
     return directory / "finetune"
 
@@ -134,21 +141,10 @@ class _Terminal(io.RawIOBase):
         return len(line)
 
 
-TOO_LONG, NO_TEXT = b"a" * 300 + b"\n", b"\xff\xfe\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (TOO_LONG, "the conversation has 3"),
-        (NO_TEXT, "a line of standard input is not UTF-8"),
-        (b"refused\n", "cannot lay it out"),
-    ],
-)
 def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
-    line, problem, run_dir, tmp_path, capsys, monkeypatch
+    run_dir, tmp_path, capsys, monkeypatch
 ):
-    def call(is_terminal):
+    def call(line, is_terminal):
         source = io.BufferedReader(_Terminal([b"One?\n", line, b"Two?\n"], is_terminal))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(source, "utf-8"))
         prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
@@ -158,16 +154,21 @@ def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
     template = run / "tokenizer" / "chat_template.jinja"
     refusal = "{% for m in messages if m.content == 'refused' %}{{ raise_exception('no') }}"
     template.write_text(refusal + "{% endfor %}" + template.read_text())
-    code, out, error, prompts = call(True)
-    assert (code, out) == (0, "> 1\n> > 2\n> ")
-    assert error.startswith("(this line is left out: ")
-    assert problem in error
-    assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
-        "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    code, out, error, _ = call(False)
-    assert (code, out) == (2, "1\n")
-    assert f"--chat: {problem}" in error or f"chat_template.jinja {problem}" in error
+    for line, problem in {
+        b"a" * 300 + b"\n": "the conversation has 3",
+        b"\xff\xfe\n": "a line of standard input is not UTF-8",
+        b"refused\n": "cannot lay it out",
+    }.items():
+        code, out, error, prompts = call(line, True)
+        assert (code, out) == (0, "> 1\n> > 2\n> ")
+        assert error.startswith("(this line is left out: ")
+        assert problem in error
+        assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
+            "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        code, out, error, _ = call(line, False)
+        assert (code, out) == (2, "1\n")
+        assert f"--chat: {problem}" in error or f"chat_template.jinja {problem}" in error
 
 
 def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, monkeypatch):
@@ -190,18 +191,19 @@ def test_chat_continues_what_the_model_says(own_dir):
     assert answer == text.strip()
 
 
-@pytest.mark.parametrize(
-    ("options", "answer"),
-    [({"stop": "it"}, "Do it"), ({"stop": ["x", "o"]}, "Do"), ({"stop_tokens": [105]}, "Do")],
-)
-def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch, options, answer):
-    loaded = maxpipe.load_model(run_dir)
-    _writes(monkeypatch, "Do it now<|im_end|>")
-    assert loaded.chat(ONE, **options) == answer
-    with pytest.raises(ValueError, match=r"^stop: expected texts; one is empty"):
-        loaded.chat(ONE, stop="")
-    with pytest.raises(ValueError, match=r"^stop_tokens: the model has no token 320"):
-        loaded.chat(ONE, stop_tokens=[320])
+def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch):
+    for options, answer in [
+        ({"stop": "it"}, "Do it"),
+        ({"stop": ["x", "o"]}, "Do"),
+        ({"stop_tokens": [105]}, "Do"),
+    ]:
+        loaded = maxpipe.load_model(run_dir)
+        _writes(monkeypatch, "Do it now<|im_end|>")
+        assert loaded.chat(ONE, **options) == answer
+        with pytest.raises(ValueError, match=r"^stop: expected texts; one is empty"):
+            loaded.chat(ONE, stop="")
+        with pytest.raises(ValueError, match=r"^stop_tokens: the model has no token 320"):
+            loaded.chat(ONE, stop_tokens=[320])
 
 
 def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
@@ -229,17 +231,14 @@ def test_unusable_conversation_is_refused(run_dir, capsys):
     assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
+def test_turn_ends_with_what_follows_an_answer() -> None:
+    for source, text in [
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "\n"),
         ("{% for m in messages %}{{ m.content }} <end>\n{% endfor %}", "<end>"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ""),
-    ],
-)
-def test_turn_ends_with_what_follows_an_answer(source: str, text: str) -> None:
-    end = end_of_turn(ChatTemplate(source, (), "mine"), load_tokenizer("byte"))
-    assert end == (set(), text)
+    ]:
+        end = end_of_turn(ChatTemplate(source, (), "mine"), load_tokenizer("byte"))
+        assert end == (set(), text)
 
 
 def test_special_tokens_after_an_answer_end_it(tmp_path: Path) -> None:
@@ -248,15 +247,12 @@ def test_special_tokens_after_an_answer_end_it(tmp_path: Path) -> None:
     assert end_of_turn(template, load_tokenizer(str(path))) == ({0}, "")
 
 
-@pytest.mark.parametrize(
-    ("pieces", "end", "expected"),
-    [
+def test_text_before_its_end_loses_nothing_else():
+    for pieces, end, expected in [
         (["a", "<", "b", "<", ">c"], "<>", "a<b"),
         (["a<", "<", ">"], "<>", "a<"),
         ([" \n", " a ", "b"], "", "a b"),
         (["a", "<"], "<>", "a<"),
         (["\n", "a"], "\n", ""),
-    ],
-)
-def test_text_before_its_end_loses_nothing_else(pieces, end, expected):
-    assert "".join(before(end, pieces)) == expected
+    ]:
+        assert "".join(before(end, pieces)) == expected

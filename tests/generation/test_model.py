@@ -24,7 +24,12 @@ PROMPT = "def f("
 def run(tmp_path_factory):
     """Return a run of two stages with two chunks each, after two steps."""
     words = write_config(tmp_path_factory.mktemp("model"), steps=2, checkpoint="{every: 1}")
-    words += ["mesh.simulated_devices=8", "mesh.ici.fsdp=4", "optimizer.learning_rate=0.05"]
+    words += [
+        "mesh.simulated_devices=8",
+        "mesh.ici.fsdp=4",
+        "optimizer.learning_rate=0.05",
+        "model.num_layers=4",
+    ]
     run = maxpipe.Run(maxpipe.load_config(*words))
     run.train()
     return run
@@ -78,40 +83,26 @@ def _layer(tree, index):
     return jnp.asarray(np.asarray(tree)[index])
 
 
-def test_logits_of_a_token_do_not_depend_on_later_ones(model):
-    first = model.logits([[5, 6, 7, 8]])
-    second = model.logits([[5, 6, 9, 1]])
-    np.testing.assert_allclose(first[:, :2], second[:, :2], rtol=1e-6, atol=1e-6)
-    assert not np.allclose(first[:, 2], second[:, 2])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_generate_writes_what_the_command_writes(run, model, capsys):
+    for options in [
         {"temperature": 0.0},
         {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 3, "stop": "e"},
         {"temperature": 1.2, "seed": 3, "stop_tokens": [101]},
-    ],
-    ids=["greedy", "sampled", "stop_token"],
-)
-def test_generate_writes_what_the_command_writes(run, model, options, capsys):
-    names = {"stop_tokens": "--stop-token"}
-    words = [
-        f"{names.get(name, '--' + name.replace('_', '-'))}={value}"
-        for name, values in options.items()
-        for value in (values if isinstance(values, list) else [values])
-    ]
-    root = str(run.directory)
-    assert generate.main([root, "--prompt", PROMPT, "--max-tokens=20", *words]) == 0
-    text = model.generate(PROMPT, max_tokens=20, **options)
-    assert capsys.readouterr().out == f"{PROMPT}{text}\n"
-    assert text or "stop_tokens" in options
+    ]:
+        names = {"stop_tokens": "--stop-token"}
+        words = [
+            f"{names.get(name, '--' + name.replace('_', '-'))}={value}"
+            for name, values in options.items()
+            for value in (values if isinstance(values, list) else [values])
+        ]
+        root = str(run.directory)
+        assert generate.main([root, "--prompt", PROMPT, "--max-tokens=20", *words]) == 0
+        text = model.generate(PROMPT, max_tokens=20, **options)
+        assert capsys.readouterr().out == f"{PROMPT}{text}\n"
+        assert text or "stop_tokens" in options
 
 
-@pytest.mark.parametrize("stop", ["\n", ["\n\n\n", "b\n"], "ab\n"])
-def test_generate_ends_right_after_a_stop_that_is_a_part_of_a_token(
-    run, tmp_path, monkeypatch, stop
-):
+def test_generate_ends_right_after_a_stop_that_is_a_part_of_a_token(run, tmp_path, monkeypatch):
     path = write_byte_pairs(tmp_path, "ab\n\n" * 9, ["<s>"], size=300)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     with_pairs = maxpipe.load_model(run.directory, tokenizer=str(path))
@@ -119,7 +110,8 @@ def test_generate_ends_right_after_a_stop_that_is_a_part_of_a_token(
     assert len(ids) == 1
     written = [*with_pairs.tokenizer.encode("ab").tolist(), *ids, *ids]
     monkeypatch.setattr(model_module, "generate", lambda *_, **__: iter(written))
-    assert with_pairs.generate("a", stop=stop) == "ab\n"
+    for stop in ("\n", ["\n\n\n", "b\n"], "ab\n"):
+        assert with_pairs.generate("a", stop=stop) == "ab\n"
 
 
 def test_generate_traces_the_model_once_for_many_prompts_and_seeds(model, monkeypatch):
@@ -144,9 +136,8 @@ def test_load_model_reads_the_step_that_is_named(run, model):
     assert not np.allclose(first.logits([[1, 2]]), model.logits([[1, 2]]))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
+def test_logits_refuse_what_are_no_tokens(model):
+    for tokens, message in [
         ([1, 2, 3], r"expected integers \[B, T\]"),
         ([[1.0, 2.0]], r"expected integers \[B, T\]"),
         ([[]], r"expected integers \[B, T\]"),
@@ -154,16 +145,13 @@ def test_load_model_reads_the_step_that_is_named(run, model):
         ([[1, 2], [3]], "^tokens: expected rows of one length"),
         ([[-1, 3]], "got from -1 to 3"),
         ([[0] * 33], r"expected at most 32 in a row \(data.sequence_length\); got 33"),
-    ],
-)
-def test_logits_refuse_what_are_no_tokens(model, tokens, message):
-    with pytest.raises(ValueError, match=message):
-        model.logits(tokens)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.logits(tokens)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_generate_refuses_bad_arguments(model):
+    for options, message in [
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -176,11 +164,9 @@ def test_logits_refuse_what_are_no_tokens(model, tokens, message):
         ({"stop_tokens": [7, -1]}, "^stop_tokens: the model has no token -1; its ids are 0 to 319"),
         ({"prompt": ""}, "^prompt: is empty"),
         ({"prompt": "x" * 40}, "^prompt: has 41 tokens"),
-    ],
-)
-def test_generate_refuses_bad_arguments(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        model.generate(**{"prompt": PROMPT} | options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.generate(**{"prompt": PROMPT} | options)
 
 
 def test_tokenizer_that_does_not_fit_is_named_by_its_argument(run, tmp_path):

@@ -1,0 +1,104 @@
+"""Checkpoints in an object store, on an S3 server on this machine; more in test_mirror.py."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint.test_mirror import damage_copy, flip, mirror_of
+
+from maxpipe.checkpoint.__main__ import main
+
+SAVER = Path(__file__).with_name("save_to_mirror.py")
+
+
+def test_restore_lost_directory_fetches_step_from_mirror(
+    start, directory, messages, samples, objects
+):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    assert {name for name in objects() if "/" not in name} == {"10.json", "20.json"}
+    shutil.rmtree(directory)
+    checkpointer = start()
+    assert checkpointer.steps() == [10, 20]
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+    assert sorted(os.listdir(directory)) == ["20"]
+    assert not checkpointer.due(20)
+    samples.save(checkpointer, 30)
+    checkpointer.close()
+    assert sorted(os.listdir(directory)) == ["20", "30"]
+    assert start().steps() == [10, 20, 30]
+    assert len(messages) == 1
+    assert messages[0].startswith("fetching checkpoint 20 from s3://")
+
+
+def test_upload_killed_leaves_previous_step_and_is_cleared(
+    mirror_url, start, directory, samples, objects
+):
+    process = subprocess.Popen(
+        [sys.executable, SAVER, directory, mirror_url], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "half of 20\n"
+    finally:
+        process.kill()
+        process.communicate()
+    assert any(name.startswith("20/") for name in objects())
+    assert sorted(os.listdir(directory)) == ["10", "20"]
+    assert {"10.json", "20.unfinished.json"} <= set(objects())
+    assert "20.json" not in objects()
+    shutil.rmtree(directory)
+    checkpointer = start()
+    restored = checkpointer.restore(samples.abstract({"x": samples.iterator(10)}))
+    assert (restored.step, restored.state["x"].tolist()) == (10, samples.iterator(10).tolist())
+    checkpointer.save(30, {"x": samples.iterator(30)}, samples.iterator(30), {})
+    checkpointer.close()
+    assert start().steps() == [10, 30]
+    assert not any(name.startswith("20") for name in objects())  # the remains have been deleted
+
+
+@pytest.fixture
+def mirrored(start, directory, samples, mirror_url):
+    """Return the URL of a run whose steps 10, 20 and a damaged 30 are in the store only."""
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.close()
+    mirror_of(checkpointer).set_aside(30, "damaged")
+    shutil.rmtree(directory)
+    return mirror_url.removesuffix("/checkpoints")
+
+
+def test_commands_of_url_list_verify_and_show_steps(mirrored, store, capsys):
+    for inner in ("", "/checkpoints/"):
+        assert main(["ls", mirrored + inner]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
+            ("10", "committed", "10.json"),
+            ("20", "committed", "20.json"),
+            ("30", "damaged", "30.damaged.json"),
+        ]
+        assert float(rows[1][2]) > 30
+        assert rows[1][3] == "KiB"
+    damage_copy(store, f"{mirrored}/checkpoints", 10, flip)
+    assert main(["verify", mirrored]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("10: DAMAGED: ")
+    assert second == "20: sound, 7 arrays"
+    assert main(["show", mirrored, "--step", "10"]) == 0
+    assert capsys.readouterr().out.startswith("step: 10\n")
+
+
+def test_command_ls_of_empty_url_exits_with_2(s3, mirror_url, capsys):
+    assert main(["ls", mirror_url]) == 2
+    assert f"{mirror_url} holds no checkpoints" in capsys.readouterr().err
+
+
+def test_command_verify_without_credentials_names_variables(without_s3_keys, capsys):
+    assert main(["verify", "s3://bucket/runs/base"]) == 2
+    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (
+        error := capsys.readouterr().err
+    )
+    assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
