@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config import ConfigError, load, notes, resolve
 
 BASE = """\
 run_name: test
@@ -49,6 +49,17 @@ def resolved(base):
 
 
 @pytest.fixture
+def noted(base):
+    """noted("key=value", ...) -> the lines that a start prints about it."""
+
+    def _noted(*words):
+        loaded = load(base, words)
+        return notes(resolve(loaded, 4), loaded)
+
+    return _noted
+
+
+@pytest.fixture
 def problems(base):
     """problems("key=value", ..., devices=4, slices=1) -> {key: message} of what is refused."""
 
@@ -60,3 +71,18 @@ def problems(base):
         return {}
 
     return _problems
+
+
+@pytest.fixture
+def unlike(problems):
+    """unlike({"key=value ...": (key, part of the message)}) -> the refusals that differ."""
+
+    def _unlike(table):
+        refusals = {words: problems(*words.split()) for words in table}
+        return {
+            words: refusals[words]
+            for words, (key, part) in table.items()
+            if part not in refusals[words].get(key, "")
+        }
+
+    return _unlike

@@ -1,49 +1,29 @@
 """Number of microbatches, and batches that microbatches and devices divide."""
 
-import pytest
+
+def test_num_microbatches_is_derived(resolved):
+    sequential = "mesh.ici.stage=1 mesh.ici.fsdp=4"
+    lockstep = "pipeline.schedule=lockstep_1f1b"
+    counts = {
+        "": 2,
+        "pipeline.delay_activation_forwarding=true": 4,
+        sequential: 1,
+        f"{sequential} pipeline.num_microbatches=4": 4,
+        "pipeline.num_microbatches=8": 8,
+        f"pipeline.num_microbatches=1 {lockstep}": 1,
+        f"pipeline.num_microbatches=5 {lockstep} data.global_batch_size=10": 5,
+    }
+    assert {w: resolved(*w.split()).pipeline.num_microbatches for w in counts} == counts
 
 
-@pytest.mark.parametrize(
-    ("words", "count"),
-    [
-        ((), 2),
-        (("pipeline.delay_activation_forwarding=true",), 4),
-        (("mesh.ici.stage=1", "mesh.ici.fsdp=4"), 1),
-        (("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=4"), 4),
-        (("pipeline.num_microbatches=8",), 8),
-        (("pipeline.num_microbatches=1", "pipeline.schedule=lockstep_1f1b"), 1),
-        (
-            (
-                "pipeline.num_microbatches=5",
-                "pipeline.schedule=lockstep_1f1b",
-                "data.global_batch_size=10",
-            ),
-            5,
-        ),
-    ],
-)
-def test_num_microbatches_is_derived(resolved, words, count):
-    assert resolved(*words).pipeline.num_microbatches == count
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("pipeline.num_microbatches=3",),
-            "multiple of the 2 stages, at least 2; got 3, nearest legal: 2 or 4",
-        ),
-        (("pipeline.num_microbatches=1",), "got 1, nearest legal: 2"),
-        (
-            ("pipeline.num_microbatches=2", "pipeline.delay_activation_forwarding=true"),
-            "at least 4 with delay",
-        ),
-    ],
-)
-def test_num_microbatches_no_multiple_of_the_stages_is_refused_by_circular(
-    problems, words, message
-):
-    assert message in problems(*words)["pipeline.num_microbatches"]
+def test_num_microbatches_no_multiple_of_the_stages_is_refused_by_circular(unlike):
+    key = "pipeline.num_microbatches"
+    table = {
+        f"{key}=3": (key, "at least 2; got 3, nearest legal: 2 or 4"),
+        f"{key}=1": (key, "got 1, nearest legal: 2"),
+        f"{key}=2 pipeline.delay_activation_forwarding=true": (key, "at least 4 with delay"),
+    }
+    assert unlike(table) == {}
 
 
 def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
@@ -56,9 +36,7 @@ def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
         assert problems("pipeline.num_microbatches=6", word) == {}
     for count in (4, 8):
         assert problems(f"pipeline.num_microbatches={count}") == {}
-
-
-def test_train_batch_indivisible_by_devices_proposes_no_count(problems):
+    # Devices alone do not divide it: no number of microbatches helps.
     message = problems("data.global_batch_size=15")["data.global_batch_size"]
     assert message.endswith("= 4; nearest legal: 12 or 16")
 
@@ -68,12 +46,11 @@ def test_train_batch_divides_over_slices(problems):
     assert "2 x 2 x 2 = 8" in problems(*words, devices=8, slices=2)["data.global_batch_size"]
 
 
-def test_eval_batch_divides_over_devices_only(problems):
+def test_eval_batch_is_the_train_batch_unless_given_and_divides_over_devices_only(
+    problems, resolved
+):
+    assert resolved().eval.global_batch_size == 16
+    assert resolved("eval.global_batch_size=4").eval.global_batch_size == 4
     assert problems("eval.global_batch_size=6", "pipeline.num_microbatches=4") == {}
     assert "nearest legal: 2 or 4" in problems("eval.global_batch_size=3")["eval.global_batch_size"]
     assert problems("eval.global_batch_size=3", "eval.every=0") == {}
-
-
-def test_eval_batch_defaults_to_the_train_batch(resolved):
-    assert resolved().eval.global_batch_size == 16
-    assert resolved("eval.global_batch_size=4").eval.global_batch_size == 4

@@ -6,19 +6,18 @@ import pytest
 
 from maxpipe.config import ConfigError, load, replace, resolve
 
+LARGE = ("model.num_layers=24", "data.global_batch_size=192")
 
-@pytest.mark.parametrize(
-    ("words", "devices", "axes"),
-    [
-        ((), 4, {"stage": 2, "fsdp": 2}),
-        (("mesh.ici.fsdp=-1",), 8, {"stage": 2, "fsdp": 4}),
-        (("mesh.ici.stage=-1",), 8, {"stage": 4, "fsdp": 2}),
-        (("mesh.ici.data=-1",), 4, {"data": 1}),
-    ],
-)
-def test_unknown_axis_takes_the_devices_left(resolved, words, devices, axes):
-    config = resolved(*words, devices=devices)
-    assert {axis: getattr(config.mesh.ici, axis) for axis in axes} == axes
+
+def test_unknown_axis_takes_the_devices_left(resolved):
+    table = {  # (words, devices): stage, fsdp and data
+        ("", 4): (2, 2, 1),
+        ("mesh.ici.fsdp=-1", 8): (2, 4, 1),
+        ("mesh.ici.stage=-1", 8): (4, 2, 1),
+        ("mesh.ici.data=-1", 4): (2, 2, 1),
+    }
+    meshes = {(w, n): resolved(*w.split(), devices=n).mesh.ici for w, n in table}
+    assert {case: (m.stage, m.fsdp, m.data) for case, m in meshes.items()} == table
 
 
 def test_unknown_dcn_axis_takes_the_slices(resolved):
@@ -27,27 +26,22 @@ def test_unknown_dcn_axis_takes_the_slices(resolved):
     assert resolved("mesh.dcn.data=-1").mesh.dcn.data == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "devices", "slices", "key", "numbers"),
-    [
-        ((), 8, 1, "mesh.ici", "stage=2 x fsdp=2 makes 4, but there are 8 devices;"),
-        ((), 1, 1, "mesh.ici", "makes 4, but there is 1 device;"),
-        (
-            ("mesh.ici.stage=4", "mesh.ici.fsdp=-1"),
-            6,
-            1,
-            "mesh.ici",
-            "makes 4, which does not divide the 6 devices;",
-        ),
-        ((), 8, 2, "mesh.dcn", "all axes 1 makes 1, but there are 2 slices;"),
-        (("mesh.dcn.data=2",), 4, 1, "mesh.dcn", "data=2 makes 2, but there is 1 slice;"),
-        (("mesh.dcn.data=2",), 16, 2, "mesh.ici", "makes 4, but there are 8 devices per slice;"),
-    ],
-)
-def test_mesh_that_does_not_fit_gives_both_numbers(problems, words, devices, slices, key, numbers):
-    refusals = problems(*words, devices=devices, slices=slices)
-    assert list(refusals) == [key]
-    assert numbers in refusals[key]
+def test_mesh_that_does_not_fit_gives_both_numbers(problems):
+    table = {  # (words, devices, slices): key and numbers
+        ("", 8, 1): ("mesh.ici", "stage=2 x fsdp=2 makes 4, but there are 8 devices;"),
+        ("", 1, 1): ("mesh.ici", "makes 4, but there is 1 device;"),
+        ("mesh.ici.stage=4 mesh.ici.fsdp=-1", 6, 1): ("mesh.ici", "not divide the 6 devices;"),
+        ("", 8, 2): ("mesh.dcn", "all axes 1 makes 1, but there are 2 slices;"),
+        ("mesh.dcn.data=2", 4, 1): ("mesh.dcn", "data=2 makes 2, but there is 1 slice;"),
+        ("mesh.dcn.data=2", 16, 2): ("mesh.ici", "4, but there are 8 devices per slice;"),
+    }
+    refusals = {(w, n, s): problems(*w.split(), devices=n, slices=s) for w, n, s in table}
+    unlike = {
+        case: refusals[case]
+        for case, (key, numbers) in table.items()
+        if list(refusals[case]) != [key] or numbers not in refusals[case][key]
+    }
+    assert unlike == {}
 
 
 @pytest.mark.parametrize(
@@ -66,52 +60,39 @@ def test_mesh_that_does_not_fit_gives_both_numbers(problems, words, devices, sli
     ],
 )
 def test_proposed_meshes_fit(problems, words, devices, slices):
-    words = (*words, "model.num_layers=24", "data.global_batch_size=192")
+    words = (*words, *LARGE)
     refusals = problems(*words, devices=devices, slices=slices)
-    proposals = re.sub(
-        r"\(.*\)", "", refusals[next(iter(refusals))].partition("these fit: ")[2]
-    ).split(";")
+    fitting = refusals[next(iter(refusals))].partition("these fit: ")[2]
+    proposals = re.sub(r"\(.*\)", "", fitting).split(";")
     assert 1 <= len(proposals) <= 3
     assert len(proposals) == 3 or devices < 3
     for proposal in proposals:
         assert problems(*words, *proposal.split(), devices=devices, slices=slices) == {}, proposal
 
 
-@pytest.mark.parametrize(
-    ("words", "devices", "needed"),
-    [
-        ((), 1, 4),
-        (("mesh.ici.fsdp=-1",), 1, 2),
-        (("mesh.simulated_devices=2",), 2, 4),
-        (("mesh.simulated_devices=3", "mesh.ici.fsdp=-1"), 3, 4),
-        (("mesh.simulated_devices=8", "mesh.ici.stage=3"), 8, 6),
-        ((), 8, None),
-    ],
-)
-def test_mismatch_names_the_simulated_devices_that_would_do(problems, words, devices, needed):
-    words = (*words, "model.num_layers=24", "data.global_batch_size=192")
-    message = problems(*words, devices=devices)["mesh.ici"]
-    if needed is None:
-        assert "simulated_devices" not in message
-    else:
-        assert f"mesh.simulated_devices={needed} makes a CPU" in message
-        fitting = (*words, f"mesh.simulated_devices={needed}")
-        assert problems(*fitting, devices=needed) == {}
+def test_mismatch_names_the_simulated_devices_that_would_do(problems):
+    table = {  # (words, devices): devices that are needed
+        ("", 1): 4,
+        ("mesh.ici.fsdp=-1", 1): 2,
+        ("mesh.simulated_devices=2", 2): 4,
+        ("mesh.simulated_devices=3 mesh.ici.fsdp=-1", 3): 4,
+        ("mesh.simulated_devices=8 mesh.ici.stage=3", 8): 6,
+    }
+    for (words, devices), needed in table.items():
+        message = problems(*words.split(), *LARGE, devices=devices)["mesh.ici"]
+        assert f"mesh.simulated_devices={needed} makes a CPU" in message, words
+        fitting = (*words.split(), *LARGE, f"mesh.simulated_devices={needed}")
+        assert problems(*fitting, devices=needed) == {}, words
+    assert "simulated_devices" not in problems(*LARGE, devices=8)["mesh.ici"]
 
 
-def test_proposed_meshes_start_with_the_nearest(problems):
+def test_proposed_meshes_start_with_the_nearest_and_keep_other_axes(problems):
     message = problems(devices=8)["mesh.ici"]
-    assert (
-        "these fit: mesh.ici.stage=2 mesh.ici.fsdp=4; "
-        "mesh.ici.data=2 mesh.ici.stage=2 mesh.ici.fsdp=2" in message
-    )
-
-
-def test_proposed_meshes_keep_other_axes(problems):
+    nearest = "mesh.ici.stage=2 mesh.ici.fsdp=4; mesh.ici.data=2 mesh.ici.stage=2 mesh.ici.fsdp=2"
+    assert f"these fit: {nearest}" in message
     message = problems("mesh.ici.context=2", "mesh.ici.fsdp=4", devices=8)["mesh.ici"]
     proposals = message.partition("these fit: ")[2].split(";")
-    assert len(proposals) == 3
-    assert all("mesh.ici.context=2" in proposal for proposal in proposals)
+    assert ["mesh.ici.context=2" in proposal for proposal in proposals] == [True] * 3
 
 
 def test_two_unknown_axes_are_refused(problems):
@@ -123,7 +104,5 @@ def test_mesh_and_other_problems_are_raised_together(base):
     config = replace(load(base).config, **{"optimizer.warmup_steps": 200})
     with pytest.raises(ConfigError) as caught:
         resolve(config, 3)
-    assert {problem.key for problem in caught.value.problems} == {
-        "mesh.ici",
-        "optimizer.warmup_steps",
-    }
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"mesh.ici", "optimizer.warmup_steps"}

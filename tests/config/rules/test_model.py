@@ -1,260 +1,122 @@
 """Rules about the model's shape, logical axes and context parallelism."""
 
-import pytest
-
 from maxpipe.config import catalog
 
+EXPERTS = "model.moe.experts=4"
+TOPK = f"{EXPERTS} model.moe.router=topk_softmax"
+GROUPS = "model.moe.experts=8 model.moe.groups=4"
+MLA = "model.attention_kind=mla"
+RULES = "sharding.logical_axis_rules"
 
-@pytest.mark.parametrize(
-    ("words", "key", "message"),
-    [
-        (
-            ("model.num_query_heads=6",),
-            "model.num_kv_heads",
-            "does not divide model.num_query_heads=6; legal are 1, 2, 3, 6",
-        ),
-        (
-            ("model.embed_dim=66",),
-            "model.embed_dim",
-            "not divisible by model.num_query_heads=4; nearest legal: 64 or 68",
-        ),
-        (("model.head_dim=15",), "model.head_dim", "must be even"),
-        (
-            ("model.lora.rank=4", "model.lora.targets=[query, valeu]"),
-            "model.lora.targets",
-            "'valeu' is not one of query, key, value, out, gate, up, down, all-linear; did you "
-            "mean value?",
-        ),
-        (("model.lora.targets=[query]",), "model.lora.targets", "has no effect with model.lora."),
-        (("model.lora.rank=4", "model.lora.targets=word"), "model.lora.targets", "'word' is not"),
-        (("model.lora.rank=4", "model.lora.targets=[]"), "model.lora.targets", "names none of"),
-        (
-            ("model.lora.rank=4", "model.lora.targets=[query, up]", "model.moe.experts=4"),
-            "model.lora.targets",
-            "experts have no adapters: leave out up, or use [all-linear]",
-        ),
-        (
-            ("model.lora.rank=65", "model.num_kv_heads=1"),
-            "model.lora.rank",
-            "65 is above 16, the rank of the projection key itself; use at most 16",
-        ),
-        (
-            ("model.lora.rank=4", "model.attention_kind=mla"),
-            "model.lora.rank",
-            "model.attention_kind=mla has no adapters",
-        ),
-        (
-            ("model.quantisation=int4",),
-            "model.quantisation",
-            "'int4' is not one of none, int8, fp8; did you mean int8?",
-        ),
-        (
-            ("model.quantised_passes=full",),
-            "model.quantised_passes",
-            "has no effect with model.quantisation=none; set model.quantisation too",
-        ),
-        (
-            ("model.quantisation=fp8", "model.moe.experts=4"),
-            "model.quantisation",
-            "fp8 is not possible with model.moe.experts=4, since no kernel of experts",
-        ),
-        (("model.embed_dim=4",), "model.head_dim", "must be even"),
-        (
-            ("mesh.ici.expert=2",),
-            "mesh.ici.expert",
-            "2 devices have no experts to share; use 1 and mesh.ici.fsdp=2, or set "
-            "model.moe.experts",
-        ),
-        (
-            ("mesh.ici.expert=4", "model.moe.experts=6"),
-            "mesh.ici.expert",
-            "4 devices do not divide model.moe.experts=6; use 2 or 3 or 6",
-        ),
-        (
-            ("mesh.ici.expert=2", "model.moe.experts=1", "model.moe.per_token=1"),
-            "mesh.ici.expert",
-            "2 devices do not divide model.moe.experts=1; use 1",
-        ),
-        (
-            (
-                "mesh.ici.expert=2",
-                "model.moe.experts=4",
-                "sharding.logical_axis_rules=[[activation_batch, [data, fsdp]]]",
-            ),
-            "sharding.logical_axis_rules",
-            "use [activation_batch, [data, fsdp, expert]]",
-        ),
-        (
-            ("model.moe.experts=4", "sharding.logical_axis_rules=[[expert, [fsdp]]]"),
-            "sharding.logical_axis_rules",
-            "experts can only be split over mesh axis expert; use [expert, [expert]]",
-        ),
-        (
-            ("mesh.ici.expert=2", "model.moe.experts=4", "data.global_batch_size=9"),
-            "data.global_batch_size",
-            "9 is not divisible by num_microbatches x data x fsdp x expert = 2 x 1 x 2 x 2 = 8",
-        ),
-        (
-            ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
-            "data.sequence_length",
-            "100 is not divisible by 2 x mesh.*.context = 12; nearest legal: 96 or 108",
-        ),
-        (
-            (
-                "mesh.ici.context=2",
-                "sharding.logical_axis_rules=[[activation_length, [context, tensor]]]",
-            ),
-            "sharding.logical_axis_rules",
-            "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
-        ),
-        (("mesh.dcn.expert=2",), "mesh.dcn.expert", "have no experts to share"),
-        (
-            ("model.moe.experts=4", "model.moe.per_token=5"),
-            "model.moe.per_token",
-            "5 is more than model.moe.experts=4",
-        ),
-        (
-            ("model.moe.experts=4", "model.moe.capacity_factor=1.5", "mesh.ici.context=2"),
-            "model.moe.capacity_factor",
-            "1.5 counts the tokens of whole sequences, which mesh.ici.context=2 splits; use 0",
-        ),
-        (
-            ("model.moe.balance_loss=0.01",),
-            "model.moe.balance_loss",
-            "0.01 has no effect without experts; set model.moe.experts",
-        ),
-        (
-            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.normalise=false"),
-            "model.moe.normalise",
-            "weights of model.moe.router=topk_softmax add up to 1; use true",
-        ),
-        (
-            ("model.mla.kv_lora_rank=64",),
-            "model.mla.kv_lora_rank",
-            "64 has no effect with model.attention_kind=gqa; set model.attention_kind=mla",
-        ),
-        (
-            ("model.attention_kind=mla", "model.num_kv_heads=2"),
-            "model.num_kv_heads",
-            "every query head has a key of its own; use 4",
-        ),
-        (
-            ("model.attention_kind=mla", "model.head_dim=64"),
-            "model.head_dim",
-            "64 is not model.mla.qk_nope_head_dim + qk_rope_head_dim = 192",
-        ),
-        (
-            ("model.attention_kind=mla", "model.attention_sinks=true"),
-            "model.attention_sinks",
-            "True is no option of model.attention_kind=mla",
-        ),
-        (
-            ("model.attention_kind=mla", "model.mla.qk_rope_head_dim=3"),
-            "model.mla.qk_rope_head_dim",
-            "must be even",
-        ),
-        (
-            ("model.moe.experts=8", "model.moe.groups=3"),
-            "model.moe.groups",
-            "3 does not divide model.moe.experts=8",
-        ),
-        (
-            ("model.moe.experts=8", "model.moe.groups=4", "model.moe.groups_per_token=5"),
-            "model.moe.groups_per_token",
-            "5 is more than model.moe.groups=4",
-        ),
-        (
-            ("model.moe.experts=8", "model.moe.groups=4", "model.moe.per_token=3"),
-            "model.moe.groups_per_token",
-            "1 of 4 groups have 2 experts, fewer than model.moe.per_token=3",
-        ),
-        (
-            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.bias_rate=1e-3"),
-            "model.moe.bias_rate",
-            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
-        ),
-        (
-            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.groups=2"),
-            "model.moe.groups",
-            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
-        ),
-        (
-            (
-                "model.moe.experts=4",
-                "model.moe.router=topk_softmax",
-                "model.moe.groups_per_token=2",
-            ),
-            "model.moe.groups_per_token",
-            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
-        ),
-        (("model.moe.experts=-1",), "model.moe.experts", "-1"),
-        (("model.moe.router=top2",), "model.moe.router", "softmax, topk_softmax"),
-        (
-            ("model.rope_scaling.factor=8", "model.rope_scaling.low_freq_factor=4"),
-            "model.rope_scaling.low_freq_factor",
-            "less than model.rope_scaling.high_freq_factor=4.0",
-        ),
-        (
-            (
-                "model.rope_scaling.type=yarn",
-                "model.rope_scaling.factor=8",
-                "model.rope_scaling.beta_slow=32",
-            ),
-            "model.rope_scaling.beta_slow",
-            "less than model.rope_scaling.beta_fast=32.0",
-        ),
-        (
-            ("model.rope_scaling.type=longrope", "model.rope_scaling.short_factor=[1, 2]"),
-            "model.rope_scaling.short_factor",
-            "a positive number for each of 8 rotated pairs of channels; got 2 numbers",
-        ),
-        (("model.rope_fraction=0.2",), "model.rope_fraction", "are 3 channels, but"),
-        (
-            ("model.layer_pattern=[local, globl]", "model.attention_window=4"),
-            "model.layer_pattern",
-            "'globl' is not one of global, local, global_nope, local_nope; did you mean global?",
-        ),
-        (
-            ("model.layer_pattern=[local, global]",),
-            "model.layer_pattern",
-            "has local layers, which need model.attention_window",
-        ),
-        (
-            ("model.layer_pattern=[global, global_nope]", "model.attention_window=4"),
-            "model.attention_window",
-            "4 has no effect, since model.layer_pattern has no local layer",
-        ),
-    ],
-)
-def test_rule_refuses(problems, words, key, message):
-    assert message in problems(*words)[key]
+REFUSED = {  # words: key and remedy or reason
+    "model.num_query_heads=6": ("model.num_kv_heads", "legal are 1, 2, 3, 6"),
+    "model.embed_dim=66": ("model.embed_dim", "nearest legal: 64 or 68"),
+    "model.head_dim=15": ("model.head_dim", "must be even"),
+    "model.embed_dim=4": ("model.head_dim", "must be even"),
+    "model.lora.rank=4 model.lora.targets=[query,valeu]": (
+        "model.lora.targets",
+        "'valeu' is not one of query, key, value, out, gate, up, down, all-linear; did you mean v",
+    ),
+    "model.lora.targets=[query]": ("model.lora.targets", "has no effect with model.lora."),
+    "model.lora.rank=4 model.lora.targets=word": ("model.lora.targets", "'word' is not"),
+    "model.lora.rank=4 model.lora.targets=[]": ("model.lora.targets", "names none of"),
+    f"model.lora.rank=4 model.lora.targets=[query,up] {EXPERTS}": (
+        "model.lora.targets",
+        "leave out up, or use [all-linear]",
+    ),
+    "model.lora.rank=65 model.num_kv_heads=1": ("model.lora.rank", "key itself; use at most 16"),
+    f"model.lora.rank=4 {MLA}": ("model.lora.rank", "model.attention_kind=mla has no adapters"),
+    "model.quantisation=int4": ("model.quantisation", "did you mean int8?"),
+    "model.quantised_passes=full": ("model.quantised_passes", "set model.quantisation too"),
+    f"model.quantisation=fp8 {EXPERTS}": ("model.quantisation", "fp8 is not possible with model.m"),
+    "mesh.ici.expert=2": ("mesh.ici.expert", "use 1 and mesh.ici.fsdp=2, or set model.moe.experts"),
+    "mesh.dcn.expert=2": ("mesh.dcn.expert", "have no experts to share"),
+    "mesh.ici.expert=4 model.moe.experts=6": ("mesh.ici.expert", "use 2 or 3 or 6"),
+    "mesh.ici.expert=2 model.moe.experts=1 model.moe.per_token=1": ("mesh.ici.expert", "use 1"),
+    f"mesh.ici.expert=2 {EXPERTS} {RULES}=[[activation_batch,[data,fsdp]]]": (
+        RULES,
+        "use [activation_batch, [data, fsdp, expert]]",
+    ),
+    f"{EXPERTS} {RULES}=[[expert,[fsdp]]]": (RULES, "use [expert, [expert]]"),
+    f"mesh.ici.expert=2 {EXPERTS} data.global_batch_size=9": (
+        "data.global_batch_size",
+        "num_microbatches x data x fsdp x expert = 2 x 1 x 2 x 2 = 8",
+    ),
+    "mesh.ici.context=2 mesh.dcn.context=3 data.sequence_length=100": (
+        "data.sequence_length",
+        "2 x mesh.*.context = 12; nearest legal: 96 or 108",
+    ),
+    f"mesh.ici.context=2 {RULES}=[[activation_length,[context,tensor]]]": (
+        RULES,
+        "use [activation_length, [context]]",
+    ),
+    f"{EXPERTS} model.moe.per_token=5": ("model.moe.per_token", "more than model.moe.experts=4"),
+    f"{EXPERTS} model.moe.capacity_factor=1.5 mesh.ici.context=2": (
+        "model.moe.capacity_factor",
+        "which mesh.ici.context=2 splits; use 0",
+    ),
+    "model.moe.balance_loss=0.01": ("model.moe.balance_loss", "set model.moe.experts"),
+    f"{TOPK} model.moe.normalise=false": ("model.moe.normalise", "add up to 1; use true"),
+    "model.mla.kv_lora_rank=64": ("model.mla.kv_lora_rank", "set model.attention_kind=mla"),
+    f"{MLA} model.num_kv_heads=2": ("model.num_kv_heads", "a key of its own; use 4"),
+    f"{MLA} model.head_dim=64": ("model.head_dim", "qk_nope_head_dim + qk_rope_head_dim = 192"),
+    f"{MLA} model.attention_sinks=true": ("model.attention_sinks", "no option of model.attention_"),
+    f"{MLA} model.mla.qk_rope_head_dim=3": ("model.mla.qk_rope_head_dim", "must be even"),
+    "model.moe.experts=8 model.moe.groups=3": ("model.moe.groups", "3 does not divide model.moe.e"),
+    f"{GROUPS} model.moe.groups_per_token=5": ("model.moe.groups_per_token", "more than model.moe"),
+    f"{GROUPS} model.moe.per_token=3": (
+        "model.moe.groups_per_token",
+        "1 of 4 groups have 2 experts, fewer than model.moe.per_token=3",
+    ),
+    f"{TOPK} model.moe.bias_rate=1e-3": ("model.moe.bias_rate", "use router sigmoid or softmax"),
+    f"{TOPK} model.moe.groups=2": ("model.moe.groups", "use router sigmoid or softmax"),
+    f"{TOPK} model.moe.groups_per_token=2": (
+        "model.moe.groups_per_token",
+        "use router sigmoid or softmax",
+    ),
+    "model.moe.experts=-1": ("model.moe.experts", "-1"),
+    "model.moe.router=top2": ("model.moe.router", "softmax, topk_softmax"),
+    "model.rope_scaling.factor=8 model.rope_scaling.low_freq_factor=4": (
+        "model.rope_scaling.low_freq_factor",
+        "less than model.rope_scaling.high_freq_factor=4.0",
+    ),
+    "model.rope_scaling.type=yarn model.rope_scaling.factor=8 model.rope_scaling.beta_slow=32": (
+        "model.rope_scaling.beta_slow",
+        "less than model.rope_scaling.beta_fast=32.0",
+    ),
+    "model.rope_scaling.type=longrope model.rope_scaling.short_factor=[1,2]": (
+        "model.rope_scaling.short_factor",
+        "a positive number for each of 8 rotated pairs of channels; got 2 numbers",
+    ),
+    "model.rope_fraction=0.2": ("model.rope_fraction", "are 3 channels, but"),
+    "model.layer_pattern=[local,globl] model.attention_window=4": (
+        "model.layer_pattern",
+        "'globl' is not one of global, local, global_nope, local_nope; did you mean global?",
+    ),
+    "model.layer_pattern=[local,global]": ("model.layer_pattern", "need model.attention_window"),
+    "model.layer_pattern=[global,global_nope] model.attention_window=4": (
+        "model.attention_window",
+        "model.layer_pattern has no local layer",
+    ),
+    # Rules of logical axes that are malformed
+    f"{RULES}=[[embed,[fsdp,fsdp]]]": (RULES, "uses a mesh axis twice"),
+    f"{RULES}=[[embed,[fsdp]],[embed,[]]]": (RULES, "'embed' has more than one rule"),
+    f"{RULES}=[[embed,[fdsp]]]": (RULES, "no mesh axis 'fdsp'; did you mean fsdp?"),
+    f"{RULES}=[[embed]]": (RULES, "is not of the form [logical axis, [mesh axes]]"),
+    f"{RULES}=[embed]": (RULES, "is not of the form"),
+    f"{RULES}=[[embed,fsdp]]": (RULES, "is not of the form"),
+    f"{RULES}=[[[embed],[fsdp]]]": (RULES, "is not of the form"),
+}
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ("[[embed, [fsdp, fsdp]]]", "uses a mesh axis twice"),
-        ("[[embed, [fsdp]], [embed, []]]", "'embed' has more than one rule"),
-        ("[[embed, [fdsp]]]", "there is no mesh axis 'fdsp'; did you mean fsdp?"),
-        ("[[embed]]", "is not of the form [logical axis, [mesh axes]]"),
-        ("[embed]", "is not of the form"),
-        ("[[embed, fsdp]]", "is not of the form"),
-        ("[[[embed], [fsdp]]]", "is not of the form"),
-    ],
-)
-def test_logical_axis_rules_malformed_are_refused(problems, rules, message):
-    assert (
-        message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
-    )
+def test_rules_of_the_model_refuse_with_key_and_remedy(unlike):
+    assert unlike(REFUSED) == {}
 
 
 def test_quantisation_of_a_block_that_does_not_quantise_is_refused(problems, monkeypatch):
     monkeypatch.setitem(catalog.BLOCKS, "plain", catalog.Block("a.module:Plain"))
     words = ("model.quantisation=int8", "model.block=plain")
-    assert (
-        "does not quantise; use none, or model.block=llama"
-        in problems(*words)["model.quantisation"]
-    )
+    assert "use none, or model.block=llama" in problems(*words)["model.quantisation"]
     monkeypatch.setitem(catalog.BLOCKS, "plain", catalog.Block("a.module:Plain", quantises=True))
     assert not problems(*words)
 
