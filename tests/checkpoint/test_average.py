@@ -103,7 +103,6 @@ def run_dir(tmp_path_factory):
         "mesh.ici.stage=2",
         "mesh.ici.fsdp=4",
         "steps=3",
-        "model.num_layers=4",
     )
     assert train.main(command(directory, *words, "checkpoint.every=1")) == 0
     return directory / "base"

@@ -223,12 +223,6 @@ def test_workers_ignore_signals_and_end_with_parent(tmp_path: Path) -> None:
     assert parent.stdout == b"still loading\n"
 
 
-def test_import_of_loader_does_not_import_grain() -> None:
-    heavy = "{'grain', 'jax', 'tokenizers'}"
-    program = f"import sys, maxpipe.data.loader; assert not {heavy} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
 def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -> None:
     stored = Tokenizer.from_file(str(write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)))
     num_own = stored.get_vocab_size()

@@ -28,7 +28,6 @@ def run(tmp_path_factory):
         "mesh.simulated_devices=8",
         "mesh.ici.fsdp=4",
         "optimizer.learning_rate=0.05",
-        "model.num_layers=4",
     ]
     run = maxpipe.Run(maxpipe.load_config(*words))
     run.train()

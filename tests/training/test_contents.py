@@ -2,7 +2,6 @@
 
 from importlib import metadata
 
-import pytest
 from helpers.hf_folder import write_folder
 
 import maxpipe
@@ -29,46 +28,42 @@ def test_package_versions_without_installation_have_the_checkouts_version(monkey
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "name"), [("pipeline.schedule", "a.csv"), ("compile.load", "step")]
-)
-def test_files_are_compared_by_content_wherever_they_are(tmp_path, key, name):
-    for directory, text in (("a", "F0,B0"), ("b", "F0,B0"), ("c", "B0,F0")):
-        (tmp_path / directory).mkdir()
-        (tmp_path / directory / name).write_text(text)
-    a, b, c = (of(key, tmp_path / directory / name) for directory in "abc")
-    assert a == b != c
-    assert "No such file" in of(key, tmp_path / name)
+def test_files_are_compared_by_content_wherever_they_are(tmp_path):
+    for key, name in (("pipeline.schedule", "a.csv"), ("compile.load", "step")):
+        for directory, text in (("a", "F0,B0"), ("b", "F0,B0"), ("c", "B0,F0")):
+            (tmp_path / directory).mkdir(exist_ok=True)
+            (tmp_path / directory / name).write_text(text)
+        a, b, c = (of(key, tmp_path / directory / name) for directory in "abc")
+        assert a == b != c
+        assert "No such file" in of(key, tmp_path / name)
+    assert of("pipeline.schedule", "zb_v") == "zb_v"  # of the catalogue
 
 
-def test_schedules_of_the_catalogue_are_compared_by_name():
-    assert of("pipeline.schedule", "zb_v") == "zb_v"
-
-
-@pytest.mark.parametrize("key", ["model.from_hf", "init_from"])
-def test_models_are_compared_by_shape_and_weights(tmp_path, key):
-    scheme = "hf:" if key == "init_from" else ""
+def test_models_are_compared_by_shape_and_weights(tmp_path):
     folders = [write_folder(tmp_path / name) for name in "ab"]
-    a, b = (of(key, f"{scheme}{folder}") for folder in folders)
-    assert a == b
+
+    def values(folder):
+        return of("model.from_hf", folder), of("init_from", f"hf:{folder}")
+
+    before, same = map(values, folders)
+    assert before == same
     (folders[1] / "README.md").write_text("other words")
-    assert of(key, f"{scheme}{folders[1]}") == a
+    assert values(folders[1]) == before
     weights = folders[1] / "1.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x80  # the sign of the last number
     weights.write_bytes(content)
-    assert of(key, f"{scheme}{folders[1]}") != a
+    assert all(a != b for a, b in zip(values(folders[1]), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    "error", [ConfigError(Problem("init_from", "no keys")), OSError("no keys")]
-)
-def test_models_that_cannot_be_read_are_compared_by_the_reason(monkeypatch, error):
-    def fail(*_):
-        raise error
+def test_models_that_cannot_be_read_are_compared_by_the_reason(monkeypatch):
+    for error in (ConfigError(Problem("init_from", "no keys")), OSError("no keys")):
 
-    monkeypatch.setattr(module, "open_folder", fail)
-    assert "no keys" in of("init_from", "hf:s3://bucket/model")
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(module, "open_folder", fail)
+        assert "no keys" in of("init_from", "hf:s3://bucket/model")
 
 
 def test_steps_of_maxtext_are_compared_by_all_their_files(tmp_path):
@@ -80,21 +75,21 @@ def test_steps_of_maxtext_are_compared_by_all_their_files(tmp_path):
     assert of("init_from", f"maxtext:{tmp_path}") != before
 
 
-@pytest.mark.parametrize("file", ["mine_0.py", "mine_1/inner.py"])
-def test_code_of_variants_in_use_is_compared(tmp_path, monkeypatch, file):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
-    (path.parent / "__init__.py").touch()
-    path.write_text("rate = 1")
-    name = file.removesuffix(".py").replace("/", ".")
-    monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(f"{name}:build", moments=0))
-    key = f"code of {name.partition('.')[0]}"
-    assert key not in run_contents(Config())
-    config = replace(Config(), **{"optimizer.name": "mine"})
-    before = run_contents(config)[key]
-    path.write_text("rate = 2")
-    assert run_contents(config)[key] != before
+def test_code_of_variants_in_use_is_compared(tmp_path, monkeypatch):
+    for file in ["mine_0.py", "mine_1/inner.py"]:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text("rate = 1")
+        name = file.removesuffix(".py").replace("/", ".")
+        monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(f"{name}:build", moments=0))
+        key = f"code of {name.partition('.')[0]}"
+        assert key not in run_contents(Config())
+        config = replace(Config(), **{"optimizer.name": "mine"})
+        before = run_contents(config)[key]
+        path.write_text("rate = 2")
+        assert run_contents(config)[key] != before
 
 
 def test_processes_compare_every_version_and_the_code_of_maxpipe():

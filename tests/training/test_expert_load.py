@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import make_batch, make_mesh, tiny
+from helpers.engines import make_mesh, tiny
+from helpers.trainers import placed, run
 
 from maxpipe.builder import build_trainer
 from maxpipe.config.catalog import OPTIMIZERS
@@ -72,27 +73,15 @@ def make_trainer(**values):
     return trainer, BatchPlacer(mesh, trainer.batch_spec, ROWS)
 
 
-def run(trainer, place, state, steps):
-    metrics = []
-    for seed in steps:
-        state, step_metrics = trainer.step(state, place(make_batch(ROWS, seed=seed)))
-        metrics.append(jax.device_get(step_metrics))
-    return trainer.to_canonical(state), metrics
-
-
 @pytest.fixture(scope="module")
 def sequential():
     """Return the state on disk after one step and after three, and the metrics of the steps."""
     trainer, place = make_trainer(**SEQUENTIAL)
-    first, before = run(trainer, place, trainer.init(jax.random.key(0)), [0])
+    state, before = run(trainer, place, trainer.init(jax.random.key(0)), [0], ROWS)
+    first = trainer.to_canonical(state)
     live = trainer.from_canonical(placed(trainer, first))
-    last, after = run(trainer, place, live, [1, 2])
-    return first, last, before + after
-
-
-def placed(trainer, canonical):
-    shapes = trainer.abstract_canonical()
-    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, shapes)
+    state, after = run(trainer, place, live, [1, 2], ROWS)
+    return first, trainer.to_canonical(state), before + after
 
 
 @pytest.mark.parametrize(
@@ -103,8 +92,9 @@ def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential
     first, last, expected_metrics = sequential
     trainer, place = make_trainer(**ENGINES[name])
     # Two of the steps continue from the checkpoint of another engine.
-    _, metrics = run(trainer, place, trainer.init(jax.random.key(0)), [0])
-    actual, more = run(trainer, place, trainer.from_canonical(placed(trainer, first)), [1, 2])
+    _, metrics = run(trainer, place, trainer.init(jax.random.key(0)), [0], ROWS)
+    state, more = run(trainer, place, trainer.from_canonical(placed(trainer, first)), [1, 2], ROWS)
+    actual = trainer.to_canonical(state)
     bias = last.params["layers"]["moe"]["bias"]
     assert len(np.unique(bias)) > 4
     assert bias.dtype == np.float32
@@ -141,32 +131,32 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bias_has_no_moments_and_its_load_changes_no_other_parameter(name):
-    config = OptimizerConfig(
-        name=name, learning_rate=0.1, warmup_steps=0, decay_steps=10, grad_clip_norm=0.5
-    )
-    params = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.full((2, 3), 7.0)}
-    gradients = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.zeros((2, 3))}
-    load = jnp.asarray([[5.0, 1, 0], [2, 2, 2]])
-    optimizer = Optimizer(config, SPECS, RATE)
-    state = optimizer.init(params)
-    plain = Optimizer(config, {"kernel": SPECS["kernel"]})
-    plain_state = plain.init({"kernel": params["kernel"]})
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-    assert shapes == [leaf.shape for leaf in jax.tree.leaves(plain_state)]
-    facts = jnp.int32(0), jnp.float32(2.0)
-    loaded = with_excess(SPECS, gradients, load)
-    after, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(True))
-    kernel = {"kernel": gradients["kernel"]}
-    expected, _ = plain.update(
-        {"kernel": params["kernel"]}, kernel, plain_state, *facts, jnp.bool_(True)
-    )
-    np.testing.assert_array_equal(after["kernel"], expected["kernel"])
-    update = RATE * np.asarray([[-4 / 3, 2 / 3, 2 / 3], [0, 0, 0]])
-    np.testing.assert_allclose(after["bias"] - 7, update, atol=1e-6)
-    skipped, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(False))
-    np.testing.assert_array_equal(skipped["bias"], params["bias"])
-    frozen = Optimizer(dataclasses.replace(config), SPECS)
-    unchanged, _ = frozen.update(params, loaded, state, *facts, jnp.bool_(True))
-    np.testing.assert_array_equal(unchanged["bias"], params["bias"])
+def test_bias_has_no_moments_and_its_load_changes_no_other_parameter():
+    for name in OPTIMIZERS:
+        config = OptimizerConfig(
+            name=name, learning_rate=0.1, warmup_steps=0, decay_steps=10, grad_clip_norm=0.5
+        )
+        params = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.full((2, 3), 7.0)}
+        gradients = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.zeros((2, 3))}
+        load = jnp.asarray([[5.0, 1, 0], [2, 2, 2]])
+        optimizer = Optimizer(config, SPECS, RATE)
+        state = optimizer.init(params)
+        plain = Optimizer(config, {"kernel": SPECS["kernel"]})
+        plain_state = plain.init({"kernel": params["kernel"]})
+        shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+        assert shapes == [leaf.shape for leaf in jax.tree.leaves(plain_state)]
+        facts = jnp.int32(0), jnp.float32(2.0)
+        loaded = with_excess(SPECS, gradients, load)
+        after, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(True))
+        kernel = {"kernel": gradients["kernel"]}
+        expected, _ = plain.update(
+            {"kernel": params["kernel"]}, kernel, plain_state, *facts, jnp.bool_(True)
+        )
+        np.testing.assert_array_equal(after["kernel"], expected["kernel"])
+        update = RATE * np.asarray([[-4 / 3, 2 / 3, 2 / 3], [0, 0, 0]])
+        np.testing.assert_allclose(after["bias"] - 7, update, atol=1e-6)
+        skipped, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(False))
+        np.testing.assert_array_equal(skipped["bias"], params["bias"])
+        frozen = Optimizer(dataclasses.replace(config), SPECS)
+        unchanged, _ = frozen.update(params, loaded, state, *facts, jnp.bool_(True))
+        np.testing.assert_array_equal(unchanged["bias"], params["bias"])

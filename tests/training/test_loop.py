@@ -229,17 +229,10 @@ def test_loop_logs_every_step_once_with_a_delay_of_one_step(run, notes):
 
 def test_loop_logs_a_step_before_its_evaluation_and_save(run, notes):
     run(**{"checkpoint.every": 3, "eval.every": 3})
-    assert notes[-5:] == [
-        "step 6",
-        "log 5: 5",
-        "log 6: 6",
-        "evaluate 6",
-        "save 6: state 6, batch 6",
-    ]
+    last = ["step 6", "log 5: 5", "log 6: 6", "evaluate 6", "save 6: state 6, batch 6"]
+    assert notes[-5:] == last
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 6"]
-
-
-def test_loop_at_the_last_step_evaluates_and_saves(run, notes):
+    notes.clear()
     run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
     assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
@@ -331,14 +324,11 @@ def test_loop_with_stop_after_saves_without_evaluation(run, notes):
     assert of(notes, "evaluate") == ["evaluate 3"]
 
 
-def test_loop_when_resumed_starts_with_the_next_step(run, notes):
-    run(start=4)
-    assert of(notes, "step") == ["step 5", "step 6"]
-
-
-def test_loop_without_steps_left_does_nothing(run, notes):
+def test_loop_takes_the_steps_that_are_left(run, notes):
     assert run(start=4, **{"stop_after": 3, "checkpoint.every": 2}) == DONE
     assert notes == []
+    run(start=4)
+    assert of(notes, "step") == ["step 5", "step 6"]
 
 
 def test_loop_with_bad_steps_logs_them_and_saves_the_last_one(run, notes):
@@ -380,21 +370,18 @@ def test_loop_with_bad_steps_at_its_end_saves_unless_it_has_diverged(run, notes)
     assert of(notes, "save") == []
 
 
-@pytest.mark.parametrize(
-    ("skips", "bad", "code"),
-    [(2, {5}, DIVERGED), (1, {5}, DONE), (2, {6}, DONE), (9, {5}, DIVERGED), (9, set(), DONE)],
-)
-def test_loop_that_goes_on_counts_the_bad_steps_before_it(run, notes, skips, bad, code):
+def test_loop_that_goes_on_counts_the_bad_steps_before_it(run, notes):
     limits = {"optimizer.max_consecutive_skips": 3, "checkpoint.every": 100}
-    assert run(start=4, bad=bad, skips=skips, **limits) == code
-    if code == DIVERGED:
-        assert f"{skips + 1} steps in a row were not finite" in notes[-1]
-        assert "They began with what is saved as step 4" in notes[-1]
-    assert len(of(notes, "save")) == (code == DONE)
-
-
-def test_loop_with_bad_last_steps_ends_diverged(run):
-    assert run(bad={5, 6}, **{"optimizer.max_consecutive_skips": 2}) == DIVERGED
+    for skips, bad, code in [
+        *((2, {5}, DIVERGED), (1, {5}, DONE), (2, {6}, DONE)),
+        *((9, {5}, DIVERGED), (9, set(), DONE)),
+    ]:
+        notes.clear()
+        assert run(start=4, bad=bad, skips=skips, **limits) == code
+        if code == DIVERGED:
+            assert f"{skips + 1} steps in a row were not finite" in notes[-1]
+            assert "They began with what is saved as step 4" in notes[-1]
+        assert len(of(notes, "save")) == (code == DONE)
 
 
 def test_loop_with_bad_steps_below_the_limit_ends_done(run):
@@ -402,11 +389,12 @@ def test_loop_with_bad_steps_below_the_limit_ends_done(run):
     assert run(bad={1, 2, 3, 4, 5, 6}, **{"optimizer.max_consecutive_skips": 0}) == DONE
 
 
-@pytest.mark.parametrize("step", [4, 6])
-def test_loop_with_a_state_that_is_not_finite_ends_diverged(run, notes, step):
-    assert run(not_finite={step}, **{"checkpoint.every": 2}) == DIVERGED
-    assert of(notes, "save")[-1] == f"save {step - 2}: state {step - 2}, batch {step - 2}"
-    assert notes[-1].startswith(f"the state after step {step} is not finite (params.weight)")
+def test_loop_with_a_state_that_is_not_finite_ends_diverged(run, notes):
+    for step in (4, 6):
+        assert run(not_finite={step}, **{"checkpoint.every": 2}) == DIVERGED
+        before = step - 2
+        assert of(notes, "save")[-1] == f"save {before}: state {before}, batch {before}"
+        assert notes[-1].startswith(f"the state after step {step} is not finite (params.weight)")
 
 
 def test_loop_whose_lease_is_lost_takes_no_further_step(run, notes):

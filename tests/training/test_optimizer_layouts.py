@@ -23,7 +23,7 @@ LAYOUTS = {
     "two stages": {
         "mesh.ici.stage": 2,
         "pipeline.num_repeats": 2,
-        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.schedule": "circular",
     },
 }
 ROWS = 4

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.runs import output_dir, run, saved, train, write_config
+from helpers.runs import last_words, output_dir, saved, write_config
 
+from maxpipe import train
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import load, resolve
 from maxpipe.devices import processes
@@ -17,8 +18,10 @@ from maxpipe.training.run_weights import RunWeights, newest_step
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """Return the command of a finished run, and its directory."""
     words = write_config(tmp_path_factory.mktemp("first"))
-    train([*words, "steps=2", "optimizer.name=sgd", "checkpoint.every=1"])
-    return words, output_dir(words) / "tiny"
+    root = output_dir(words) / "tiny"
+    words += ["mesh.simulated_devices=0", "mesh.ici.fsdp=4"]
+    assert train.main([*words, "steps=2", "optimizer.name=sgd", "checkpoint.every=1"]) == 0
+    return words, root
 
 
 def _parameters(root: Path, step: int) -> dict[str, np.ndarray]:
@@ -27,44 +30,36 @@ def _parameters(root: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def test_run_starts_from_the_newest_weights_on_another_layout(
-    first: tuple[list[str], Path],
+    first: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, root = first
-    said = train(
-        [
-            *words,
-            f"init_from=run:{root}",
-            "run_name=second",
-            "steps=1",
-            "optimizer.learning_rate=0",
-            "pipeline.schedule=circular",
-            "mesh.ici.stage=4",
-            "mesh.ici.fsdp=1",
-            "pipeline.num_repeats=1",
-        ]
-    )
-    assert f"{root}/checkpoints/2" in said
+    more = ["run_name=second", "steps=1", "optimizer.learning_rate=0"]
+    layout = ["mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_repeats=1"]
+    more += [f"init_from=run:{root}", "pipeline.schedule=circular", *layout]
+    assert train.main(last_words([*words, *more])) == 0
+    assert f"{root}/checkpoints/2" in capsys.readouterr().out
     before, after = _parameters(root, 2), _parameters(root.parent / "second", 1)
     assert before.keys() == after.keys()
     for name, array in before.items():
         np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
-def test_run_of_another_model_is_refused_with_all_names(first: tuple[list[str], Path]) -> None:
+def test_run_of_another_model_is_refused_with_all_names(
+    first: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     words, root = first
-    more = ["run_name=third", f"init_from=run:{root}", "model.mlp_dim=128"]
-    process = run([*words, *more])
-    assert process.returncode == 2
-    for name in ("gate", "up", "down"):
-        assert f"{name}" in process.stderr
-    assert "in the checkpoint" in process.stderr
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*words, "run_name=third", f"init_from=run:{root}", "model.mlp_dim=128"])
+    error = capsys.readouterr().err
+    for name in ("gate", "up", "down", "in the checkpoint"):
+        assert name in error
 
 
-@pytest.mark.parametrize("place", ["", "s3://bucket/run"])
-def test_init_from_run_takes_a_directory(place: str) -> None:
-    process = run(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
-    assert process.returncode == 2
-    assert "is not of the form run:DIR" in process.stderr
+def test_init_from_run_takes_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("", "s3://bucket/run"):
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
+        assert "is not of the form run:DIR" in capsys.readouterr().err
 
 
 def test_step_of_a_run_that_all_processes_read_is_the_one_that_process_0_finds(
@@ -80,7 +75,7 @@ def test_weights_of_a_run_that_processes_read_together_are_compared(
     first: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, root = first
-    config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 4)
+    config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 8)
     compared: list[dict[str, str]] = []
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(run_weights, "agree_on", compared.append)

@@ -51,17 +51,14 @@ def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path,
         assert_same_run(tmp_path / "a", tmp_path / "b", 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
+def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys):
+    for words, reason in [
         (['eval.prompts=[""]'], "is empty"),
         ([f"eval.prompts=[{'a' * 17}]"], "has 18 tokens.*shorten it"),
-    ],
-)
-def test_prompts_that_cannot_be_continued_are_refused(tmp_path, capsys, words, reason):
-    with pytest.raises(SystemExit, match="2"):
-        train.main(words_of(tmp_path, *ENGINES["sequential"], *words))
-    assert re.search(f"eval.prompts.*{reason}", capsys.readouterr().err)
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            train.main(words_of(tmp_path, *ENGINES["sequential"], *words))
+        assert re.search(f"eval.prompts.*{reason}", capsys.readouterr().err)
 
 
 def test_prompts_are_for_runs_of_one_process(monkeypatch):

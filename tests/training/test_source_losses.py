@@ -86,14 +86,13 @@ def test_batches_are_divided_among_sources_or_left_out(words):
         assert open_held_out(config, range(8))[1] == {}
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
+def test_batches_of_sources_that_are_not_told_apart_are_refused(words):
+    for word, reason in [
         ("data.mixture=[]", "data.mixture has not several"),
         ("data.eval_path=/etc/hostname", "data.eval_path is one set"),
-    ],
-)
-def test_batches_of_sources_that_are_not_told_apart_are_refused(words, word, reason):
-    words = [*words[1:], word, "eval.batches_per_source=3"]
-    with pytest.raises(ConfigError, match=rf"^eval\.batches_per_source .*: 3 batches .*{reason}"):
-        resolve(load("base", words), 8)
+    ]:
+        given = [*words[1:], word, "eval.batches_per_source=3"]
+        with pytest.raises(
+            ConfigError, match=rf"^eval\.batches_per_source .*: 3 batches .*{reason}"
+        ):
+            resolve(load("base", given), 8)

@@ -117,9 +117,9 @@ def test_compile_ahead_gives_a_step_that_has_been_done_its_name_back(loaded, tmp
     assert file == step_file(config, 1)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_of_the_compiler_are_known_to_xla(options):
-    lowered = jax.jit(lambda x: x).lower(1.0)
-    lowered.compile({**options})
-    with pytest.raises(Exception, match="No such compile option"):
-        lowered.compile({f"{name}_": value for name, value in options.items()})
+def test_options_of_the_compiler_are_known_to_xla():
+    for options in OPTIONS.values():
+        lowered = jax.jit(lambda x: x).lower(1.0)
+        lowered.compile({**options})
+        with pytest.raises(Exception, match="No such compile option"):
+            lowered.compile({f"{name}_": value for name, value in options.items()})

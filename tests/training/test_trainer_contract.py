@@ -1,0 +1,168 @@
+"""What trainers of every engine do alike: steps, steps that change nothing, and checkpoints."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import make_batch, make_mesh, tiny
+from helpers.trainers import assert_as_described, assert_same_bits, drawn, placed, run
+
+from maxpipe.builder import build_trainer
+from maxpipe.training.batches import BatchPlacer
+
+ROWS = 16
+ENGINES = {
+    "sequential": {"pipeline.engine": "sequential"},
+    "circular": {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2},
+    "scheduled": {"mesh.ici.stage": 2, "pipeline.schedule": "lockstep_1f1b"},
+    "mpmd": {
+        "pipeline.schedule": "1f1b",
+        "mesh.ici.stage": 2,
+        "mesh.ici.fsdp": 2,
+        "pipeline.layers_per_stage": [3, 1],
+        "pipeline.num_microbatches": 4,
+    },
+}
+
+
+@cache
+def made(engine):
+    """Return (trainer, place), whose compiled steps all tests share."""
+    common = {
+        "optimizer.learning_rate": 1e-2,
+        "data.global_batch_size": ROWS,
+        "model.tie_embeddings": True,
+        "optimizer.max_consecutive_skips": 5,
+        "optimizer.spike_window": 16,
+    }
+    config = tiny(**common, **ENGINES[engine])
+    assert config.optimizer.weight_decay > 0
+    mesh = make_mesh(config)
+    trainer = build_trainer(config, mesh)
+    return trainer, BatchPlacer(mesh, trainer.batch_spec, ROWS)
+
+
+def begun(engine):
+    """Return a trainer, what places its batches, and its state after one step."""
+    trainer, place = made(engine)
+    state, _ = run(trainer, place, trainer.init(jax.random.key(0)), range(1), ROWS)
+    return trainer, place, state
+
+
+@pytest.mark.parametrize("engine", ["scheduled", "mpmd"])
+def test_canonical_state_is_as_described_and_round_trips_to_the_bit(engine):
+    trainer, sequential = made(engine)[0], made("sequential")[0]
+    canonical = trainer.to_canonical(trainer.init(jax.random.key(7)))
+    assert_same_bits(canonical, sequential.to_canonical(sequential.init(jax.random.key(7))))
+    assert_as_described(trainer, canonical)
+    numbers = drawn(trainer)
+    live = trainer.from_canonical(placed(trainer, numbers))
+    assert_same_bits(trainer.to_canonical(live), numbers)
+
+
+@pytest.mark.parametrize("engine", ["circular", "scheduled", "mpmd"])
+def test_checkpoint_of_one_engine_continues_on_the_other(engine):
+    """Two steps on one and two on the other are four on either."""
+    ends = []
+    for names in ((engine, "sequential"), ("sequential", engine)):
+        (first, place), second = made(names[0]), made(names[1])
+        state, before = run(first, place, first.init(jax.random.key(0)), range(2), ROWS)
+        handed = second[0].from_canonical(placed(second[0], first.to_canonical(state)))
+        state, after = run(*second, handed, range(2, 4), ROWS)
+        ends.append((before + after, second[0].to_canonical(state)))
+    (metrics, state), (others, other) = ends
+    for name in metrics[0]:
+        values = [[float(step[name]) for step in steps] for steps in (metrics, others)]
+        np.testing.assert_allclose(*values, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    for a, b in zip(
+        jax.tree.leaves(state.opt_state.mu), jax.tree.leaves(other.opt_state.mu), strict=True
+    ):
+        assert np.max(np.abs(a - b)) <= 1e-4 * np.max(np.abs(b))
+    assert_same_bits(state.key, other.key)
+    assert int(state.step) == int(other.step) == 4
+
+
+@pytest.mark.parametrize("engine", ["circular", "mpmd"])
+def test_step_that_is_not_finite_changes_counters_only(engine):
+    trainer, place, state = begun(engine)
+    before = trainer.to_canonical(state)
+    poisoned = make_batch(ROWS)
+    poisoned["weights"][3, 2] = np.nan
+    for skips in (1, 2):
+        state, metrics = trainer.step(state, place(poisoned))
+        assert not metrics["finite"]
+        assert int(trainer.to_canonical(state).skips) == skips
+    after = trainer.to_canonical(state)
+    assert_same_bits(
+        (after.params, after.opt_state, after.key), (before.params, before.opt_state, before.key)
+    )
+    assert int(after.step) == 3
+    state, metrics = trainer.step(state, place(make_batch(ROWS)))
+    assert metrics["finite"]
+    assert int(trainer.to_canonical(state).skips) == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_step_without_targets_changes_nothing_and_is_skipped(engine):
+    trainer, place, state = begun(engine)
+    before = trainer.to_canonical(state)
+    batch = make_batch(ROWS)
+    batch["weights"][:] = 0
+    state, metrics = trainer.step(state, place(batch))
+    after = trainer.to_canonical(state)
+    assert metrics["finite"]
+    assert int(metrics["skipped"]) == 1
+    assert (int(after.skips), int(after.step)) == (0, 2)
+    assert_same_bits(
+        (after.params, after.opt_state, after.history),
+        (before.params, before.opt_state, before.history),
+    )
+
+
+@pytest.mark.parametrize("engine", ["circular", "mpmd"])
+def test_step_donates_parameters_makes_no_implicit_transfer_and_leaves_host_copies_alone(engine):
+    trainer, place = made(engine)
+    state, batch = trainer.init(jax.random.key(0)), place(make_batch(ROWS))
+    on_host = trainer.to_canonical(state)
+    before = jax.tree.map(np.copy, on_host)
+    with jax.transfer_guard("disallow"):
+        after, _ = trainer.step(state, batch)
+    params = [part.params for part in getattr(state, "stages", [state])]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    trainer.step(after, place(make_batch(ROWS)))
+    assert_same_bits(on_host, before)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "mpmd"])
+def test_restart_optimizer_begins_its_state_anew_and_keeps_the_rest(engine):
+    trainer, _, state = begun(engine)
+    fresh = trainer.to_canonical(trainer.init(jax.random.key(0)))
+    trained = trainer.to_canonical(state)
+    again = trainer.to_canonical(trainer.restart_optimizer(state))
+    assert_same_bits(again.opt_state, fresh.opt_state)
+    assert_same_bits((again.params, again.step), (trained.params, trained.step))
+
+
+def test_loss_falls_in_thirty_steps():
+    trainer, place = made("circular")
+    state, batch = trainer.init(jax.random.key(0)), place(make_batch(ROWS))
+    losses = []
+    for _ in range(30):
+        state, metrics = trainer.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_metrics_are_scalars_of_the_global_batch():
+    trainer, place = made("circular")
+    state, batch = trainer.init(jax.random.key(0)), make_batch(ROWS)
+    sums = trainer.forward(state, place(batch))
+    _, metrics = trainer.step(state, place(batch))
+    assert {name: value.shape for name, value in metrics.items()} == dict.fromkeys(metrics, ())
+    assert float(sums["weight"]) == batch["weights"].sum()
+    assert float(sums["cross_entropy"] / sums["weight"]) == pytest.approx(
+        float(metrics["loss"]), rel=1e-5
+    )
