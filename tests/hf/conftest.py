@@ -14,7 +14,9 @@ def transformers():
 
 @pytest.fixture(scope="session")
 def torch():
-    return pytest.importorskip("torch", reason=NEEDS)
+    torch = pytest.importorskip("torch", reason=NEEDS)
+    torch.set_num_threads(1)  # threads of tiny models only wait for each other
+    return torch
 
 
 @pytest.fixture(scope="session")

@@ -102,13 +102,12 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
     assert config.model.embed_dim == 32
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model_type": "gemma4"},
-            "has model_type 'gemma4', which is not one of deepseek_v3, gemma2",
-        ),
+def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder):
+    llama3 = {"rope_type": "llama3", "factor": 10**400}
+    short_yarn = {"rope_type": "yarn", "factor": 0.5}
+    no_length = {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": None}
+    for changes, message in (
+        ({"model_type": "gemma4"}, "has model_type 'gemma4', which is not one of deepseek_v3"),
         ({"hidden_activation": "relu"}, "of a gemma3_text: hidden_activation 'relu' is no option"),
         ({"layer_types": ["linear_attention"] * 7}, "layer_types has linear_attention"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),
@@ -120,36 +119,23 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ({"rms_norm_eps": -1.0}, "model.norm_eps must be greater than 0; got -1.0"),
         ({"rms_norm_eps": float("inf")}, "of a gemma3_text: rms_norm_eps must be finite"),
         ({"head_dim": 10**400}, "head_dim must be finite"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 10**400}},
-            "int too large to convert to float",
-        ),
+        ({"rope_parameters": llama3}, "int too large to convert to float"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' has no factor"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
-            "model.rope_scaling.factor must be at least 1; got 0.5",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": None},
-            "yarn needs original_max_position_embeddings or max_position_embeddings",
-        ),
-    ],
-)
-def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder, changes, message):
-    assert message in problems(f"model.from_hf={folder(**changes)}")["model.from_hf"]
+        ({"rope_parameters": short_yarn}, "model.rope_scaling.factor must be at least 1; got 0.5"),
+        (no_length, "yarn needs original_max_position_embeddings or max_position_embeddings"),
+    ):
+        assert message in problems(f"model.from_hf={folder(**changes)}")["model.from_hf"]
 
 
 def test_folder_without_a_readable_file_is_refused(tmp_path):
     words = f"model.from_hf={tmp_path}"
     assert "there is no " in problems(words)["model.from_hf"]
-    (tmp_path / "config.json").write_text("{")
-    assert "cannot read " in problems(words)["model.from_hf"]
-    (tmp_path / "config.json").write_text("[" * 200_000)
-    assert "cannot read " in problems(words)["model.from_hf"]
-    (tmp_path / "config.json").write_text("[]")
-    assert "is not a JSON object" in problems(words)["model.from_hf"]
+    contents = {"{": "cannot read ", "[" * 200_000: "cannot read ", "[]": "is not a JSON object"}
+    for content, message in contents.items():
+        (tmp_path / "config.json").write_text(content)
+        assert message in problems(words)["model.from_hf"]
 
 
 def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
@@ -162,11 +148,5 @@ def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
 
 
 def test_init_from_has_the_form_of_a_local_folder():
-    assert (
-        "has none of the forms run:DIR (another run), hf:DIR"
-        in problems("init_from=/models/x")["init_from"]
-    )
-    assert (
-        "has none of the forms run:DIR (another run), hf:DIR"
-        in problems("init_from=hf:")["init_from"]
-    )
+    for word in ("init_from=/models/x", "init_from=hf:"):
+        assert "none of the forms run:DIR (another run), hf:DIR" in problems(word)["init_from"]

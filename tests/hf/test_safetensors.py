@@ -49,17 +49,18 @@ def test_header_is_aligned_and_says_the_format(tmp_path):
     assert json.loads(content[8 : 8 + length])["__metadata__"] == {"format": "pt"}
 
 
-@pytest.mark.parametrize("size", [3, 8, 40, -1])
-def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path, size):
+def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path):
     path = write(tmp_path / "x.safetensors")
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
-        read_header(LocalFile(path))
+    content = path.read_bytes()
+    for size in (3, 8, 40, -1):
+        path.write_bytes(content[:size])
+        with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
+            read_header(LocalFile(path))
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
+def test_header_that_is_damaged_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    for header in (
         b"{",
         b"[]",
         b'{"a": 1}',
@@ -73,32 +74,22 @@ def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path, size):
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}',
         b"[" * 100_000,
-    ],
-    ids=range(13),
-)
-def test_header_that_is_damaged_is_refused(tmp_path, header):
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
-        read_header(LocalFile(path))
+    ):
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+        with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
+            read_header(LocalFile(path))
 
 
 class TestFolder:
-    def test_files_of_the_index_are_read(self, tmp_path):
-        write(tmp_path / "one.safetensors", {"a": TENSORS["a.weight"]})
-        write(tmp_path / "two.safetensors", {"b": TENSORS["c"]})
-        write(tmp_path / "other.safetensors", {"unused": TENSORS["c"]})
-        weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        assert read_folder(LocalFolder(tmp_path)).keys() == {"a", "b"}
-
     def test_index_says_which_file_a_tensor_is_read_from(self, tmp_path):
         first, second = TENSORS["c"], TENSORS["c"] + 1
         write(tmp_path / "one.safetensors", {"a": first, "b": first})
         write(tmp_path / "two.safetensors", {"a": second, "c": second})
+        write(tmp_path / "other.safetensors", {"unused": first})
         weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         tensors = read_folder(LocalFolder(tmp_path))
+        assert tensors.keys() == {"a", "b", "c"}
         np.testing.assert_array_equal(tensors["a"].read(), first)
         np.testing.assert_array_equal(tensors["c"].read(), second)
 
@@ -162,23 +153,22 @@ class TestFolder:
         tensors = read_folder(LocalFolder(tmp_path))  # as transformers
         np.testing.assert_array_equal(tensors["a"].read(), TENSORS["c"])
 
-    @pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/x", "x" * 5000, "a\0b", ""])
-    def test_index_that_leaves_the_folder_is_refused_in_a_line(self, tmp_path, name):
+    def test_index_that_leaves_the_folder_is_refused_in_a_line(self, tmp_path):
         folder = tmp_path / "folder"
         folder.mkdir()
         write(tmp_path / "x", {"a": TENSORS["c"]})
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(SafetensorsError, match="names") as error:
-            read_folder(LocalFolder(folder))
-        assert len(str(error.value)) < len(str(folder)) + 200
+        for name in ("../x", "a/../../x", "/etc/x", "x" * 5000, "a\0b", ""):
+            (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+            with pytest.raises(SafetensorsError, match="names") as error:
+                read_folder(LocalFolder(folder))
+            assert len(str(error.value)) < len(str(folder)) + 200
 
 
-@pytest.mark.parametrize("shape", [[2**62, 0], [1] * 100_001], ids=["bytes", "dimensions"])
-def test_shape_that_no_array_has_is_refused_at_the_header(tmp_path, shape):
-    end = 0 if 0 in shape else 4
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
-    header = json.dumps({"a": entry}).encode()
+def test_shape_that_no_array_has_is_refused_at_the_header(tmp_path):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
-    with pytest.raises(SafetensorsError, match="a has a shape"):
-        read_header(LocalFile(path))
+    for shape, end in (([2**62, 0], 0), ([1] * 100_001, 4)):
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+        header = json.dumps({"a": entry}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
+        with pytest.raises(SafetensorsError, match="a has a shape"):
+            read_header(LocalFile(path))
