@@ -1,6 +1,7 @@
 """Exports of runs with adapters: merged into the base, and alone as PEFT has them."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -56,24 +57,22 @@ def test_merged_weights_are_those_of_the_base_and_the_exported_adapter(folder, t
         np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("init_from", "base", "revision"),
-    [
-        ("hf:org/name@v1.0", "org/name", "v1.0"),
-        ("hf:~/models/x@1", "/home/u/models/x@1", None),
-        ("hf:s3://bucket/model", None, None),
-        ("", None, None),
-    ],
-)
-def test_base_of_an_adapter_is_named_as_peft_finds_it(
-    init_from, base, revision, folder, tmp_path, monkeypatch
-):
+def test_base_of_an_adapter_is_named_as_peft_finds_it(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/u")
     monkeypatch.setattr(RunDirectory, "keep_origin", lambda *_: None)  # there is no such base
-    run, adapter = save_run(folder, init_from=init_from, **LORA), tmp_path / "adapter"
-    assert export.main([run, "--adapter", str(adapter)]) == 0
-    content = json.loads((adapter / "adapter_config.json").read_text())
-    assert (content["base_model_name_or_path"], content["revision"]) == (base, revision)
+    for number, (init_from, base, revision) in enumerate(
+        (
+            ("hf:org/name@v1.0", "org/name", "v1.0"),
+            ("hf:~/models/x@1", "/home/u/models/x@1", None),
+            ("hf:s3://bucket/model", None, None),
+            ("", None, None),
+        )
+    ):
+        run, adapter = save_run(folder, init_from=init_from, **LORA), tmp_path / f"adapter-{number}"
+        assert export.main([run, "--adapter", str(adapter)]) == 0
+        content = json.loads((adapter / "adapter_config.json").read_text())
+        assert (content["base_model_name_or_path"], content["revision"]) == (base, revision)
+        shutil.rmtree(run)
 
 
 def test_file_of_own_names_has_the_merged_model_without_adapters(folder, tmp_path):

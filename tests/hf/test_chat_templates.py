@@ -1,13 +1,12 @@
 """Conversations laid out, encoded and masked as transformers does it, also from an export."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
 from helpers.hf_folder import importing, write_byte_pairs, write_folder
-from helpers.training_process import BASE, TINY_MODEL
 
-from maxpipe import export, train
 from maxpipe.config import replace
 from maxpipe.data.chat_template import ChatTemplate, load_chat_template
 from maxpipe.data.documents import encode_marked
@@ -56,9 +55,12 @@ def folder(tmp_path_factory):
     return path.parent
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
-@pytest.mark.parametrize("source", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, folder, transformers):
+def test_conversation_has_text_ids_and_targets_of_transformers(folder, transformers):
+    for source, tools in product(TEMPLATES, [None, TOOLS]):
+        compare(source, tools, folder, transformers)
+
+
+def compare(source, tools, folder, transformers):
     (folder / "chat_template.jinja").write_text(source)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
@@ -80,46 +82,51 @@ def test_conversation_has_text_ids_and_targets_of_transformers(source, tools, fo
     assert 0 < weights.sum() < len(weights)
 
 
-@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_the_names_that_transformers_gives_it(read, folder, transformers):
-    source = (
+def test_reasoning_has_the_names_that_transformers_gives_it(folder, transformers):
+    template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<think>"
         "{{ m.READ }}</think>{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
-    ).replace("READ", read)
+    )
     names = ("reasoning_content", "thinking", "reasoning")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    for given in [*((name,) for name in names), names[1:], names[::-1], ()]:
+    givens = [*((name,) for name in names), names[1:], names[::-1], ()]
+    for read, given in product(names, givens):
+        source = template.replace("READ", read)
         turn = {"role": "assistant", "content": "a", **{name: f"{name}!" for name in given}}
         expected = theirs.apply_chat_template([turn], chat_template=source, tokenize=False)
         assert ChatTemplate(source, (), "t").render([turn], None).text == expected
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "chatml"])
-def test_export_has_the_template_that_the_run_was_trained_with(own, folder, tmp_path, transformers):
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATES[1]}
+def export_of(config, name, target, **values):
+    """Write what an export of a run has besides weights, into a new directory."""
+    run = replace(config, run_name=name, **values)
+    directory = RunDirectory(run)
+    directory.claim(run)
+    directory.keep_tokenizer(run)
+    directory.keep_origin(run)
+    target.mkdir()
+    copy_companions(target, sorted(directory.tokenizer.iterdir()), directory.origin)
+    return {file.name: file.read_text() for file in target.iterdir()}
+
+
+def test_export_has_the_template_that_the_run_was_trained_with(folder, tmp_path, transformers):
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATES[1]}
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    value = "" if own else "chatml"
-    words = (
-        "steps=1",
-        "eval.every=0",
-        "mesh.simulated_devices=0",
-        "mesh.ici.fsdp=-1",
-        "mesh.ici.stage=1",
-        "model.vocab_size=336",
-        f"data.tokenizer={folder}",
-        f"data.chat_template={value}",
-        f"output_dir={tmp_path}",
-    )
-    assert train.main([str(BASE.with_name("finetune.yml")), *TINY_MODEL, *words]) == 0
-    assert export.main([str(tmp_path / "finetune"), "--hf", str(tmp_path / "hf")]) == 0
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    rendered = load_chat_template(value, str(folder)).render(TALK, None)
-    ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
-    assert theirs.apply_chat_template(TALK, tokenize=False) == rendered.text
-    found = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    np.testing.assert_array_equal(found["input_ids"], ids)
-    np.testing.assert_array_equal(found["assistant_masks"], weights)
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    own = {"data.source": "chat", "data.tokenizer": str(folder), "output_dir": str(tmp_path)}
+    config = replace(importing(write_folder(tmp_path / "model")), **own, init_from="")
+    for value in ("", "chatml"):
+        target = tmp_path / f"hf-{value}"
+        export_of(config, f"run-{value}", target, **{"data.chat_template": value})
+        theirs = transformers.AutoTokenizer.from_pretrained(target)
+        rendered = load_chat_template(value, str(folder)).render(TALK, None)
+        ids, weights = encode_marked(rendered, load_tokenizer(str(folder)))
+        assert theirs.apply_chat_template(TALK, tokenize=False) == rendered.text
+        found = theirs.apply_chat_template(
+            TALK, return_dict=True, return_assistant_tokens_mask=True
+        )
+        np.testing.assert_array_equal(found["input_ids"], ids)
+        np.testing.assert_array_equal(found["assistant_masks"], weights)
 
 
 def test_trained_template_takes_the_place_of_the_imported_one(tmp_path):
@@ -129,24 +136,13 @@ def test_trained_template_takes_the_place_of_the_imported_one(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps(listed))
     own = {"data.source": "chat", "data.tokenizer": f"hf:{source}", "output_dir": str(tmp_path)}
     config = replace(importing(source), **own)
-
-    def exported(name, **values):
-        run = replace(config, run_name=name, **values)
-        directory = RunDirectory(run)
-        directory.claim(run)
-        directory.keep_tokenizer(run)
-        directory.keep_origin(run)
-        target = tmp_path / f"hf-{name}"
-        target.mkdir()
-        copy_companions(target, sorted(directory.tokenizer.iterdir()), directory.origin)
-        return {file.name: file.read_text() for file in target.iterdir()}
-
-    files = exported("other", **{"data.chat_template": "chatml"})
+    chatml = {"data.chat_template": "chatml"}
+    files = export_of(config, "other", tmp_path / "hf-other", **chatml)
     assert "<|im_start|>" in files["chat_template.jinja"]
     assert json.loads(files["tokenizer_config.json"]) == {"eos_token": "</s>"}
     assert "chat_template.json" not in files
     (source / "chat_template.jinja").unlink()
-    files = exported("same")
+    files = export_of(config, "same", tmp_path / "hf-same")
     assert "chat_template.jinja" not in files
     assert json.loads(files["tokenizer_config.json"]) == listed
     assert "chat_template.json" in files

@@ -54,8 +54,7 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
     assert content_of(target / "config.json").items() >= expected.items()
 
 
-@pytest.mark.parametrize("has_generation", [True, False])
-@pytest.mark.parametrize("marks", [["<end>"], []])
+@pytest.mark.parametrize(("marks", "has_generation"), [(["<end>"], True), ([], False)])
 def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
     folder, tmp_path, marks, has_generation, capsys
 ):
@@ -129,15 +128,14 @@ def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_
     assert "no tokenizer" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--hf", "--safetensors", "--adapter"])
 def test_export_to_a_url_is_refused_instead_of_writing_below_a_directory_called_gs(
-    flag, tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        export.main(["runs/base", flag, "gs://bucket/model"])
-    assert end.value.code == 2
-    assert f"{flag}: gs://bucket/model is a URL" in capsys.readouterr().err
+    for flag in ("--hf", "--safetensors", "--adapter"):
+        with pytest.raises(SystemExit, match="2"):
+            export.main(["runs/base", flag, "gs://bucket/model"])
+        assert f"{flag}: gs://bucket/model is a URL" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
@@ -155,14 +153,13 @@ def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
     assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()
 
 
-@pytest.mark.parametrize("flag", ["--hf", "--safetensors"])
-def test_bias_that_selects_experts_is_float32_whatever_the_others_are(tmp_path, flag):
+def test_bias_that_selects_experts_is_float32_whatever_the_others_are(tmp_path):
     """Its steps are smaller than those of bfloat16."""
     run = save_run(write_folder(tmp_path / "model", "deepseek_v3"))
-    target = tmp_path / ("model.safetensors" if flag == "--safetensors" else "exported")
-    assert export.main([run, flag, str(target), "--dtype", "bfloat16"]) == 0
-    file = target if target.is_file() else target / "model.safetensors"
-    tensors = read_header(LocalFile(file))
-    biases = {name for name in tensors if name.endswith(("correction_bias", "moe.bias"))}
-    assert biases
-    assert {name for name, tensor in tensors.items() if tensor.dtype == "F32"} == biases
+    for flag, target in (("--hf", tmp_path / "exported"), ("--safetensors", tmp_path / "x")):
+        assert export.main([run, flag, str(target), "--dtype", "bfloat16"]) == 0
+        file = target if target.is_file() else target / "model.safetensors"
+        tensors = read_header(LocalFile(file))
+        biases = {name for name in tensors if name.endswith(("correction_bias", "moe.bias"))}
+        assert biases
+        assert {name for name, tensor in tensors.items() if tensor.dtype == "F32"} == biases

@@ -71,7 +71,7 @@ def with_images(base, torch, transformers):
     return transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gemma3 with images"])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "gemma3 with images"])
 def test_peft_and_the_merged_model_have_the_logits_of_the_run(
     name, tmp_path, torch, transformers, record_hf
 ):

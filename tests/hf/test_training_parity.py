@@ -46,7 +46,8 @@ def trainer_of(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[pytest.mark.slow] if n == "zb_v" else []) for n in LAYOUTS]
+    "layout",
+    [pytest.param(n, marks=[] if n == "lockstep_1f1b" else [pytest.mark.slow]) for n in LAYOUTS],
 )
 def test_losses_of_20_steps_are_those_of_torch(layout):
     trainer, place, state = trainer_of(layout)
