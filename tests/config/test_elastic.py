@@ -29,57 +29,34 @@ def shape(config):
     return (*sizes, config.pipeline.num_microbatches)
 
 
-@pytest.mark.parametrize(
-    ("words", "hosts", "shapes"),
-    [
-        (
-            (*SEQUENTIAL, "mesh.ici.data=4", "mesh.elastic.axes=[data]"),
-            Hosts(4, 4),
-            {1: (1, 1, 1, 4), 2: (2, 1, 1, 2)},
-        ),
-        (
-            (*SEQUENTIAL, "mesh.ici.data=-1", "mesh.elastic.axes=[data]"),
-            Hosts(2, 8),
-            {1: (4, 1, 1, 2)},
-        ),
-        (
-            (
-                *SEQUENTIAL,
-                "mesh.ici.data=4",
-                "mesh.elastic.axes=[data]",
-                "data.global_batch_size=24",
-            ),
-            Hosts(4, 4),
-            {1: (1, 1, 1, 4), 2: (2, 1, 1, 2), 3: (3, 1, 1, 2)},
-        ),
+def test_fit_fewer_shrinks_elastic_axes_and_accumulates_more(fewer):
+    alone, data = " ".join(SEQUENTIAL), "mesh.elastic.axes=[data]"
+    table = {  # (words, hosts): shape by number of processes
+        (f"{alone} mesh.ici.data=4 {data}", Hosts(4, 4)): {1: (1, 1, 1, 4), 2: (2, 1, 1, 2)},
+        (f"{alone} mesh.ici.data=-1 {data}", Hosts(2, 8)): {1: (4, 1, 1, 2)},
+        (f"{alone} mesh.ici.data=4 {data} data.global_batch_size=24", Hosts(4, 4)): {
+            1: (1, 1, 1, 4),
+            2: (2, 1, 1, 2),
+            3: (3, 1, 1, 2),
+        },
         # Stages stay, and the pipeline gets more microbatches, in whole rounds.
-        (
-            ("mesh.elastic.axes=[fsdp]", "pipeline.schedule=circular"),
-            Hosts(4, 4),
-            {2: (1, 1, 2, 4)},
-        ),
+        ("mesh.elastic.axes=[fsdp] pipeline.schedule=circular", Hosts(4, 4)): {2: (1, 1, 2, 4)},
         # The first axis shrinks first.
-        (
-            ("mesh.ici.data=2", "mesh.elastic.axes=[data,fsdp]"),
-            Hosts(8, 8),
-            {2: (1, 1, 2, 8), 4: (1, 2, 2, 4)},
-        ),
-        (
-            ("mesh.ici.data=2", "mesh.elastic.axes=[fsdp,data]"),
-            Hosts(8, 8),
-            {2: (1, 1, 2, 8), 4: (2, 1, 2, 4)},
-        ),
-        (
-            ("mesh.dcn.data=4", "mesh.elastic.axes=[data]"),
-            Hosts(4, 16, 4),
-            {1: (1, 2, 2, 8), 2: (2, 2, 2, 4)},
-        ),
-    ],
-)
-def test_fit_fewer_shrinks_elastic_axes_and_accumulates_more(fewer, words, hosts, shapes):
-    configs = fewer(*words, hosts=hosts)
-    assert {count: shape(config) for count, config in configs.items()} == shapes
-    assert len({config.data.global_batch_size for config in configs.values()}) == 1
+        ("mesh.ici.data=2 mesh.elastic.axes=[data,fsdp]", Hosts(8, 8)): {
+            2: (1, 1, 2, 8),
+            4: (1, 2, 2, 4),
+        },
+        ("mesh.ici.data=2 mesh.elastic.axes=[fsdp,data]", Hosts(8, 8)): {
+            2: (1, 1, 2, 8),
+            4: (2, 1, 2, 4),
+        },
+        (f"mesh.dcn.data=4 {data}", Hosts(4, 16, 4)): {1: (1, 2, 2, 8), 2: (2, 2, 2, 4)},
+    }
+    configs = {case: fewer(*case[0].split(), hosts=case[1]) for case in table}
+    shapes = {case: {n: shape(c) for n, c in by.items()} for case, by in configs.items()}
+    assert shapes == table
+    sizes = [{c.data.global_batch_size for c in by.values()} for by in configs.values()]
+    assert sizes == [{16}, {16}, {24}, {16}, {16}, {16}, {16}]
 
 
 def test_fit_fewer_says_what_has_changed_and_why(base):
@@ -103,31 +80,26 @@ def test_counts_to_go_on_of_the_mpmd_engine_keep_stages_in_whole_processes(base)
     assert counts_to_go_on(load(base, words), Hosts(8, 8)) == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("axis", "hosts", "message"),
-    [
+def test_counts_to_go_on_refuses_axes_that_no_lost_host_can_shrink(base):
+    for axis, hosts, message in (
         ("mesh.ici.data=1", Hosts(4, 4), "data=1 cannot shrink by whole processes of 1 device"),
         ("mesh.dcn.data=2", Hosts(4, 8, 2), "2 slices of several of the 4 processes"),
-    ],
-)
-def test_counts_to_go_on_refuses_axes_that_no_lost_host_can_shrink(base, axis, hosts, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        counts_to_go_on(load(base, [axis, "mesh.elastic.axes=[data]"]), hosts)
-    assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            counts_to_go_on(load(base, [axis, "mesh.elastic.axes=[data]"]), hosts)
+        assert [problem.key for problem in error.value.problems] == ["mesh.elastic.axes"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("mesh.elastic.axes=[stage]",), "'stage' is not one of data, fsdp"),
-        (("mesh.elastic.axes=[dta]",), "did you mean data"),
-        (("mesh.elastic.axes=[data,data]",), "names an axis twice"),
-        (("mesh.elastic.axes=[data]", "checkpoint.every=0"), "give checkpoint.every"),
-        (("mesh.elastic.axes=[data]", "compile.load=step.bin"), "leave out one of the two keys"),
-    ],
-)
-def test_elastic_axes_that_make_no_sense_are_refused(problems, words, message):
-    assert message in problems(*words)["mesh.elastic.axes"]
+def test_elastic_axes_that_make_no_sense_are_refused(unlike):
+    key = "mesh.elastic.axes"
+    table = {
+        f"{key}=[stage]": (key, "'stage' is not one of data, fsdp"),
+        f"{key}=[dta]": (key, "did you mean data"),
+        f"{key}=[data,data]": (key, "names an axis twice"),
+        f"{key}=[data] checkpoint.every=0": (key, "give checkpoint.every"),
+        f"{key}=[data] compile.load=step.bin": (key, "leave out one of the two keys"),
+    }
+    assert unlike(table) == {}
 
 
 def test_elastic_axes_with_checkpoints_by_time_are_taken(problems):

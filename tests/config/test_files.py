@@ -1,5 +1,7 @@
 """YAML files that are broken, unsafe or missing; malformed overrides."""
 
+import re
+
 import pytest
 
 from maxpipe.config import ConfigError, load
@@ -11,36 +13,33 @@ def message(path, *words):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("steps: 1\nsteps: 2\n", r"run.yml:2\): set twice, first at .*run.yml:1"),
-        ("model: {num_layers: 4}\nmodel.num_layers: 4\n", "set twice"),
-        ("data.mixture: [{source: text, weight: 1, weight: 2}]\n", "weight is set twice in one"),
-        ("steps: !!python/object/apply:os.getcwd []\n", "tag .* is not allowed"),
-        ("run_name: !secret x\n", "tag '!secret' is not allowed"),
-        ("steps: [1\n", r"not valid YAML: .*"),
-        ("a\tb: {\n", "not valid YAML"),
-        ("model:\n\tnum_layers: 4\n", r"run.yml:2.*: a tab where YAML allows only spaces"),
-        ("steps:\t5\n", r"run.yml:1.*: a tab where YAML allows only spaces"),
-        ("- steps\n", "a mapping of keys to values"),
-        ("steps: 1\n---\nsteps: 2\n", "not valid YAML"),
-        ("? [a]\n: 1\n", "a key must be a word"),
-        ("x: &x {num_layers: 4}\nmodel:\n  <<: *x\n", "inherit with `base: other.yml`"),
-        ("pipeline: {layers_per_stage: &x [*x]}\n", "nested too deeply"),
-        ("model: 7\n", "is a section; its keys are from_hf, block, num_layers"),
-        ("steps: {a: 1}\n", "takes a value, not a section"),
-        ("steps:\n", "has no value"),
-        ("base: [a.yml]\n", "the path of one YAML file"),
-    ],
-)
-def test_file_with_bad_yaml_is_refused(write, text, expected):
-    with pytest.raises(ConfigError, match=expected):
-        load(write("run.yml", text))
+BROKEN = {  # text of a file: the error, a pattern
+    "steps: 1\nsteps: 2\n": r"run.yml:2\): set twice, first at .*run.yml:1",
+    "model: {num_layers: 4}\nmodel.num_layers: 4\n": "set twice",
+    "data.mixture: [{source: text, weight: 1, weight: 2}]\n": "weight is set twice in one",
+    "steps: !!python/object/apply:os.getcwd []\n": "tag .* is not allowed",
+    "run_name: !secret x\n": "tag '!secret' is not allowed",
+    "steps: [1\n": r"not valid YAML: .*",
+    "a\tb: {\n": "not valid YAML",
+    "model:\n\tnum_layers: 4\n": r"run.yml:2.*: a tab where YAML allows only spaces",
+    "steps:\t5\n": r"run.yml:1.*: a tab where YAML allows only spaces",
+    "- steps\n": "a mapping of keys to values",
+    "steps: 1\n---\nsteps: 2\n": "not valid YAML",
+    "? [a]\n: 1\n": "a key must be a word",
+    "x: &x {num_layers: 4}\nmodel:\n  <<: *x\n": "inherit with `base: other.yml`",
+    "pipeline: {layers_per_stage: &x [*x]}\n": "nested too deeply",
+    "steps: " + "[" * 5000: "not valid YAML",
+    "model: 7\n": "is a section; its keys are from_hf, block, num_layers",
+    "steps: {a: 1}\n": "takes a value, not a section",
+    "steps:\n": "has no value",
+    "base: [a.yml]\n": "the path of one YAML file",
+}
 
 
-def test_file_nested_deeply_is_refused(write):
-    assert "not valid YAML" in message(write("run.yml", "steps: " + "[" * 5000))
+def test_file_with_bad_yaml_is_refused(write):
+    errors = {text: message(write("run.yml", text)) for text in BROKEN}
+    unlike = {text: e for text, e in errors.items() if not re.search(BROKEN[text], e)}
+    assert unlike == {}
 
 
 def test_file_that_is_no_text_is_refused(tmp_path):
@@ -54,12 +53,8 @@ def test_file_or_section_that_is_empty_is_accepted(write):
     assert load(write("section.yml", "model:\nsteps: 3\n")).config.steps == 3
 
 
-def test_file_missing_names_the_nearest(base, tmp_path):
+def test_file_missing_names_the_nearest_also_in_another_case(base, write, tmp_path):
     assert f"the nearest are {base}" in message(str(tmp_path / "bse.yml"))
-
-
-def test_file_missing_names_one_that_differs_in_case_alone(write, tmp_path):
-    write("a.yml", "steps: 3\n")
     path = write("tiny.yml", "steps: 3\n")
     assert f"the nearest are {path}, " in message(str(tmp_path / "TINY.yml"))
 
@@ -84,22 +79,20 @@ def test_base_in_a_circle_is_refused(write):
     assert "inherit in a circle" in message(write("b.yml", "base: a.yml\n"))
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("steps", "not of the form key=value"),
-        ("=5", "not of the form key=value"),
-        ("other.yml", "'other.yml' is a second file; give one, which may inherit by `base: FILE`"),
-        ("--steps=5", "without dashes: steps=5"),
-        ("base=other.yml", "belongs in a YAML file"),
-        ("steps=", "has no value"),
-        ("pipeline.layers_per_stage=[1,", "not valid YAML"),
-        ("model=[1]", "is a section"),
-        ("steps={a: 1}", "takes a value"),
-    ],
-)
-def test_override_malformed_is_refused(base, word, expected):
-    assert expected in message(base, word)
+def test_override_malformed_is_refused(base):
+    table = {
+        "steps": "not of the form key=value",
+        "=5": "not of the form key=value",
+        "other.yml": "'other.yml' is a second file; give one, which may inherit by `base: FILE`",
+        "--steps=5": "without dashes: steps=5",
+        "base=other.yml": "belongs in a YAML file",
+        "steps=": "has no value",
+        "pipeline.layers_per_stage=[1,": "not valid YAML",
+        "model=[1]": "is a section",
+        "steps={a: 1}": "takes a value",
+    }
+    errors = {word: message(base, word) for word in table}
+    assert {word: error for word, error in errors.items() if table[word] not in error} == {}
 
 
 def test_override_of_a_string_stays_as_written(base):

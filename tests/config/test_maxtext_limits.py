@@ -50,10 +50,6 @@ def test_keys_that_only_the_code_of_maxtext_has_are_not_called_none():
     assert [n for n in unknown if "no key of MaxText" in unknown_maxtext_key(n)] == []
     assert idle_of("vision_encoder_block")
     assert idle_of("log_moe_bias_norms")
+    assert limit_of("hidden_size") is idle_of("hidden_size") is None
     assert "no key of MaxText" in unknown_maxtext_key("hidden_size")
     assert unknown_maxtext_key("eval_intervl").endswith("did you mean eval_interval?")
-
-
-def test_unknown_key_has_no_verdict():
-    assert limit_of("hidden_size") is None
-    assert idle_of("hidden_size") is None

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import yaml
 
 from maxpipe.config import Config, load, notes, print_config, resolve, to_yaml
@@ -27,11 +26,11 @@ def test_to_yaml_reads_back_to_an_equal_config(base, write):
         assert load(write("again.yml", to_yaml(config))).config == config
 
 
-@pytest.mark.parametrize("path", ["4k", "08", "1e5", "12", ".5", "1_0", "a.txt"])
-def test_to_yaml_keeps_a_path_of_a_mixture_that_looks_like_a_number(base, write, path):
-    entry = {"source": "text", "path": path, "weight": 1.0}
-    config = load(base, [f"data.mixture={json.dumps([entry])}"]).config
-    assert config.data.mixture == [entry]
+def test_to_yaml_keeps_a_path_of_a_mixture_that_looks_like_a_number(base, write):
+    paths = ["4k", "08", "1e5", "12", ".5", "1_0", "a.txt"]
+    entries = [{"source": "text", "path": path, "weight": 1.0} for path in paths]
+    config = load(base, [f"data.mixture={json.dumps(entries)}"]).config
+    assert config.data.mixture == entries
     assert load(write("again.yml", to_yaml(config))).config == config
 
 
@@ -75,108 +74,90 @@ def test_values_derived_as_their_help_says_are_listed_only_if_asked_for():
     assert "data.tokenizer" in surprising
 
 
-def test_notes_name_keys_without_effect(base):
-    words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
-    lines = notes(resolve(load(base, words), 4))
+def test_notes_name_keys_that_the_optimizer_does_not_use(noted):
+    words = ["optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.eps=1e-6"]
+
+    def named(optimizer):
+        lines = noted(*words, f"optimizer.name={optimizer}")
+        return [line.partition(" ")[0] for line in lines if " has no effect" in line]
+
+    assert {o: named(o) for o in ("adafactor", "sgd", "adamw", "muon")} == {
+        "adafactor": ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
+        "sgd": ["optimizer.beta2", "optimizer.eps"],
+        "adamw": [],
+        "muon": [],
+    }
+
+
+YARN = "model.rope_scaling.type=yarn model.rope_scaling.factor=2"
+WITHOUT_EFFECT = {  # word, the word that switches it off, others: words with which it acts
+    ("optimizer.final_fraction=0.5", "optimizer.schedule=constant", ""): "optimizer.schedule=wsd",
+    ("optimizer.stable_fraction=0.5", "optimizer.schedule=constant", ""): "optimizer.schedule=wsd",
+    ("optimizer.stable_fraction=0.5", "optimizer.schedule=linear", ""): "optimizer.schedule=wsd",
+    ("optimizer.spike_deviations=4", "optimizer.spike_window=0", ""): "optimizer.spike_window=100",
+    ("eval.batches=8", "eval.every=0", ""): "eval.every=100",
+    ("checkpoint.keep=5", "checkpoint.every=0", ""): "checkpoint.every_minutes=5",
+    ("model.qk_norm_scope=full", "model.qk_norm=false", ""): "model.qk_norm=true",
+    ("model.rope_theta_local=500", "model.attention_window=0", ""): "model.attention_window=64",
+    ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=1", ""): YARN,
+    (
+        "model.rope_scaling.beta_fast=16",
+        "model.rope_scaling.type=llama3",
+        "model.rope_scaling.factor=2",
+    ): YARN,
+    (
+        "model.rope_scaling.length=long",
+        "model.rope_scaling.type=llama3",
+        "model.rope_scaling.factor=2",
+    ): YARN,
+}
+
+
+def test_notes_name_keys_that_another_key_switches_off(noted):
+    for (word, off, others), on in WITHOUT_EFFECT.items():
+        line = f"{word.partition('=')[0]} has no effect with {off}"
+        assert line in noted(word, off, *others.split())
+        assert line not in noted(off, *others.split())
+        assert line not in noted(word, *on.split())
+
+
+def test_notes_name_no_key_without_effect_that_was_only_derived(noted):
+    line = "eval.batches_per_source has no effect with eval.every=0"
+    assert line not in noted("eval.every=0", "eval.batches=4")
+    assert line in noted("eval.every=0", "eval.batches_per_source=0")
+
+
+def test_notes_name_steps_that_are_never_reached(noted):
+    lines = noted("stop_after=100")
     assert max(map(len, lines)) < 100
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
-def test_notes_name_keys_that_the_optimizer_does_not_use(base):
-    words = ["optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.eps=1e-6"]
-
-    def named(optimizer):
-        lines = notes(resolve(load(base, [*words, f"optimizer.name={optimizer}"]), 4))
-        return [line.partition(" ")[0] for line in lines if line.startswith("optimizer.")]
-
-    assert named("adafactor") == ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"]
-    assert named("sgd") == ["optimizer.beta2", "optimizer.eps"]
-    assert named("adamw") == named("muon") == []
-
-
-@pytest.mark.parametrize(
-    ("switch", "key", "value"),
-    [
-        ("optimizer.schedule=constant", "optimizer.final_fraction", 0.5),
-        ("optimizer.schedule=constant", "optimizer.stable_fraction", 0.5),
-        ("optimizer.schedule=linear", "optimizer.stable_fraction", 0.5),
-        ("optimizer.spike_window=0", "optimizer.spike_deviations", 4),
-        ("eval.every=0", "eval.batches", 8),
-        ("checkpoint.every=0", "checkpoint.keep", 5),
-    ],
-)
-def test_notes_name_keys_that_another_key_switches_off(base, switch, key, value):
-    line = f"{key} has no effect with {switch}"
-    assert line in notes(resolve(load(base, [switch, f"{key}={value}"]), 4))
-    assert line not in notes(resolve(load(base, [switch]), 4))
-    on = ["optimizer.schedule=wsd", "optimizer.spike_window=100"]
-    assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
-
-
-def test_notes_name_no_key_without_effect_that_was_only_derived(base):
-    line = "eval.batches_per_source has no effect with eval.every=0"
-    for word, is_said in (("eval.batches=4", False), ("eval.batches_per_source=0", True)):
-        loaded = load(base, ["eval.every=0", word])
-        assert (line in notes(resolve(loaded, 4), loaded)) == is_said
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["model.qk_norm_scope=full"], "model.qk_norm=false"),
-        (["model.rope_theta_local=500"], "model.attention_window=0"),
-        (["model.rope_scaling.type=yarn"], "model.rope_scaling.factor=1"),
-        (
-            ["model.rope_scaling.beta_fast=16", "model.rope_scaling.factor=2"],
-            "model.rope_scaling.type=llama3",
-        ),
-        (
-            ["model.rope_scaling.length=long", "model.rope_scaling.factor=2"],
-            "model.rope_scaling.type=llama3",
-        ),
-    ],
-)
-def test_notes_name_keys_of_the_model_that_it_does_not_read(base, words, reason):
-    line = f"{words[0].partition('=')[0]} has no effect with {reason}"
-    assert line in notes(resolve(load(base, words), 4))
-    reading = {
-        "model.qk_norm=false": ["model.qk_norm=true"],
-        "model.attention_window=0": ["model.attention_window=64"],
-    }.get(reason, ["model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"])
-    lines = notes(resolve(load(base, [*words, *reading]), 4))
-    assert not [line for line in lines if f"with {reason}" in line]
-
-
-def test_notes_a_rule_of_a_logical_axis_that_no_array_has(base):
+def test_notes_a_rule_of_a_logical_axis_that_no_array_has(noted):
     rules = [*DEFAULT_RULES, ["activation_lenght", ["context"]]]
-    lines = notes(resolve(load(base, [f"sharding.logical_axis_rules={json.dumps(rules)}"]), 4))
+    lines = noted(f"sharding.logical_axis_rules={json.dumps(rules)}")
     (line,) = [line for line in lines if "logical axis" in line]
     assert "the rule of 'activation_lenght' has no effect" in line
     assert line.endswith("; did you mean activation_length?")
 
 
-def test_notes_prefetch_without_shards_has_no_effect(base):
+def test_notes_prefetch_without_shards_has_no_effect(noted):
     words = ["pipeline.engine=scheduled", "pipeline.schedule=lockstep_1f1b"]
-    words += ["mesh.ici.stage=2", "pipeline.fsdp_prefetch=true"]
+    words.append("pipeline.fsdp_prefetch=true")
     line = "pipeline.fsdp_prefetch=true has no effect: with fsdp=1 weights are whole"
-    assert line in notes(resolve(load(base, [*words, "mesh.ici.fsdp=1", "mesh.ici.data=2"]), 4))
-    assert line not in notes(resolve(load(base, [*words, "mesh.ici.fsdp=2"]), 4))
+    assert line in noted(*words, "mesh.ici.fsdp=1", "mesh.ici.data=2")
+    assert line not in noted(*words)
 
 
-def test_notes_checkpoints_by_the_clock_use_keep(base):
-    words = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
-    assert notes(resolve(load(base, words), 4)) == []
-
-
-def test_notes_topology_is_for_compile_only(base):
-    words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
-    loaded = load(base, words)
-    line = notes(resolve(loaded, 4), loaded)[-1]
+def test_notes_topology_is_for_compile_only(noted):
+    line = noted("compile.topology=v5p:2x2x1", "compile.num_slices=2")[-1]
     assert line.startswith("compile.topology: for maxpipe.compile only")
 
 
-def test_notes_plain_run_has_none(base):
-    assert notes(resolve(load(base), 4)) == []
+def test_notes_of_runs_without_surprises_are_none(base):
+    by_the_clock = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
+    for words in ([], by_the_clock):
+        assert notes(resolve(load(base, words), 4)) == []
 
 
 def test_repr_of_a_config_is_its_differences_as_yaml():

@@ -22,11 +22,11 @@ def test_every_config_is_a_preset_by_its_name(elsewhere):
         load(name)
 
 
-@pytest.mark.parametrize("word", ["llama3-8b", "configs/models/llama3-8b.yml"])
-def test_load_of_a_preset_works_in_every_directory(elsewhere, word):
-    loaded = load(word, ["steps=9"])
-    assert (loaded.config.run_name, loaded.config.steps) == ("llama3-8b", 9)
-    assert "configs/models/llama3-8b.yml:" in loaded.sources["model.num_layers"]
+def test_load_of_a_preset_works_in_every_directory(elsewhere):
+    for word in ("llama3-8b", "configs/models/llama3-8b.yml"):
+        loaded = load(word, ["steps=9"])
+        assert (loaded.config.run_name, loaded.config.steps) == ("llama3-8b", 9)
+        assert "configs/models/llama3-8b.yml:" in loaded.sources["model.num_layers"]
 
 
 def test_a_file_that_exists_comes_before_a_preset(elsewhere):
@@ -50,17 +50,11 @@ def test_a_file_inherits_from_one_below_the_home_directory(elsewhere, monkeypatc
     assert load("mine.yml").config.steps == 7
 
 
-@pytest.mark.parametrize(
-    ("word", "words"),
-    [
-        ("lama3-8b", ["'lama3-8b' is neither a file nor a preset", "did you mean llama3-8b?"]),
-        ("zzz", ["preset; the presets are base, finetune, mixture, muon, "]),
-    ],
-)
-def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere, word, words):
-    with pytest.raises(ConfigError) as caught:
-        load(word)
-    assert [text for text in words if text not in str(caught.value)] == []
+def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere):
+    with pytest.raises(ConfigError, match=r"'lama3-8b' is neither .*did you mean llama3-8b\?"):
+        load("lama3-8b")
+    with pytest.raises(ConfigError, match="the presets are base, finetune, mixture, muon, "):
+        load("zzz")
 
 
 def test_a_file_without_its_ending_is_answered_with_the_file(elsewhere):
@@ -85,15 +79,13 @@ def test_a_run_in_place_of_a_file_is_answered_with_its_configuration(elsewhere):
         load("runs/tiny")
 
 
-@pytest.mark.parametrize("word", ["--help", "steps=3"])
-def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys, word):
-    try:
-        parse_args([word], prog="prog", description="Does it.")
-    except ConfigError as error:
-        shown = str(error)
-    except SystemExit:
-        shown = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(shipped_configs()) in shown
+def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys):
+    with pytest.raises(ConfigError) as error:
+        parse_args(["steps=3"], prog="prog", description="Does it.")
+    with pytest.raises(SystemExit):
+        parse_args(["--help"], prog="prog", description="Does it.")
+    for shown in (str(error.value), " ".join(capsys.readouterr().out.split())):
+        assert ", ".join(shipped_configs()) in shown
 
 
 def test_install_command_fits_a_checkout():
