@@ -144,4 +144,5 @@ for main, words in ((train.main, sys.argv[1:]), (data.main, ["check", *sys.argv[
         assert end.code == 2, end.code
 """
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("data.tokenizer")) == (0, 2), done.stderr
+    assert (done.returncode, done.stderr.count("data.tokenizer=byte")) == (0, 2), done.stderr
+    assert "accept_changes=[tokenizer]" in done.stderr
