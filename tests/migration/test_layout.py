@@ -1,7 +1,5 @@
 """Devices, mesh, pipeline and rematerialisation are MaxText's."""
 
-import pytest
-
 from maxpipe.config import resolve
 from maxpipe.config.catalog import MATMULS
 from maxpipe.config.options import get
@@ -24,24 +22,22 @@ def test_pipeline_resolves_to_maxtexts_layout(translated):
     assert (pipeline.num_microbatches, config.data.global_batch_size) == (8, 32)
 
 
-@pytest.mark.parametrize(
-    ("words", "values"),
-    [
-        ("num_layers_per_pipeline_stage=2", {"num_repeats": 1, "num_layers_per_stage": 2}),
-        ("pipeline_parallel_layers=4", {"parallel_layers": 4, "num_repeats": 1}),
-        ("pipeline_fsdp_ag_once=true", {"fsdp_gather": "once"}),
-        ("pipeline_fsdp_ag_per_repeat=true", {"fsdp_gather": "per_repeat"}),
-        ("pipeline_delay_activation_forwarding=true", {"delay_activation_forwarding": True}),
-        ("scan_pipeline_iterations=false", {"scan_iterations": False}),
-        ("scan_layers_per_stage=true", {"scan_layers_per_stage": True}),
-        ("set_remat_policy_on_pipeline_iterations=false", {"remat_iterations": False}),
-        ("set_remat_policy_on_layers_per_stage=true", {"remat_layers": True}),
-        ("gradient_accumulation_steps=2", {"num_microbatches": 16}),
-    ],
-)
-def test_options_of_the_pipeline_are_kept(translated, words, values):
-    config = resolve(translated(*PIPELINE, *words.split()).config, 8)
-    assert {key: get(config, f"pipeline.{key}") for key in values} == values
+def test_options_of_the_pipeline_are_kept(translated):
+    table = {
+        "num_layers_per_pipeline_stage=2": {"num_repeats": 1, "num_layers_per_stage": 2},
+        "pipeline_parallel_layers=4": {"parallel_layers": 4, "num_repeats": 1},
+        "pipeline_fsdp_ag_once=true": {"fsdp_gather": "once"},
+        "pipeline_fsdp_ag_per_repeat=true": {"fsdp_gather": "per_repeat"},
+        "pipeline_delay_activation_forwarding=true": {"delay_activation_forwarding": True},
+        "scan_pipeline_iterations=false": {"scan_iterations": False},
+        "scan_layers_per_stage=true": {"scan_layers_per_stage": True},
+        "set_remat_policy_on_pipeline_iterations=false": {"remat_iterations": False},
+        "set_remat_policy_on_layers_per_stage=true": {"remat_layers": True},
+        "gradient_accumulation_steps=2": {"num_microbatches": 16},
+    }
+    configs = {word: resolve(translated(*PIPELINE, word).config, 8) for word in table}
+    kept = {w: {k: get(configs[w], f"pipeline.{k}") for k in values} for w, values in table.items()}
+    assert kept == table
 
 
 def test_unrolled_layers_without_a_pipeline_stay_unrolled(translated):
@@ -49,42 +45,26 @@ def test_unrolled_layers_without_a_pipeline_stay_unrolled(translated):
     assert (config.pipeline.engine, config.pipeline.scan_layers) == ("sequential", False)
 
 
-@pytest.mark.parametrize(
-    ("policy", "saved", "place"),
-    [
-        ("minimal", {*MATMULS} - {"context"}, "device"),
-        ("minimal_offloaded", {*MATMULS} - {"context"}, "offload"),
-        (
-            "save_dot_with_context_except_mlp",
-            {"query_proj", "key_proj", "value_proj", "context", "out_proj"},
-            "device",
-        ),
-        (
-            "save_dot_except_mlpwi",
-            {"query_proj", "key_proj", "value_proj", "out_proj", "mlp_down"},
-            "device",
-        ),
-    ],
-)
-def test_policy_without_a_name_here_is_written_by_tensor(translated, policy, saved, place):
-    pipeline = translated(f"remat_policy={policy}").config.pipeline
-    assert pipeline.remat_policy == "custom"
-    tensors = {name: getattr(pipeline.remat_tensors, name) for name in MATMULS}
-    assert tensors == {name: place if name in saved else "remat" for name in MATMULS}
+def test_policy_without_a_name_here_is_written_by_tensor(translated):
+    attention = {"query_proj", "key_proj", "value_proj", "out_proj"}
+    table = {
+        "minimal": ({*MATMULS} - {"context"}, "device"),
+        "minimal_offloaded": ({*MATMULS} - {"context"}, "offload"),
+        "save_dot_with_context_except_mlp": (attention | {"context"}, "device"),
+        "save_dot_except_mlpwi": (attention | {"mlp_down"}, "device"),
+    }
+    for policy, (saved, place) in table.items():
+        pipeline = translated(f"remat_policy={policy}").config.pipeline
+        assert pipeline.remat_policy == "custom"
+        tensors = {name: getattr(pipeline.remat_tensors, name) for name in MATMULS}
+        assert tensors == {name: place if name in saved else "remat" for name in MATMULS}, policy
 
 
-@pytest.mark.parametrize(
-    ("policy", "ours"),
-    [
-        ("none", "none"),
-        ("full", "full"),
-        ("minimal_with_context", "minimal"),
-        ("save_qkv_proj", "save_qkv_proj"),
-        ("qkv_proj_offloaded", "qkv_proj_offloaded"),
-    ],
-)
-def test_policy_with_a_name_here_keeps_it(translated, policy, ours):
-    assert translated(f"remat_policy={policy}").config.pipeline.remat_policy == ours
+def test_policy_with_a_name_here_keeps_it(translated):
+    same = ("none", "full", "save_qkv_proj", "qkv_proj_offloaded")
+    table = {"minimal_with_context": "minimal", **{policy: policy for policy in same}}
+    policies = {p: translated(f"remat_policy={p}").config.pipeline.remat_policy for p in table}
+    assert policies == table
 
 
 def test_custom_policy_keeps_the_places(translated):
@@ -93,21 +73,22 @@ def test_custom_policy_keeps_the_places(translated):
     assert (tensors.mlp_gate, tensors.context, tensors.out_proj) == ("offload", "device", "remat")
 
 
-@pytest.mark.parametrize(
-    ("words", "devices", "topology"),
-    [
-        ("compile_topology=v5p-16", 8, "v5p:2x2x2"),
-        ("compile_topology=v5p-8", 4, "v5p:2x2x1"),
-        ("compile_topology=v4-256", 128, "v4:4x4x8"),
-        ("compile_topology=v6e-8", 8, "v6e:2x4"),
-        ("compile_topology=v5e-256", 256, "v5e:16x16"),
-        ("compile_topology=v5p-384", 192, "v5p:4x4x12"),
-        ("compile_topology=v5p-16 compile_topology_num_slices=2", 16, "v5p:2x2x2"),
-    ],
-)
-def test_devices_are_those_of_the_topology(translated, words, devices, topology):
-    config = translated(*words.split(), "per_device_batch_size=1", devices=0).config
-    assert (config.data.global_batch_size, config.compile.topology) == (devices, topology)
+def test_devices_are_those_of_the_topology(translated):
+    table = {
+        "v5p-16": (8, "v5p:2x2x2"),
+        "v5p-8": (4, "v5p:2x2x1"),
+        "v4-256": (128, "v4:4x4x8"),
+        "v6e-8": (8, "v6e:2x4"),
+        "v5e-256": (256, "v5e:16x16"),
+        "v5p-384": (192, "v5p:4x4x12"),
+        "v5p-16 compile_topology_num_slices=2": (16, "v5p:2x2x2"),
+    }
+    found = {}
+    for slices in table:
+        words = f"compile_topology={slices} per_device_batch_size=1".split()
+        config = translated(*words, devices=0).config
+        found[slices] = (config.data.global_batch_size, config.compile.topology)
+    assert found == table
 
 
 def test_devices_are_the_product_of_a_mesh_without_unknowns(translated):

@@ -37,19 +37,16 @@ def test_words_may_not_contradict_the_models_file(installed):
     assert (config.values["head_dim"], config.problems) == (64, ())
 
 
-@pytest.mark.parametrize(
-    ("files", "words", "message"),
-    [
+def test_files_that_cannot_be_read_are_refused(installed):
+    base = str(installed)
+    for files, words, message in (
         (["nowhere.yml"], [], "cannot read nowhere.yml"),
-        (["{base}"], ["model_name=nothing"], r"neither .*models/nothing.yml nor .*models"),
+        ([base], ["model_name=nothing"], r"neither .*models/nothing.yml nor .*models"),
         ([], ["model_name=llama3-8b"], "needs the path of MaxText's base.yml"),
-        (["{base}", "a.yml", "b.yml"], [], "expected base.yml and one model's file"),
-    ],
-)
-def test_files_that_cannot_be_read_are_refused(installed, files, words, message):
-    paths = [file.format(base=installed) for file in files]
-    with pytest.raises(ConfigError, match=message):
-        read_maxtext(paths, words)
+        ([base, "a.yml", "b.yml"], [], "expected base.yml and one model's file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_maxtext(files, words)
 
 
 def test_file_that_inherits_from_itself_is_refused(installed):
@@ -67,10 +64,8 @@ def test_values_are_those_that_maxtext_reads(installed):
     assert (values["adam_b1"], values["packing"], values["learning_rate"]) == (0.5, False, 3e-5)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [(1, 1.0, True), (1, True, False), (None, [], True), (None, False, True), ("a", "b", False)],
-)
-def test_same_value(a, b, same):
-    assert same_value(a, b) is same
-    assert same_value(b, a) is same
+def test_same_value_counts_numbers_and_what_is_empty():
+    same, others = [(1, 1.0), (None, []), (None, False)], [(1, True), ("a", "b")]
+    for pairs, expected in ((same, True), (others, False)):
+        assert [same_value(a, b) for a, b in pairs] == [expected] * len(pairs)
+        assert [same_value(b, a) for a, b in pairs] == [expected] * len(pairs)
