@@ -1,5 +1,6 @@
 """The example, in a process of its own, makes its devices, trains, and uses the model."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,4 +24,5 @@ def test_train_in_python_example_trains_on_its_own_devices_and_writes(tmp_path, 
     assert re.search(r"^lockstep_1f1b +2 .* scheduled$", done.stdout, re.MULTILINE)
     (called,) = re.findall(r"^callback +step 3: loss ([\d.]+)", done.stdout, re.MULTILINE)
     assert float(called) == round(losses(tmp_path / "base")[3][0], 4)
-    assert len(re.search(r"after 'def ': (\[.*\])", done.stdout)[1].split("', ")) == 5
+    continued = re.search(r"after 'def ': (\[.*\])", done.stdout)[1]
+    assert len(ast.literal_eval(continued)) == 5
