@@ -56,37 +56,26 @@ def test_dot_product_attention_is_causal_grouped_and_within_segments():
     np.testing.assert_allclose(actual, by_hand(q, k, v, SEGMENTS), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_options_of_attention_equal_the_loop_over_queries():
+    q, k, v = qkv()
+    arrays = [*map(jnp.asarray, (q, k, v, SEGMENTS))]
+    tokens = jnp.array([5, 0, 3])
+    of_tokens = arrays[0][:, tokens], *arrays[1:], tokens
+    for options in (
         {"window": 1},
         {"window": 3},
         {"soft_cap": 0.5},
         {"sinks": SINKS},
         {"window": 2, "soft_cap": 2.0, "sinks": SINKS},
-    ],
-    ids=str,
-)
-def test_options_of_attention_equal_the_loop_over_queries(options):
-    q, k, v = qkv()
-    expected = by_hand(q, k, v, SEGMENTS, **options)
-    arrays = [*map(jnp.asarray, (q, k, v, SEGMENTS))]
-    operands = {name: jnp.asarray(x) for name, x in options.items() if name != "soft_cap"}
-    np.testing.assert_allclose(
-        dot_product_attention(*arrays, AttentionOptions(**options)), expected, atol=1e-5
-    )
-    # A window that differs by layer is an array.
-    np.testing.assert_allclose(
-        dot_product_attention(*arrays, AttentionOptions(**options | operands)), expected, atol=1e-5
-    )
-    tokens = jnp.array([5, 0, 3])
-    np.testing.assert_allclose(
-        attention_of_queries(
-            arrays[0][:, tokens], *arrays[1:], tokens, AttentionOptions(**options)
-        ),
-        expected[:, tokens],
-        atol=1e-5,
-    )
+    ):
+        expected = by_hand(q, k, v, SEGMENTS, **options)
+        # A window that differs by layer is an array.
+        operands = {name: jnp.asarray(x) for name, x in options.items() if name != "soft_cap"}
+        for values in (options, options | operands):
+            actual = dot_product_attention(*arrays, AttentionOptions(**values))
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+        actual = attention_of_queries(*of_tokens, AttentionOptions(**options))
+        np.testing.assert_allclose(actual, expected[:, tokens], atol=1e-5)
 
 
 def test_dot_product_attention_of_grouped_heads_equals_repeated_heads():

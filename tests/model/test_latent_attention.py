@@ -86,7 +86,8 @@ def test_output_is_that_of_the_equations_with_and_without_keys_of_heads(attentio
     _, apply, params, x = make(attention, **values)
     frequencies = 10000.0 ** -(np.arange(0, R, 2) / R)
     expected = by_hand(params, x, frequencies, (N + R) ** -0.5)
-    np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
+    actual = jax.jit(apply)(params, x, POSITIONS, SEGMENTS)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 def test_mscale_all_dim_scales_scores_by_its_square_and_leaves_the_rotation():
@@ -101,7 +102,8 @@ def test_mscale_all_dim_scales_scores_by_its_square_and_leaves_the_rotation():
 
 def test_all_heads_share_the_rotated_key_and_no_parameter_is_idle():
     _, apply, params, x = make(**{"model.mla.q_lora_rank": 3})
-    gradients = jax.grad(lambda p: jnp.sum(apply(p, x, POSITIONS, SEGMENTS) ** 2))(params)
+    loss = jax.jit(jax.grad(lambda p: jnp.sum(apply(p, x, POSITIONS, SEGMENTS) ** 2)))
+    gradients = loss(params)
     assert params["key_value_down"].shape == (16, L + R)
     assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(gradients))
 
@@ -119,9 +121,8 @@ def test_cache_holds_the_latent_and_one_rotated_key_of_each_token():
     assert widths == [((B, T, 1, config.mla.cached_width), (B, T, 1, L))]
 
 
-@pytest.mark.parametrize(("channels", "value_channels"), [(192, 128), (24, 16)])
-def test_splash_fills_up_channels_without_a_difference(channels, value_channels):
-    length, heads = 128, 2
+def test_splash_fills_up_channels_without_a_difference():
+    length, heads, channels, value_channels = 128, 2, 136, 16
     config = tiny(**{"data.sequence_length": length, **WIDTHS}).model
     assert not Splash.unfit(config, length, 1)
     rng = np.random.default_rng(0)

@@ -61,17 +61,12 @@ def test_layer_without_rotation_has_frequencies_of_zero():
     assert not table_of(**{"model.layer_pattern": ["global_nope"]}).is_rotated
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_visible_share_counts_windows():
+    window, pattern = {"model.attention_window": 4}, {"model.layer_pattern": ["local", "global"]}
+    for values, expected in (
         ({}, 0.5),
-        ({"model.attention_window": 4}, (4 * 4 / 2 + 4 * 4) / 64),
+        (window, (4 * 4 / 2 + 4 * 4) / 64),
         ({"model.attention_window": 100}, 0.5),
-        (
-            {"model.attention_window": 4, "model.layer_pattern": ["local", "global"]},
-            (0.5 + 24 / 64) / 2,
-        ),
-    ],
-)
-def test_visible_share_counts_windows(values, expected):
-    assert visible_share(tiny(**values).model, 8) == pytest.approx(expected)
+        (window | pattern, (0.5 + 24 / 64) / 2),
+    ):
+        assert visible_share(tiny(**values).model, 8) == pytest.approx(expected)

@@ -72,15 +72,15 @@ def test_init_params_of_one_parameter_does_not_depend_on_others():
     assert (init_params({"outer": {"w": spec}}, jax.random.key(4))["outer"]["w"] != alone).all()
 
 
-@pytest.mark.parametrize("shape", [(12,), (2, 2, 3), (3, 4, 1), (12, 1, 1)])
-def test_init_layers_does_not_depend_on_the_arrangement(shape):
+def test_init_layers_does_not_depend_on_the_arrangement():
     specs = {"w": ParamSpec((5,), jnp.dtype("float32"), ("a",), stddev=1.0)}
     order = np.random.default_rng(0).permutation(12)
-    arranged = init_layers(specs, jax.random.key(0), jnp.asarray(order.reshape(shape)))["w"]
-    assert arranged.shape == (*shape, 5)
     in_order = init_layers(specs, jax.random.key(0), jnp.arange(12))["w"]
-    np.testing.assert_array_equal(np.asarray(arranged).reshape(12, 5), in_order[order])
     assert len(np.unique(in_order)) == 60
+    for shape in ((12,), (2, 2, 3), (3, 4, 1), (12, 1, 1)):
+        arranged = init_layers(specs, jax.random.key(0), jnp.asarray(order.reshape(shape)))["w"]
+        assert arranged.shape == (*shape, 5)
+        np.testing.assert_array_equal(np.asarray(arranged).reshape(12, 5), in_order[order])
 
 
 def test_specs_have_a_logical_axis_for_every_dimension():

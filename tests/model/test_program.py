@@ -33,53 +33,49 @@ def activations(program, params, batch):
     return x
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count_of_a_preset_is_the_published_one(name):
-    assert ModelProgram(for_slice(name).model).parameter_count() == PARAMETERS[name]
+def test_parameter_count_of_a_preset_is_the_published_one():
+    counts = {name: ModelProgram(for_slice(name).model).parameter_count() for name in PARAMETERS}
+    assert counts == PARAMETERS
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameter_count_equals_the_arrays_and_the_flops_model(tied):
-    program, params = make(
-        **{"model.tie_embeddings": tied, "model.qk_norm": True, "model.attention_bias": True}
-    )
-    assert program.parameter_count() == sum(p.size for p in jax.tree.leaves(params))
-    assert program.parameter_count() == flops.parameter_count(program.config)
+def test_parameter_count_equals_the_arrays_and_the_flops_model():
+    for tied in (False, True):
+        program, params = make(
+            **{"model.tie_embeddings": tied, "model.qk_norm": True, "model.attention_bias": True}
+        )
+        assert program.parameter_count() == sum(p.size for p in jax.tree.leaves(params))
+        assert program.parameter_count() == flops.parameter_count(program.config)
 
 
 class TestWhatATokenSees:
     """One row of two segments, tokens 0-3 and 4-7."""
 
-    @pytest.fixture
-    def logits(self):
+    def test_logits_depend_on_earlier_tokens_of_the_segment_alone(self):
         program, params = make(**{"model.num_layers": 2})
+        params = jax.tree.map(jnp.asarray, params)
         batch = {name: x[:1] for name, x in make_batch(1).items()}
         batch["segment_ids"] = np.array([[1, 1, 1, 1, 2, 2, 2, 2]], np.int32)
         batch["positions"] = np.array([[0, 1, 2, 3, 0, 1, 2, 3]], np.int32)
 
-        def _logits(at=None):
-            tokens = batch["tokens"].copy()
-            if at is not None:
-                tokens[0, at] = (tokens[0, at] + 1) % 64
+        @jax.jit
+        def logits(tokens):
             x = activations(program, params, batch | {"tokens": tokens})
-            return np.asarray(program.logits(params, x))[0]
+            return program.logits(params, x)[0]
 
-        return _logits
+        def rows_changed_by(at):
+            tokens = batch["tokens"].copy()
+            tokens[0, at] = (tokens[0, at] + 1) % 64
+            changed = (logits(tokens) != logits(batch["tokens"])).any(axis=-1)
+            return np.flatnonzero(changed).tolist()
 
-    def changed_rows(self, logits, at):
-        """Positions whose logits change with the token at `at`."""
-        return np.flatnonzero((logits(at) != logits()).any(axis=-1)).tolist()
-
-    def test_logits_do_not_depend_on_later_tokens(self, logits):
-        assert self.changed_rows(logits, 2) == [2, 3]
-        assert self.changed_rows(logits, 7) == [7]
-
-    def test_logits_do_not_depend_on_other_segments(self, logits):
-        assert self.changed_rows(logits, 0) == [0, 1, 2, 3]
-        assert self.changed_rows(logits, 4) == [4, 5, 6, 7]
+        assert rows_changed_by(0) == [0, 1, 2, 3]
+        assert rows_changed_by(2) == [2, 3]
+        assert rows_changed_by(4) == [4, 5, 6, 7]
+        assert rows_changed_by(7) == [7]
 
     def test_logits_of_a_segment_equal_those_in_a_row_of_its_own(self):
         program, params = make(**{"model.num_layers": 2})
+        params = jax.tree.map(jnp.asarray, params)
         batch = make_batch(1)
         packed = batch | {
             "segment_ids": np.array([[1] * 4 + [2] * 4], np.int32),
@@ -90,11 +86,8 @@ class TestWhatATokenSees:
             "segment_ids": np.ones((1, 4), np.int32),
             "positions": np.arange(4, dtype=np.int32)[None],
         }
-        np.testing.assert_allclose(
-            activations(program, params, packed)[:, 4:],
-            activations(program, params, alone),
-            atol=1e-5,
-        )
+        of_rows = jax.jit(lambda batch: activations(program, params, batch))
+        np.testing.assert_allclose(of_rows(packed)[:, 4:], of_rows(alone), atol=1e-5)
 
 
 class TestHead:

@@ -149,9 +149,10 @@ def test_interleaved_rotation_is_the_other_one_of_reordered_channels():
     np.testing.assert_allclose(actual[..., 1::2], expected[..., 4:], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotated_dim", [8, 4])
+@pytest.mark.parametrize(
+    ("dtype", "interleaved", "rotated_dim"),
+    [("float32", False, 8), ("float32", True, 4), ("bfloat16", True, 8), ("bfloat16", False, 4)],
+)
 def test_rotate_by_product_has_the_bits_of_slices_and_of_their_gradient(
     dtype, interleaved, rotated_dim
 ):
@@ -170,9 +171,9 @@ def test_rotate_by_product_has_the_bits_of_slices_and_of_their_gradient(
     np.testing.assert_array_equal(of_product(weight)[0], of_slices(weight)[0])
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope"])
-def test_factor_of_queries_counts_without_a_longer_context(kind):
+def test_factor_of_queries_counts_without_a_longer_context():
     """As in transformers, whose classes look at attention_factor first."""
-    scaling = RopeScalingConfig(type=kind, factor=1.0, attention_factor=1.2)
-    assert rotary_factor(scaling) == 1.2
-    assert rotary_factor(replace(scaling, attention_factor=0.0)) == 1
+    for kind in ("yarn", "longrope"):
+        scaling = RopeScalingConfig(type=kind, factor=1.0, attention_factor=1.2)
+        assert rotary_factor(scaling) == 1.2
+        assert rotary_factor(replace(scaling, attention_factor=0.0)) == 1

@@ -37,12 +37,7 @@ def test_spec_follows_the_rules(rules):
     )
     assert rules.spec((None, "embed")) == P(None, "fsdp")
 
-
-def test_spec_leaves_out_mesh_axes_of_size_one(rules):
-    assert rules.spec(("embed", "mlp")) == P("fsdp", None)
-
-
-def test_size_counts_shards(rules):
+    assert rules.spec(("embed", "mlp")) == P("fsdp", None)  # tensor has size one
     assert rules.size("activation_batch") == 4
     assert rules.size("mlp") == 1
 

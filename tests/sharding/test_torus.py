@@ -1,6 +1,7 @@
 """Gathers along a whole torus take two steps, and what they move is the same."""
 
 import math
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -26,53 +27,48 @@ def torus(sizes, shape, kind="TPU v5p", *, slices=1, order=(0, 1, 2)):
     return SimpleNamespace(devices=devices.reshape(shape), axis_names=AXES)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "line"),
-    [
+def test_line_length_is_that_of_consecutive_devices_of_a_whole_torus():
+    for mesh, line in (
         (torus((4, 4, 4), (1, 1, 64)), 4),
         (torus((4, 4, 8), (1, 1, 128)), 8),
-        (torus((4, 4, 8), (1, 1, 128), order=(2, 0, 1)), 4),
-        (torus((4, 4, 4), (2, 2, 64), slices=4), 4),
+        (torus((4, 4, 8), (1, 1, 128), order=(2, 0, 1)), 4),  # lines of another dimension
+        (torus((4, 4, 4), (2, 2, 64), slices=4), 4),  # each slice
         (torus((4, 4, 4), (1, 1, 64), "TPU v4"), 4),
-    ],
-    ids=["cube", "long", "lines_of_another_dimension", "each_slice", "v4"],
-)
-def test_line_length_is_that_of_consecutive_devices_of_a_whole_torus(mesh, line):
-    assert line_length(mesh) == line
+    ):
+        assert line_length(mesh) == line
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        torus((4, 4, 4), (1, 2, 32)),
-        torus((4, 4, 8), (1, 2, 64), order=(2, 0, 1)),
-        torus((2, 4, 4), (1, 1, 32)),
-        torus((4, 4, 4), (1, 1, 128), slices=2),
-        torus((16, 16, 1), (1, 1, 256), "TPU v6 lite"),
-        torus((4, 4, 4), (1, 1, 64), "TPU v99"),
-    ],
-    ids=["part", "half", "open", "between_slices", "two_dimensions", "unknown"],
-)
-def test_line_length_is_one_elsewhere(mesh):
-    assert line_length(mesh) == 1
+def test_line_length_is_one_elsewhere():
+    for mesh in (
+        torus((4, 4, 4), (1, 2, 32)),  # a part
+        torus((4, 4, 8), (1, 2, 64), order=(2, 0, 1)),  # half
+        torus((2, 4, 4), (1, 1, 32)),  # open
+        torus((4, 4, 4), (1, 1, 128), slices=2),  # between slices
+        torus((16, 16, 1), (1, 1, 256), "TPU v6 lite"),  # two dimensions
+        torus((4, 4, 4), (1, 1, 64), "TPU v99"),  # unknown
+    ):
+        assert line_length(mesh) == 1
 
 
-@pytest.mark.parametrize("fsdp", [128, 64])
-def test_line_length_is_one_where_a_chip_is_two_devices(fsdp):
-    mesh = torus((4, 4, 4), (1, 1, 64), "TPU7x")
-    # The devices of a chip follow each other, or are those of an axis before fsdp.
-    mesh.devices = np.repeat(mesh.devices, 2, axis=2 if fsdp == 128 else 1)
-    assert line_length(mesh) == 1
+def test_line_length_is_one_where_a_chip_is_two_devices():
+    for axis in (2, 1):
+        mesh = torus((4, 4, 4), (1, 1, 64), "TPU7x")
+        # The devices of a chip follow each other, or are those of an axis before fsdp.
+        mesh.devices = np.repeat(mesh.devices, 2, axis=axis)
+        assert line_length(mesh) == 1
 
 
 def test_line_length_of_simulated_devices_is_one():
     assert line_length(make_mesh(tiny(**{"mesh.ici.fsdp": 8}))) == 1
 
 
-@pytest.mark.parametrize("crossing", [(), ("stage",)])
-@pytest.mark.parametrize("line", [1, 2])
 @pytest.mark.parametrize("axes", [("fsdp",), ("stage", "fsdp"), ("fsdp", "stage")])
-def test_gather_and_scatter_of_every_route_move_the_same(axes, line, crossing):
+def test_gather_and_scatter_of_every_route_move_the_same(axes):
+    for line, crossing in product([1, 2], [(), ("stage",)]):
+        check_route(axes, line, crossing)
+
+
+def check_route(axes, line, crossing):
     route = Route(line, crossing)
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     weight = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
@@ -99,10 +95,13 @@ def test_gather_and_scatter_of_every_route_move_the_same(axes, line, crossing):
     assert str(jax.make_jaxpr(f)(weight, scales)).count("all_gather[") == steps
 
 
-@pytest.mark.parametrize("line", [1, 2])
-@pytest.mark.parametrize(("crossing", "size"), [((), 4), (("stage",), 1)])
-def test_axes_that_cross_slices_carry_shards(line, crossing, size):
+def test_axes_that_cross_slices_carry_shards():
     """Elsewhere fsdp comes first, and the axis before it carries what that has gathered."""
+    for line, (crossing, size) in product([1, 2], [((), 4), (("stage",), 1)]):
+        check_sizes(line, crossing, size)
+
+
+def check_sizes(line, crossing, size):
     mesh = make_mesh(tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 4}))
     axes, route = ("stage", "fsdp"), Route(line, crossing)
 

@@ -63,28 +63,34 @@ def few_of_any(rng):
     return jnp.where(jnp.asarray(rng.random((4, 6, 1)) < 0.5), EXPERTS, any_experts(rng))
 
 
+def value_and_gradients_of(experts):
+    def loss(x, combine, weights, chosen):
+        return jnp.sum(jnp.sin(experts(x, chosen, combine, weights)))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+
+@pytest.fixture(scope="module")
+def of_one_device():
+    layout = layout_for(Blocks.layout, MOE)
+    return value_and_gradients_of(experts_with(layout, Blocks.multiply, gate_up))
+
+
 @pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
-@pytest.mark.parametrize("choice", [any_experts, the_same_experts, few_of_any])
 def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
-    mesh, choice, dispatch, monkeypatch
+    mesh, of_one_device, dispatch, monkeypatch
 ):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    x, chosen, combine, weights = operands(choice)
-
-    def value_and_gradients(experts):
-        def loss(x, combine, weights):
-            return jnp.sum(jnp.sin(experts(x, chosen, combine, weights)))
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, combine, weights)
-
-    expected = value_and_gradients(
-        experts_with(layout_for(Blocks.layout, MOE), Blocks.multiply, gate_up)
-    )
     layout = layout_for(Blocks.layout, MOE, DEVICES)
     shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
-    split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-    actual = value_and_gradients(split)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+    split = value_and_gradients_of(
+        jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    )
+    for choice in (any_experts, the_same_experts, few_of_any):
+        x, chosen, combine, weights = operands(choice)
+        expected = of_one_device(x, combine, weights, chosen)
+        actual = split(x, combine, weights, chosen)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
 
 
 def test_blocks_without_rows_of_this_device_are_not_multiplied():
