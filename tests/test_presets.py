@@ -1,11 +1,11 @@
 """Test that presets have the published sizes, and commands that fit their chips and a laptop."""
 
+import functools
 import json
 import re
 import shlex
 from pathlib import Path
 
-import pytest
 from helpers.published_configs import PUBLISHED
 
 from maxpipe.config import load, resolve
@@ -49,68 +49,66 @@ def commands_of(name):
     ]
 
 
+@functools.cache
 def for_slice(name):
     """Resolve a preset for the number of chips that its comment names."""
     chips = int(re.search(r"\((\d+) chips\)", path_of(name).read_text())[1])
     return resolve(load(path_of(name)), chips)
 
 
-def test_presets_all_have_a_published_size():
-    assert {path.stem for path in PRESETS.glob("*.yml")} == set(PARAMETERS)
+def test_presets_have_the_published_parameter_counts_and_say_them_first():
+    assert {path.stem for path in PRESETS.glob("*.yml")} == {*PARAMETERS}
+    assert {name: parameter_count(for_slice(name).model) for name in PARAMETERS} == PARAMETERS
+    first = {name: path_of(name).read_text().splitlines()[0] for name in PARAMETERS}
+    assert {n: t for n, t in first.items() if f"{PARAMETERS[n]:,} parameters" not in t} == {}
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_has_the_published_parameter_count(name):
-    assert parameter_count(for_slice(name).model) == PARAMETERS[name]
-    assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
+def test_presets_have_the_shape_that_the_published_files_say(tmp_path):
+    problems = {}
+    for name in PARAMETERS:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        problems[name] = shape_problems(for_slice(name), read_shape(str(tmp_path)), "")
+    assert problems == {name: [] for name in PARAMETERS}
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_has_the_shape_that_the_published_file_says(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    shape = read_shape(str(tmp_path))
-    assert shape_problems(for_slice(name), shape, "") == []
+def test_presets_with_experts_have_the_published_active_parameters():
+    # Parameters that a token uses, as the names of the models say them in thousands of millions
+    active = {
+        "deepseek-v3": 37_552_297_472,
+        "mixtral-8x7b": 12_879_925_248,
+        "qwen3-30b-a3b": 3_353_032_704,
+        "gpt-oss-20b": 4_187_440_704,
+    }
+    assert {name: active_parameter_count(for_slice(name).model) for name in active} == active
+    texts = {name: path_of(name).read_text() for name in active}
+    assert [n for n, text in texts.items() if f"{active[n]:,} parameters" not in text] == []
 
 
-# Parameters that a token uses, as the names of the models say them in thousands of millions
-ACTIVE = {
-    "deepseek-v3": 37_552_297_472,
-    "mixtral-8x7b": 12_879_925_248,
-    "qwen3-30b-a3b": 3_353_032_704,
-    "gpt-oss-20b": 4_187_440_704,
-}
+def test_presets_have_bfloat16_activations_and_float32_parameters():
+    models = [for_slice(name).model for name in PARAMETERS]
+    assert {(model.dtype, model.param_dtype) for model in models} == {("bfloat16", "float32")}
 
 
-@pytest.mark.parametrize("name", ACTIVE)
-def test_preset_with_experts_has_the_published_active_parameters(name):
-    assert active_parameter_count(for_slice(name).model) == ACTIVE[name]
-    assert f"{ACTIVE[name]:,} parameters" in path_of(name).read_text()
+def test_presets_on_their_slices_have_the_layouts_in_the_comments():
+    unlike = {}
+    for name in PARAMETERS:
+        config = for_slice(name)
+        pipeline = config.pipeline
+        layout = (
+            f"{config.mesh.ici.stage} stages x {config.mesh.ici.fsdp} fsdp,"
+            f" {pipeline.num_repeats} repeats of {pipeline.num_layers_per_stage} layers per stage,"
+            f" {pipeline.num_microbatches} microbatches"
+        )
+        if layout not in re.sub(r"\n# ", " ", path_of(name).read_text()):
+            unlike[name] = layout
+    assert unlike == {}
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_has_bfloat16_activations_and_float32_parameters(name):
-    model = for_slice(name).model
-    assert (model.dtype, model.param_dtype) == ("bfloat16", "float32")
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_on_its_slice_has_the_layout_in_the_comment(name):
-    config = for_slice(name)
-    pipeline = config.pipeline
-    layout = (
-        f"{config.mesh.ici.stage} stages x {config.mesh.ici.fsdp} fsdp,"
-        f" {pipeline.num_repeats} repeats of {pipeline.num_layers_per_stage} layers per stage,"
-        f" {pipeline.num_microbatches} microbatches"
-    )
-    assert layout in re.sub(r"\n# ", " ", path_of(name).read_text())
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_with_the_laptop_command_fits_four_simulated_devices(name):
-    full, (own_path, *overrides) = commands_of(name)
-    assert full[0] == own_path == f"configs/models/{name}.yml"
-    config = resolve(
-        load(path_of(name), overrides), load(path_of(name)).config.mesh.simulated_devices
-    )
-    assert config.pipeline.engine in ("scheduled", "circular")
-    assert parameter_count(config.model) < 10_000_000
+def test_presets_with_the_laptop_command_fit_their_simulated_devices():
+    for name in PARAMETERS:
+        full, (own_path, *overrides) = commands_of(name)
+        assert full[0] == own_path == f"configs/models/{name}.yml"
+        loaded = load(path_of(name), overrides)
+        config = resolve(loaded, loaded.config.mesh.simulated_devices)
+        assert config.pipeline.engine in ("scheduled", "circular"), name
+        assert parameter_count(config.model) < 10_000_000, name
