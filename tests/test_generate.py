@@ -184,20 +184,3 @@ def test_command_crafted_configuration_in_a_record_is_explained(tmp_path, run_di
         assert (code, out) == (2, "")
         assert f"config error: {key} (record of the checkpoint): " in error
         assert problem in error
-
-
-def test_command_newer_checkpoint_format_exits_with_1(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 0)
-    code, out, error = call(capsys, run_dir)
-    assert (code, out) == (1, "")
-    assert "checkpoint format 1 is not known to this version" in error
-
-
-def test_command_damaged_checkpoint_exits_with_1(tmp_path, run_dir, capsys):
-    shutil.copytree(run_dir, tmp_path / "copy")
-    for file in (tmp_path / "copy" / "checkpoints" / "1" / "arrays").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    code, out, error = call(capsys, tmp_path / "copy")
-    assert (code, out) == (1, "")
-    assert "arrays cannot be read" in error

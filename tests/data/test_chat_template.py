@@ -96,12 +96,6 @@ def test_marks_inside_marks_are_one_stretch() -> None:
     assert (rendered.text, rendered.spans) == ("abcde", ((1, 4),))
 
 
-def test_chatml_is_known_by_name() -> None:
-    rendered = load_chat_template("chatml", "byte").render(TALK, None)
-    assert rendered.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
-    assert _targets(rendered) == ["1<|im_end|>\n", "2<|im_end|>\n"]
-
-
 def test_tools_and_calls_reach_the_template_as_json() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é", "n": 1}]}
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"

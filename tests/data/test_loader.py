@@ -133,11 +133,6 @@ def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
     assert not seen["train"] & seen["eval"]
 
 
-def test_make_loader_small_vocabulary_raises(make_config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 .* needs at least 259"):
-        make_loader(replace(make_config(), **{"model.vocab_size": 256}), "train", range(4))
-
-
 def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Path) -> None:
     for change in [{"batch": 5}, {"path": "10.txt,11.txt"}]:
         state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]

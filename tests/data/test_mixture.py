@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.data.loader import make_loader
-from maxpipe.data.mixture import ROUND, Concatenation, MixedOrder, shares
+from maxpipe.data.mixture import ROUND, MixedOrder, shares
 
 SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]
@@ -64,12 +64,6 @@ def test_shares_sum_to_round_and_are_at_least_1():
         assert min(found) >= 1
         exact = np.asarray(weights) / sum(weights) * ROUND
         assert np.abs(found - exact)[exact > 2].max(initial=0) <= len(weights)
-
-
-def test_concatenation_indexes_sources_in_turn():
-    documents = Concatenation(["ab", "", "cde"])
-    assert len(documents) == 5
-    assert "".join(documents[i] for i in range(5)) == "abcde"
 
 
 @pytest.fixture

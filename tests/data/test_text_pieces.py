@@ -72,11 +72,6 @@ def test_one_text_file_with_carriage_returns_has_newlines_only(tmp_path):
     assert whole == "one\ntwo\nthree\n" * 500
 
 
-def test_one_text_file_without_a_held_out_share_stays_one_document(file):
-    (document,) = texts(config_of(file, **{"data.eval_fraction": 0.0}), "train")
-    assert document == file.read_text(encoding="utf-8")
-
-
 def test_piece_that_is_not_utf8_is_named_with_its_byte(file):
     content = bytearray(file.read_bytes())
     content[70_000] = 0xFF

@@ -12,7 +12,7 @@ import maxpipe
 from maxpipe import generate as cli
 from maxpipe import train
 from maxpipe.config import ConfigError
-from maxpipe.data.chat_template import ChatTemplate, load_chat_template
+from maxpipe.data.chat_template import ChatTemplate
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.generation import model
 from maxpipe.generation.chat import before, end_of_turn
@@ -181,16 +181,6 @@ def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, mo
     assert prompts == [expected.tolist()]
 
 
-def test_chat_continues_what_the_model_says(own_dir):
-    loaded = maxpipe.load_model(own_dir)
-    options = {"temperature": 2.0, "max_tokens": 8}
-    answer = loaded.chat(ONE, **options)
-    prompt = load_tokenizer(str(own_dir / "tokenizer" / "tokenizer.json"))
-    text = loaded.generate("[user] One?<|end|>\n[assistant] ", **options)  # which puts <s> first
-    assert prompt.encode(answer).size > 0
-    assert answer == text.strip()
-
-
 def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch):
     for options, answer in [
         ({"stop": "it"}, "Do it"),
@@ -239,12 +229,6 @@ def test_turn_ends_with_what_follows_an_answer() -> None:
     ]:
         end = end_of_turn(ChatTemplate(source, (), "mine"), load_tokenizer("byte"))
         assert end == (set(), text)
-
-
-def test_special_tokens_after_an_answer_end_it(tmp_path: Path) -> None:
-    path = write_byte_pairs(tmp_path, "a", ["<|im_end|>", "<|endoftext|>"], size=260)
-    template = load_chat_template("chatml", str(path))
-    assert end_of_turn(template, load_tokenizer(str(path))) == ({0}, "")
 
 
 def test_text_before_its_end_loses_nothing_else():

@@ -27,12 +27,6 @@ def test_text_stream_bytes_that_are_no_character_come_with_next_text_or_at_the_e
     assert "".join(pieces([0x80, ord("a"), 0xC3, ord("b")])) == "\ufffda\ufffdb"
 
 
-def test_text_stream_prompt_ending_in_character_is_not_repeated():
-    stream = TextStream(BYTE, [0xC3])
-    assert stream.add(0xA4) == ""
-    assert stream.add(ord("b")) == "b"
-
-
 def test_text_stream_keeps_spaces_before_words(tmp_path):
     """A token that begins a word loses its space if it is decoded alone."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -142,7 +142,7 @@ def test_unpacked_unreadable_file_is_not_blamed_on_cache(tmp_path):
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".XZ"])
 def test_unpacked_stops_at_the_limit_in_little_memory(tmp_path, ending):
     path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
-    path.write_bytes(COMPRESS[ending](b"\n" * (1 << 27)))
+    path.write_bytes(COMPRESS[ending](b"\n" * ((1 << 26) + 1)))
     tracemalloc.start()
     with pytest.raises(ConfigError, match=r"^data\.cache_limit: .*a\.jsonl.*0\.0625 GiB"):
         unpacked(str(path), str(cache), 1 << 26)

@@ -45,15 +45,6 @@ def printed_steps(stream):
     return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
 
 
-def test_console_shows_the_layer_whose_load_is_least_even():
-    stream = io.StringIO()
-    console = run(stream, 0)
-    loads = [float("nan"), 1.25, 3.456, 2.0]
-    console.step(Progress(1, 2.5, 3e-4, 0.5, {"balance_loss": 0.5}, loads))
-    console.close()
-    assert "  balance_loss 0.5  max load 3.46x (layer 2)  lr " in stream.getvalue()
-
-
 def test_console_log_every_10_prints_first_tenth_and_last():
     for words, steps in [
         ({"steps": 25, "total_steps": 25}, [1, 10, 20, 25]),
@@ -63,14 +54,6 @@ def test_console_log_every_10_prints_first_tenth_and_last():
         stream = io.StringIO()
         run(stream, **words).close()
         assert printed_steps(stream) == steps
-
-
-def test_console_log_every_0_prints_text_only():
-    stream = io.StringIO()
-    console = run(stream, 30, log_every=0)
-    console.print_line("saved")
-    console.close()
-    assert stream.getvalue() == "saved\n"
 
 
 def test_console_first_step_does_not_enter_median():

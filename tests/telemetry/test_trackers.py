@@ -161,17 +161,6 @@ def test_wandb_with_a_wrong_key_is_offline_and_says_why(
     assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
 
 
-@pytest.mark.usefixtures("offline")
-def test_wandb_that_is_disabled_has_nothing_to_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    _record(tmp_path, range(1, 5), wandb="project")
-    out = capfd.readouterr().out
-    assert "telemetry.wandb: WANDB_MODE=disabled\n" in out
-    assert "warning" not in out
-
-
 def test_ids_of_trackers_that_are_kept_at_once_are_all_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

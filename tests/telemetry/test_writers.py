@@ -112,16 +112,6 @@ def test_metrics_file_that_cannot_give_rows_up_tries_again_with_the_next_row(
     gone_back.close()
 
 
-def test_metrics_file_counts_step_time_as_lost_when_it_is_given_up(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))
-    file = MetricsFile(path, 1, keeps_later=True)
-    assert file.lost_seconds == 0
-    file.give_up_later()
-    assert file.lost_seconds == 1
-    file.close()
-
-
 def test_metrics_file_counts_steps_of_a_start_that_had_saved_nothing_as_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {i}, "step_seconds": 0.5}}\n' for i in (1, 2, 3)))

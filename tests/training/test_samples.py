@@ -46,7 +46,7 @@ def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path,
         assert f"step 2/2  {shown}\n" in out
         assert f"eval/sample_{number}".encode() in events
         assert f"    {prompt}{text}".replace("\n", "\n    ").encode() in events
-    if engine == "mpmd":
+    if engine == "circular":
         assert train.main([*words_of(tmp_path, *ENGINES[engine]), "run_name=b"]) == 0
         assert_same_run(tmp_path / "a", tmp_path / "b", 2)
 

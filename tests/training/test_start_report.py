@@ -133,14 +133,3 @@ def test_report_names_a_stage_that_takes_much_longer_than_the_others():
     values |= {"model.num_layers": 8, "model.vocab_size": 512}
     text = "\n".join(report_of(**values))
     assert re.search(r"  slowest   stage 1, \d+ % above the mean; pipeline.layers", text)
-
-
-def test_report_without_a_pipeline_shows_no_stages():
-    text = "\n".join(report_of(**{"pipeline.engine": "sequential", "mesh.ici.fsdp": 4}))
-    assert "sequential" in text
-    assert "stage" not in text
-    assert "bubble" not in text
-
-
-def test_report_of_a_resumed_run_names_the_step():
-    assert any("40" in line for line in report_of(step=40, steps=50))

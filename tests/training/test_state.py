@@ -83,9 +83,3 @@ def test_every_step_has_a_key_of_its_own_from_the_key_of_the_run():
     again = jax.random.wrap_key_data(jnp.asarray(np.asarray(state.key)))
     assert state.step_key() == jax.random.fold_in(again, 0)
     assert state.step_key() != jax.random.fold_in(again, 1)
-
-
-def test_new_state_has_finished_no_step():
-    state = make_state()
-    assert (int(state.step), int(state.skips)) == (0, 0)
-    assert state.key.dtype == jnp.uint32

@@ -25,7 +25,7 @@ def _enough_threads(monkeypatch):
 @pytest.fixture(scope="module")
 def config():
     # With experts, whose figures are arrays among the metrics.
-    return tiny(**{"model.moe.experts": 4, "model.moe.bias_rate": 1e-3})
+    return tiny(**{"model.num_layers": 2, "model.moe.experts": 4, "model.moe.bias_rate": 1e-3})
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ class _Compiled:
 
 
 def test_loaded_step_runs_on_several_cpu_devices(tmp_path):
-    config = tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 2})
+    config = tiny(**{"model.num_layers": 2, "mesh.ici.stage": 2, "pipeline.num_microbatches": 2})
     mesh, file = make_mesh(config), tmp_path / "step.bin"
     trainer = build_trainer(config, mesh)
     write(str(file), compile_step(config, mesh, trainer, print).executable, config, mesh)

@@ -72,9 +72,3 @@ def test_jsonl_changed_file_is_indexed_again(tmp_path: Path) -> None:
     assert len(_open(path)) == 1
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
     assert len(_open(path)) == 2
-
-
-def test_jsonl_empty_file_raises(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"data\.path: \S*a\.jsonl is empty"):
-        _open(tmp_path)
