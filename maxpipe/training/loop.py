@@ -294,7 +294,7 @@ def _floats(metrics: Metrics) -> dict[str, float]:
 
 def _are_ready(metrics: Metrics) -> bool:
     arrays = (x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array))
-    return all(array.is_ready() for array in arrays)
+    return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
 
 
 @jax.jit

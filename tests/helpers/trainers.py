@@ -11,7 +11,8 @@ from helpers.engines import make_batch
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Assert that two trees have the same structure, dtypes, shapes and bytes."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    tree: Any = jax.tree.structure(expected)
+    assert tree == jax.tree.structure(actual)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
