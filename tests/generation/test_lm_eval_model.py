@@ -1,5 +1,6 @@
 """lm-eval's view of a run: scores are those of its logits, tasks run without a network."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,20 @@ from helpers.runs import write_config
 import maxpipe
 from maxpipe.evaluate import main
 
-lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval`")
-
-from maxpipe.generation.lm_eval_model import ModelOfRun  # noqa: E402
-
 WINDOW = 32  # data.sequence_length of the run
 BOS = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_eval() -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+
+
+def of_run(*arguments: Any) -> Any:
+    """Return lm-eval's view of a run."""
+    from maxpipe.generation.lm_eval_model import ModelOfRun
+
+    return ModelOfRun(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,7 @@ def _bytes(text: str) -> list[int]:
 def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
     for batch_size in [1, 3]:
         pairs = [("def f(", "x):"), ("", "import os"), ("a ", "é"), ("x", "y" * 20)]
-        answers = ModelOfRun(model, batch_size).loglikelihood([_request(*pair) for pair in pairs])
+        answers = of_run(model, batch_size).loglikelihood([_request(*pair) for pair in pairs])
         expected = [
             _direct(model, [BOS, *_bytes("def f(")], _bytes("x):")),
             _direct(model, [BOS], _bytes("import os")),
@@ -71,22 +80,22 @@ def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
 def test_loglikelihood_of_what_the_model_would_write_is_greedy(model: maxpipe.Model) -> None:
     ids = [BOS, *_bytes("def ")]
     best = int(model.logits([ids])[0, -1].argmax())
-    (answer,) = ModelOfRun(model)._loglikelihood_tokens([(("", ""), ids, [best])])
+    (answer,) = of_run(model)._loglikelihood_tokens([(("", ""), ids, [best])])
     assert answer == (pytest.approx(_direct(model, ids, [best])[0], rel=1e-5), True)
 
 
 def test_loglikelihood_of_a_long_context_reads_its_end(model: maxpipe.Model) -> None:
     context = "abcdefghij" * 7
-    (answer,) = ModelOfRun(model).loglikelihood([_request(context, "xyz")])
+    (answer,) = of_run(model).loglikelihood([_request(context, "xyz")])
     kept = _bytes(context)[-(WINDOW + 1 - 3) :]
     assert answer[0] == pytest.approx(_direct(model, kept, _bytes("xyz"))[0], rel=1e-5)
     with pytest.raises(ValueError, match=r"has 33 tokens to score, and the model reads 32"):
-        ModelOfRun(model).loglikelihood([_request("a", "x" * 33)])
+        of_run(model).loglikelihood([_request("a", "x" * 33)])
 
 
 def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> None:
     text = "".join(chr(97 + i * i % 26) for i in range(50))
-    scores = ModelOfRun(model).loglikelihood_rolling([_request(text), _request("ab")])
+    scores = of_run(model).loglikelihood_rolling([_request(text), _request("ab")])
     ids = _bytes(text)
     first, _ = _direct(model, [BOS], ids[:WINDOW])
     # The rest is scored with as much context as there is room for.
@@ -97,7 +106,7 @@ def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> N
 def test_generate_until_writes_what_the_model_does_up_to_the_end(model: maxpipe.Model) -> None:
     written = model.generate("def f(", max_tokens=12, temperature=0)
     assert len(written) > 3
-    lm = ModelOfRun(model)
+    lm = of_run(model)
     options = {"until": [], "max_gen_toks": 12}
     end = written[2:4]
     stops = {**options, "until": [end]}
@@ -115,9 +124,9 @@ def test_generate_until_repeats_of_a_request_differ_and_another_evaluation_has_t
 ) -> None:
     options = {"until": [], "max_gen_toks": 12, "temperature": 1.0}  # without do_sample
     requests = [_request("def f(", options)] * 3
-    texts = ModelOfRun(model).generate_until(requests)
+    texts = of_run(model).generate_until(requests)
     assert len({*texts}) == 3
-    assert ModelOfRun(model).generate_until(requests) == texts
+    assert of_run(model).generate_until(requests) == texts
 
 
 @pytest.mark.parametrize(
@@ -134,12 +143,12 @@ def test_generate_until_illegal_numbers_are_refused_and_top_k_minus_1_is_all(
 ) -> None:
     common = {"until": [], "max_gen_toks": 6, "do_sample": True}
     every, none = (
-        ModelOfRun(model).generate_until([_request("def f(", {**common, "top_k": top_k})])
+        of_run(model).generate_until([_request("def f(", {**common, "top_k": top_k})])
         for top_k in (-1, 0)
     )
     assert every == none
     with pytest.raises(ValueError, match=f"^generation_kwargs: {message}"):
-        ModelOfRun(model).generate_until([_request("a", {**common, **options})])
+        of_run(model).generate_until([_request("a", {**common, **options})])
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(8, 24), (16, 16), (256, 16)])
@@ -154,7 +163,7 @@ def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
 
     monkeypatch.setattr(model, "stream", stream)
     context = "abcdefghij" * 7
-    ModelOfRun(model).generate_until([_request(context, {"max_gen_toks": max_tokens})])
+    of_run(model).generate_until([_request(context, {"max_gen_toks": max_tokens})])
     assert prompts == [(_bytes(context)[-kept:], max_tokens)]
 
 
@@ -162,7 +171,7 @@ def test_generate_until_answer_may_be_longer_than_what_the_model_sees(
     model: maxpipe.Model,
 ) -> None:
     options = {"until": None, "max_new_tokens": 40, "num_beams": 1, "temperature": 0.0}
-    (text,) = ModelOfRun(model).generate_until([_request("def f(", options)])
+    (text,) = of_run(model).generate_until([_request("def f(", options)])
     assert text == model.generate("def f(", max_tokens=40, temperature=0)
 
 
@@ -226,7 +235,7 @@ def test_command_task_that_fails_is_refused_with_its_reason(
         raise error
 
     _write_tasks(tmp_path)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
     with pytest.raises(SystemExit) as end:
         main([str(run_dir), "--tasks", "choose_locally", "--include", str(tmp_path)])
     assert end.value.code == 2
@@ -234,6 +243,7 @@ def test_command_task_that_fails_is_refused_with_its_reason(
 
 
 def test_registry_builds_the_model_from_arguments(run_dir: Path) -> None:
+    importlib.import_module("maxpipe.generation.lm_eval_model")  # registers it
     from lm_eval.api.registry import get_model
 
     built = get_model("maxpipe").create_from_arg_string(f"run_dir={run_dir},step=2,batch_size=2")
