@@ -292,11 +292,6 @@ def _floats(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def _are_ready(metrics: Metrics) -> bool:
-    arrays = (x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array))
-    return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
-
-
 @jax.jit
 def _sum(x: jax.Array) -> jax.Array:
     """Return the sum of an array over all processes, in its dtype."""
@@ -386,7 +381,8 @@ class StepLog:
         """Take a dispatched step's metrics, and wait for the step before it."""
         # A dispatch may take as long as the step: mpmd's does where stages wait for each other.
         # What was over when it ended is taken to have been over when it began.
-        is_over = self._pending is not None and _are_ready(self._pending[1])
+        arrays = [x for x in jax.tree.leaves(self._pending) if isinstance(x, jax.Array)]
+        is_over = all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
         self.finish(self._begun if is_over else None)
         self._pending = (step, metrics)
 
@@ -402,7 +398,7 @@ class StepLog:
         (step, metrics), self._pending = self._pending, None
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
-        ended = ended or time.perf_counter()
+        ended = time.perf_counter() if ended is None else ended
         seconds, self._since = ended - self._since, ended
         self._progress(step)
         self.last_step = step

@@ -148,7 +148,7 @@ def of_table(table: Path) -> list[Mutant]:
 
 
 def tests_to_run(
-    mutant: Mutant, lines: dict[str, list[tuple[str, int]]], seconds: dict[str, float], limit: float
+    mutant: Mutant, lines: dict[str, set[tuple[str, int]]], seconds: dict[str, float], limit: float
 ) -> list[str]:
     """Return the tests that reach a mutant's line, quickest first, of at most `limit` seconds."""
     reached = {test for test, at in lines.items() if (mutant.path, mutant.line) in at}

@@ -75,14 +75,18 @@ def problems(base):
 
 @pytest.fixture
 def unlike(problems):
-    """unlike({"key=value ...": (key, part of the message)}) -> the refusals that differ."""
+    """unlike({"key=value ...": (key, *parts of the message)}) -> the refusals that differ.
 
-    def _unlike(table):
+    With `alone`, a refusal of another key as well differs, too.
+    """
+
+    def _unlike(table, alone=False):
         refusals = {words: problems(*words.split()) for words in table}
         return {
             words: refusals[words]
-            for words, (key, part) in table.items()
-            if part not in refusals[words].get(key, "")
+            for words, (key, *parts) in table.items()
+            if not all(part in refusals[words].get(key, "") for part in parts)
+            or (alone and list(refusals[words]) != [key])
         }
 
     return _unlike

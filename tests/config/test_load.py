@@ -23,6 +23,7 @@ def test_load_precedence_is_base_preset_file_command_line(write):
         (1, 2, None, ()): 2,
         (1, 2, 3, ()): 3,
         (1, 2, 3, ("steps=4",)): 4,
+        (1, 2, 3, ("steps=4", "steps=5")): 5,
         (1, None, 3, ()): 3,
         (None, 2, None, ("steps=4",)): 4,
         (None, None, 3, ()): 3,
