@@ -1,10 +1,10 @@
 """Measures what the default tests catch: one change of the code at a time, and the tests it meets.
 
-    python scripts/mutation/mutants.py map lines.json
+    python scripts/mutation/mutants.py map lines.json  # [tests/pipeline ...]
     python scripts/mutation/mutants.py run lines.json caught.tsv --count 320 --seed 7 --workers 2
     python scripts/mutation/mutants.py run lines.json again.tsv --places caught.tsv
 
-`map` runs the default tests once and notes which lines each executes, in its own process and those
+`map` runs the default tests (of the folders given) once and notes which lines each executes, in its own process and those
 it starts (Python 3.12). `run` draws places of the packages below, changes each in a copy of the
 repository and runs the tests that reach its line, quickest first, until one fails or `--seconds` of
 tests (as `map` took them) are over. A row of the table has the place, the change, and `caught` with
@@ -206,15 +206,15 @@ def outcome(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> Outco
     )
 
 
-def write_map(target: Path) -> None:
-    """Run the default tests with `line_map` and gather what it writes."""
+def write_map(target: Path, tests: list[str]) -> None:
+    """Run the default tests (below `tests`, where given) with `line_map` and gather what it writes."""
     folder = Path(tempfile.mkdtemp(prefix="lines-"))
     environment = os.environ | {
         "LINES_TO": str(folder),
         "PYTHONPATH": f"{Path(__file__).parent}:{ROOT}",
     }
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "line_map"], cwd=ROOT, env=environment
+        [sys.executable, "-m", "pytest", "-q", "-p", "line_map", *tests], cwd=ROOT, env=environment
     )
     lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
     for path in folder.glob("*.json"):
@@ -225,14 +225,14 @@ def write_map(target: Path) -> None:
         record = json.loads(path.read_text())
         seconds[record["test"]] = record["seconds"]
     failed = {json.loads(path.read_text())["test"] for path in folder.glob("*.failed")}
-    tests = {
+    record = {
         test: {"seconds": seconds[test], "lines": sorted(lines[test])}
         for test in sorted(seconds.keys() - failed)
     }
-    target.write_text(json.dumps(tests))
+    target.write_text(json.dumps(record))
     shutil.rmtree(folder)
     print(
-        f"{len(tests)} tests, {sum(seconds.values()):.0f} s; {len(failed)} failed and are left out"
+        f"{len(record)} tests, {sum(seconds.values()):.0f} s; {len(failed)} failed and are left out"
     )
 
 
@@ -276,6 +276,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, dest="command")
     mapping = commands.add_parser("map")
     mapping.add_argument("map", type=Path)
+    mapping.add_argument("tests", nargs="*")
     running = commands.add_parser("run")
     running.add_argument("map", type=Path)
     running.add_argument("table", type=Path)
@@ -286,7 +287,7 @@ def main() -> None:
     running.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.command == "map":
-        write_map(arguments.map)
+        write_map(arguments.map, arguments.tests)
     else:
         run(arguments)
 

@@ -41,6 +41,15 @@ def run(
     return console
 
 
+def read_to_end(reader: int) -> str:
+    text = b""
+    with contextlib.suppress(OSError):  # the end, when no writer is left
+        while part := os.read(reader, 65536):
+            text += part
+    os.close(reader)
+    return text.decode()
+
+
 def printed_steps(stream):
     return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
 
@@ -83,12 +92,7 @@ def test_console_terminal_of_unknown_size_draws_bar():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as stream:
         run(stream, 5, total_steps=5).close()
-    text = ""
-    with contextlib.suppress(OSError):  # the end, now that no writer is left
-        while part := os.read(reader, 65536):
-            text += part.decode()
-    os.close(reader)
-    assert "step 5/5" in text
+    assert "step 5/5" in read_to_end(reader)
 
 
 def test_console_on_a_narrow_terminal_breaks_no_word_and_draws_no_stump_of_a_bar(monkeypatch):
@@ -99,8 +103,7 @@ def test_console_on_a_narrow_terminal_breaks_no_word_and_draws_no_stump_of_a_bar
         console = run(stream, 5, peak_seconds=0.1)
         console.print_line(f"done: 5 steps in {'x' * 40}; `python -m maxpipe.runs plot x` draws it")
         console.close()
-    text = os.read(reader, 65536).decode()
-    os.close(reader)
+    text = read_to_end(reader)
     assert "\n            `python -m maxpipe.runs plot x` draws it\r\n" in text
     last = "step   5/100  loss 2.5000  500 ms/step  8.19k tokens/s  MFU 20.0 %  left 0:48"
     assert last in text
