@@ -4,12 +4,12 @@
     python scripts/mutation/mutants.py run lines.json caught.tsv --count 320 --seed 7 --workers 2
     python scripts/mutation/mutants.py run lines.json again.tsv --places caught.tsv
 
-`map` runs the default tests (of the folders given) once and notes which lines each executes, in its own process and those
-it starts (Python 3.12). `run` draws places of the packages below, changes each in a copy of the
-repository and runs the tests that reach its line, quickest first, until one fails or `--seconds` of
-tests (as `map` took them) are over. A row of the table has the place, the change, and `caught` with
-the test, `missed`, or `unreached`. `--places` takes the places of an earlier table; it then runs on
-the same code with other tests, and a `map` of those.
+`map` runs the default tests (of the folders given) once and notes which lines each executes, in its
+own process and those it starts (Python 3.12). `run` draws places of the packages below, changes
+each in a copy of the repository and runs the tests that reach its line, quickest first, until one
+fails or `--seconds` of tests (as `map` took them) are over. A row of the table has the place, the
+change, and `caught` with the test, `missed`, or `unreached`. `--places` takes the changes of an
+earlier table that the code still has, for other tests and a `map` of those.
 """
 
 import argparse
@@ -61,13 +61,15 @@ class Mutant(NamedTuple):
     start: int
     end: int
     text: str
+    old: str
 
 
 class Outcome(NamedTuple):
     path: str
     line: int
     kind: str
-    start: int
+    old: str
+    text: str
     result: str  # caught | missed | unreached
     test: str
 
@@ -108,7 +110,7 @@ def mutants_of(path: str) -> Iterator[Mutant]:
             for kind, place, text in changes(node):
                 start = starts[place.lineno - 1] + place.col_offset
                 end = starts[place.end_lineno - 1] + place.end_col_offset
-                yield Mutant(path, place.lineno, kind, start, end, text)
+                yield Mutant(path, place.lineno, kind, start, end, text, source[start:end].decode())
         if isinstance(node, ast.FunctionDef):
             for inner in node.body:
                 yield from visit(inner, True)
@@ -134,17 +136,21 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 
 def of_table(table: Path) -> list[Mutant]:
+    """Return the changes of an earlier table whose place is still there, moved or not."""
     with table.open() as file:
-        rows = [
-            Outcome(r[0], int(r[1]), r[2], int(r[3]), r[4], r[5])
-            for r in csv.reader(file, delimiter="\t")
-        ]
-    known = {
-        (mutant.path, mutant.kind, mutant.start): mutant
-        for path in {row.path for row in rows}
-        for mutant in mutants_of(path)
-    }
-    return [known[row.path, row.kind, row.start] for row in rows]
+        rows = [Outcome(r[0], int(r[1]), *r[2:]) for r in csv.reader(file, delimiter="\t")]
+    places: dict[tuple[str, ...], list[Mutant]] = defaultdict(list)
+    for path in {row.path for row in rows if (ROOT / "maxpipe" / row.path).exists()}:
+        for mutant in mutants_of(path):
+            places[path, mutant.kind, mutant.old, mutant.text].append(mutant)
+    found = []
+    for row in rows:
+        if near := places[row.path, row.kind, row.old, row.text]:
+            found.append(min(near, key=lambda mutant: abs(mutant.line - row.line)))
+            near.remove(found[-1])
+        else:
+            print(f"gone: {row.path}:{row.line} {row.kind} {row.old!r}")
+    return found
 
 
 def tests_to_run(
@@ -163,7 +169,7 @@ def tests_to_run(
 
 def outcome(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> Outcome:
     """Return what the tests make of a mutant in a copy of the repository."""
-    place = (mutant.path, mutant.line, mutant.kind, mutant.start)
+    place = (mutant.path, mutant.line, mutant.kind, mutant.old, mutant.text)
     if not tests:
         return Outcome(*place, "unreached", "")
     file = copy / "maxpipe" / mutant.path
@@ -207,7 +213,7 @@ def outcome(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> Outco
 
 
 def write_map(target: Path, tests: list[str]) -> None:
-    """Run the default tests (below `tests`, where given) with `line_map` and gather what it writes."""
+    """Run the default tests (below `tests`, where given) and gather what `line_map` writes."""
     folder = Path(tempfile.mkdtemp(prefix="lines-"))
     environment = os.environ | {
         "LINES_TO": str(folder),
