@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maxpipe.api.run import Diverged, Run
     from maxpipe.api.schedules import schedule
     from maxpipe.config.errors import ConfigError
-    from maxpipe.generation.model import Model, load_model
+    from maxpipe.generate.model import Model, load_model
 
 __version__ = "0.1.0"
 
@@ -43,10 +43,10 @@ __all__ = [
 _MODULES = {
     "ConfigError": "maxpipe.config.errors",
     "Diverged": "maxpipe.api.run",
-    "Model": "maxpipe.generation.model",
+    "Model": "maxpipe.generate.model",
     "Run": "maxpipe.api.run",
     "load_config": "maxpipe.api.configs",
-    "load_model": "maxpipe.generation.model",
+    "load_model": "maxpipe.generate.model",
 }
 
 

@@ -26,9 +26,9 @@ from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.planning.gather_mode import with_gather_mode
-from maxpipe.planning.prefetch import gathers_in_steps, tpu_for_gathers
-from maxpipe.planning.remat_cheap import with_remat_cheap
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.prefetch import gathers_in_steps, tpu_for_gathers
+from maxpipe.plan.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
 from maxpipe.training.mpmd_trainer import MpmdTrainer

@@ -50,7 +50,7 @@ test_with_tpu() {
   local venv="$workspace/tpu" newest="$1" jax="$2"
   "${interpreters[$newest]}" -m venv --clear "$venv" &&
     "$venv/bin/pip" install --quiet -e ".[test,tpu]" "jax[tpu]==$jax" &&
-    "$venv/bin/python" -m pytest -q -m tpu_aot tests/devices tests/compiling &&
+    "$venv/bin/python" -m pytest -q -m tpu_aot tests/devices tests/compile &&
     # Every engine's step has the estimates that predictions read.
     "$venv/bin/python" -m pytest -q -m 'tpu_aot and not grid' tests/test_compile.py -k every_engine
 }

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from helpers.compile_command import NARROW, QUICK, narrow_preset, report_of, run, tpu_aot
 
-from maxpipe import compile as command
-from maxpipe.compiling import checks
-from maxpipe.compiling.collectives import ASYNC_FUSION
-from maxpipe.compiling.hlo import executions, parse
+from maxpipe.compile import __main__ as command
+from maxpipe.compile import checks
+from maxpipe.compile.collectives import ASYNC_FUSION
+from maxpipe.compile.hlo import executions, parse
 from maxpipe.config import load, resolve
 from maxpipe.devices.xla_flags import RECOMMENDED, added_to
-from maxpipe.planning.estimate import estimate
+from maxpipe.plan.estimate import estimate
 from maxpipe.training.stored_step import read
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def test_compile_with_unwritable_files_is_refused_before_compiling(tmp_path, cap
     (tmp_path / "occupied").touch()
     (tmp_path / "directory").mkdir()
     (tmp_path / "locked").mkdir()
-    monkeypatch.setitem(sys.modules, "maxpipe.compiling.topology", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "maxpipe.compile.topology", None)  # an import of it fails
     locked = tmp_path / "locked"  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: path != locked)
     for place in ("missing/file", "occupied/file", "directory", "long" * 64, "locked/file"):

@@ -28,15 +28,17 @@ from helpers.documentation import (
 )
 from helpers.training_process import TINY, TINY_MODEL
 
-from maxpipe import compile as compile_command
-from maxpipe import evaluate, export, generate, plan, runs, schedule, supervise, tokenize, train
+from maxpipe import evaluate, export, runs, schedule, supervise, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
+from maxpipe.compile import __main__ as compile_command
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.data import __main__ as data
+from maxpipe.generate import __main__ as generate
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
+from maxpipe.plan import __main__ as plan
 from maxpipe.supervision.council import Status
 from maxpipe.supervision.failure import FAILED
 from maxpipe.supervision.progress import STATUS_FILE

@@ -11,14 +11,14 @@ import pytest
 from helpers.training_process import command
 
 from maxpipe import export, train
-from maxpipe import generate as cli
 from maxpipe.checkpoint import record
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
-from maxpipe.generation import model
-from maxpipe.generation.text import find_tokenizer
+from maxpipe.generate import __main__ as cli
+from maxpipe.generate import model
+from maxpipe.generate.text import find_tokenizer
 
 ALONE = (
     *("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=8"),

@@ -16,8 +16,8 @@ TIERS = (
     ("api",),
     ("builder",),
     ("training",),
-    ("comparison", "compiling", "render", "generation"),
-    ("planning", "supervision"),
+    ("comparison", "compile", "render", "generate"),
+    ("plan", "supervision"),
     ("pipeline",),
     ("hf", "migration"),
     ("checkpoint", "data", "model", "telemetry"),
@@ -190,7 +190,7 @@ def test_configurations_schedules_and_the_simulator_load_no_jax():
         "maxpipe.config",
         "maxpipe.hf.families",
         "maxpipe.pipeline.schedules",
-        "maxpipe.planning.simulate",
+        "maxpipe.plan.simulate",
     )
     assert {m for m in trees() if m.startswith(light) and loads_slow_library(m)} == set()
 

@@ -1,6 +1,5 @@
 """`maxpipe COMMAND`: every command under one name."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import command
 
 import maxpipe
 from maxpipe.__main__ import COMMANDS, main
@@ -71,9 +71,9 @@ def test_flags_with_an_empty_text_are_refused_and_not_taken_as_left_out(
 ):
     """As `--json "$FILE"` where the variable is not set."""
     monkeypatch.chdir(tmp_path)
-    command, *words = words.split()
+    name, *words = words.split()
     try:
-        code = importlib.import_module(f"maxpipe.{command}").main([*words, text])
+        code = command(name).main([*words, text])
     except SystemExit as end:
         code = end.code
     assert code == 2

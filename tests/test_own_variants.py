@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.commands import command
 from helpers.documentation import REPOSITORY, titled_files
 from helpers.training_process import TINY_MODEL
 
@@ -53,11 +54,10 @@ def working_in(directory):
         sys.path[:] = path
 
 
-def run(directory, command, *words):
+def run(directory, name, *words):
     """Run a command in a directory, which Python does not search by itself."""
-    module = importlib.import_module(f"maxpipe.{command}")
     with working_in(directory):
-        return module.main([str(word) for word in words])
+        return command(name).main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from helpers.published_configs import PUBLISHED
 from maxpipe.config import load, resolve
 from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.matching import shape_problems
-from maxpipe.planning.flops import active_parameter_count, parameter_count
+from maxpipe.plan.flops import active_parameter_count, parameter_count
 
 PRESETS = Path(__file__).parents[1] / "configs" / "models"
 PARAMETERS = {

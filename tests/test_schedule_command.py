@@ -219,7 +219,7 @@ def test_solve_prints_the_schedule_with_named_ones_and_the_bound(capsys, tmp_pat
 
 
 def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
+    monkeypatch.setattr("maxpipe.plan.solve.UNITS_TIMED", 5_000)
     path = tmp_path / "best.csv"
     text = output(capsys, *SOLVE, "lockstep=true", "--seconds", "0", "--csv", str(path))
     assert re.search(r"^solved .* scheduled, mpmd$", text, re.MULTILINE)

@@ -18,8 +18,9 @@ from helpers.runs import (
     write_config,
 )
 
-from maxpipe import generate, runs
+from maxpipe import runs
 from maxpipe.devices import chips
+from maxpipe.generate import __main__ as generate
 from maxpipe.train import main
 
 # The tests' own process has eight devices.

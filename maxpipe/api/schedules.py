@@ -7,7 +7,7 @@ from typing import overload
 
 from maxpipe.config.errors import RefusedError
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.planning.simulate import Simulation
+from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
 from maxpipe.render.request import Collector, in_own_keys, parse_request, simulate_schedules
 from maxpipe.render.terminal import (

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from maxpipe.pipeline.schedules.table import Unit
-from maxpipe.planning.simulate import ROUNDING, Simulation
+from maxpipe.plan.simulate import ROUNDING, Simulation
 from maxpipe.render.colours import NAMES, ink, stage_colour, unit_colour
 
 LEFT, RIGHT, TOP = 64, 20, 52

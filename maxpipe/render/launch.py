@@ -12,7 +12,7 @@ from maxpipe.config.files import repeated_words
 from maxpipe.config.shipped import names_config
 from maxpipe.config.terminal import terminal_width, wants_colour
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.planning.simulate import Simulation
+from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.page import page_html
 from maxpipe.render.request import (

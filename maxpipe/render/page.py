@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from maxpipe.planning.simulate import Simulation
+from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import STYLE, chart_svg, fit_frame
 from maxpipe.render.html import document
 from maxpipe.render.terminal import FOOTNOTES, HEADER, comparison_rows

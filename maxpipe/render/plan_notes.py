@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
-from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.written import BASES
+from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.written import BASES
 from maxpipe.render.plan_omissions import omission_lines
 
 _MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes

@@ -2,9 +2,9 @@
 
 from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
 from maxpipe.pipeline.chunk import offloaded_names
-from maxpipe.planning.search.machine import platform_of
-from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.rows import Row
+from maxpipe.plan.search.machine import platform_of
+from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.rows import Row
 
 
 def omission_lines(plan: Plan) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from maxpipe.config.shipped import locate_config
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.rows import Row
-from maxpipe.planning.search.written import versions
+from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_remedies import nothing_fits_lines

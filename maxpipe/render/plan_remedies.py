@@ -4,9 +4,9 @@ import math
 
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.amounts import MARGIN, largest_margin
-from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.request import TOPOLOGY
+from maxpipe.plan.search.amounts import MARGIN, largest_margin
+from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.request import TOPOLOGY
 
 _CLOSED = " by closed forms"
 _NO_OTHER = f"no other mesh and schedule fits{_CLOSED}"

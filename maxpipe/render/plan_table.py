@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan, SliceCost
-from maxpipe.planning.search.rows import Row, relative_time
-from maxpipe.planning.search.seconds import Seconds
-from maxpipe.planning.search.written import BASES, versions
+from maxpipe.plan.search.plan import Plan, SliceCost
+from maxpipe.plan.search.rows import Row, relative_time
+from maxpipe.plan.search.seconds import Seconds
+from maxpipe.plan.search.written import BASES, versions
 from maxpipe.render.columns import columns
 
 HEADER = (

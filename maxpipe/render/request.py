@@ -13,7 +13,7 @@ from maxpipe.config.errors import RefusedError
 from maxpipe.config.rules.stages import is_csv
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
 from maxpipe.pipeline.schedules.load import check_named, is_timed, load_schedule
-from maxpipe.planning.simulate import Costs, Simulation, simulate
+from maxpipe.plan.simulate import Costs, Simulation, simulate
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
 SWITCHES = ("delay_activation_forwarding", "overlap_slots")

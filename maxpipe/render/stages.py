@@ -12,7 +12,7 @@ from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan, plan_text
 from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import (
+from maxpipe.plan.auto_stages import (
     PredictedStages,
     memory_limit,
     of_stage,
@@ -21,7 +21,7 @@ from maxpipe.planning.auto_stages import (
     uniform_sizes,
     with_unit_times,
 )
-from maxpipe.planning.simulate import Simulation
+from maxpipe.plan.simulate import Simulation
 
 
 @dataclass(frozen=True)

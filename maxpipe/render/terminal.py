@@ -7,7 +7,7 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
-from maxpipe.planning.simulate import Simulation
+from maxpipe.plan.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
 from maxpipe.render.columns import columns, numbers
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import jax
 
-from maxpipe.compiling.step import StepTrainer, compile_step
+from maxpipe.compile.step import StepTrainer, compile_step
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.elastic import Hosts
@@ -22,7 +22,7 @@ from maxpipe.devices import processes
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.simulated import hindrance_of
-from maxpipe.planning.auto_stages import choose_stages
+from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.supervision.ending import leave_behind
 from maxpipe.training.elastic import fit_next
 from maxpipe.training.loop import Run

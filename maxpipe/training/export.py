@@ -16,8 +16,8 @@ from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
 from maxpipe.data.chat_template import is_chat
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
-from maxpipe.generation.chat import end_of_turn, find_chat_template
-from maxpipe.generation.text import find_tokenizer
+from maxpipe.generate.chat import end_of_turn, find_chat_template
+from maxpipe.generate.text import find_tokenizer
 from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export
 from maxpipe.hf.model_types import choose_family

@@ -23,7 +23,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.documents import Split, open_sources
 from maxpipe.data.loader import check_base_tokenizer, open_tokenizer
 from maxpipe.devices.cluster import announced_processes, is_cluster, job_of_process
-from maxpipe.generation.text import read_prompt
+from maxpipe.generate.text import read_prompt
 from maxpipe.migration.orbax_arrays import find_item
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.run_directory import RunDirectory

@@ -52,8 +52,8 @@ from maxpipe.devices.start import start_jax
 from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
-from maxpipe.planning.auto_stages import choose_stages
-from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.plan.auto_stages import choose_stages
+from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
 from maxpipe.supervision.run_lease import RunLease, own_run

@@ -7,17 +7,17 @@ from contextlib import contextmanager, suppress
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.compiling.knobs import knobs, stage_knobs
-from maxpipe.compiling.report import NO_KNOB, size
-from maxpipe.compiling.step import UNITS, out_of_memory
+from maxpipe.compile.knobs import knobs, stage_knobs
+from maxpipe.compile.report import NO_KNOB, size
+from maxpipe.compile.step import UNITS, out_of_memory
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.devices.mesh import num_slices
-from maxpipe.planning.footprint import on_platform
-from maxpipe.planning.gather_mode import with_gather_mode
+from maxpipe.plan.footprint import on_platform
+from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.supervision.failure import MemoryTooSmall
 
 _MOST_KNOBS = 3

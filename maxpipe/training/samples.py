@@ -12,8 +12,8 @@ import jax
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import open_tokenizer
-from maxpipe.generation.decoding import Sampling, generate
-from maxpipe.generation.text import TextStream
+from maxpipe.generate.decoding import Sampling, generate
+from maxpipe.generate.text import TextStream
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.inputs import read_prompts

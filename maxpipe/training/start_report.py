@@ -14,8 +14,8 @@ from maxpipe.config.sections import Config
 from maxpipe.data.documents import describe_sources
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
-from maxpipe.planning.auto_stages import bubble_fraction, slowest_stage
-from maxpipe.planning.flops import (
+from maxpipe.plan.auto_stages import bubble_fraction, slowest_stage
+from maxpipe.plan.flops import (
     active_parameter_count,
     parameter_count,
     trained_parameter_count,

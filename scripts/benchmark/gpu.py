@@ -124,7 +124,7 @@ def _start(words: Sequence[str], shape: Row) -> Row:
 def _summary(case: str, worker: str, shape: Row, results: Sequence[Row]) -> Row:
     from maxpipe.config.sections import ModelConfig
     from maxpipe.devices.chips import chip_for
-    from maxpipe.planning.flops import model_flops_per_token
+    from maxpipe.plan.flops import model_flops_per_token
 
     row = {"case": case, "implementation": worker, "results": list(results)}
     if any("error" in result for result in results):

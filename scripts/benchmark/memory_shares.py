@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from maxpipe.compiling.prediction.constants import constants_of
-from maxpipe.compiling.topology import devices_of
+from maxpipe.compile.prediction.constants import constants_of
+from maxpipe.compile.topology import devices_of
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, devices_per_chip

@@ -298,7 +298,7 @@ def measure(options: argparse.Namespace) -> None:
 
     from maxpipe.devices import processes
     from maxpipe.pipeline.schedules.load import load_schedule
-    from maxpipe.planning.simulate import Costs, simulate
+    from maxpipe.plan.simulate import Costs, simulate
 
     show = print if jax.process_index() == 0 else lambda text: None
     load: Load = partial(busy, trips=options.trips)

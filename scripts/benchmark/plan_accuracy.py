@@ -19,25 +19,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.compiling.compile_process import compile_configuration
-from maxpipe.compiling.probe_process import probe_figures, stored_figures
-from maxpipe.compiling.units import TooLarge
+from maxpipe.compile.compile_process import compile_configuration
+from maxpipe.compile.probe_process import probe_figures, stored_figures
+from maxpipe.compile.units import TooLarge
 from maxpipe.config import load, resolve
 from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.block import block_of
-from maxpipe.planning.search.candidate import Candidate, candidate_of
-from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.legality import Legality
-from maxpipe.planning.search.machine import Machine, machine_of
-from maxpipe.planning.search.plan import priced_configuration
-from maxpipe.planning.search.pricing import price
-from maxpipe.planning.search.probes import Probing
-from maxpipe.planning.search.request import Request, shared_config
-from maxpipe.planning.search.search import Outcome
-from maxpipe.planning.search.written import versions
+from maxpipe.plan.search.block import block_of
+from maxpipe.plan.search.candidate import Candidate, candidate_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality
+from maxpipe.plan.search.machine import Machine, machine_of
+from maxpipe.plan.search.plan import priced_configuration
+from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.probes import Probing
+from maxpipe.plan.search.request import Request, shared_config
+from maxpipe.plan.search.search import Outcome
+from maxpipe.plan.search.written import versions
 
 
 @dataclass

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxpipe.compiling import DOES_NOT_FIT, FITS
-from maxpipe.compiling.prediction.constants import Constants
+from maxpipe.compile import DOES_NOT_FIT, FITS
+from maxpipe.compile.prediction.constants import Constants
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, GIB = 2**20, 2**30

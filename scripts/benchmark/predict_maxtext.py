@@ -3,7 +3,7 @@
     python scripts/benchmark/predict_maxtext.py PYTHON [--case interleaved four_repeats fsdp]
 
 PYTHON is a Python 3.12 with MaxText, made as `compare_maxtext.py` says. It compiles both programs,
-so that JAX and libtpu are the same, and both are walked by `maxpipe.compiling.prediction`: the
+so that JAX and libtpu are the same, and both are walked by `maxpipe.compile.prediction`: the
 compiler's cycles, transfers by bytes and links, attention kernels by FLOPs. No flags are set for
 either. The model has 16 layers, embed 2048, 16 heads of 128, MLP 8192, 32000 tokens of vocabulary;
 a step has 32 sequences of 2048 tokens on a v5p:2x2x2, bfloat16, full rematerialisation. Ratios are
@@ -241,7 +241,7 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
 
     import jax
 
-    from maxpipe.compiling.prediction.predict import (
+    from maxpipe.compile.prediction.predict import (
         basis_of,
         collectives_of,
         guessed_seconds,
@@ -249,8 +249,8 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
         time_program,
         unknowns,
     )
-    from maxpipe.compiling.prediction.prediction import Prediction
-    from maxpipe.compiling.step import memory_of
+    from maxpipe.compile.prediction.prediction import Prediction
+    from maxpipe.compile.step import memory_of
     from maxpipe.devices.chips import chip_of
 
     compile_step = jax.stages.Lowered.compile

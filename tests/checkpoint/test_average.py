@@ -11,13 +11,14 @@ import pytest
 from helpers.training_process import command
 
 import maxpipe
-from maxpipe import export, generate, train
+from maxpipe import export, train
 from maxpipe.checkpoint import average
 from maxpipe.checkpoint.average import ParameterReader, read_mean_parameters
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.config import CheckpointConfig, ConfigError
+from maxpipe.generate import __main__ as generate
 
 STEPS = (10, 20, 30)
 

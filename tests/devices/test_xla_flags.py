@@ -94,7 +94,7 @@ COMPILE = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from maxpipe.compiling.topology import devices_of
+from maxpipe.compile.topology import devices_of
 from maxpipe.config import Config, replace
 
 def run(w, x):

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from maxpipe.compiling.hlo import parse
-from maxpipe.compiling.prediction.constants import Constants
-from maxpipe.compiling.prediction.operations import Prices
-from maxpipe.compiling.prediction.origins import Origins
-from maxpipe.compiling.prediction.prediction import Basis
-from maxpipe.compiling.prediction.timeline import Timeline
-from maxpipe.compiling.prediction.walk import TimesTaken, every_time, walk
+from maxpipe.compile.hlo import parse
+from maxpipe.compile.prediction.constants import Constants
+from maxpipe.compile.prediction.operations import Prices
+from maxpipe.compile.prediction.origins import Origins
+from maxpipe.compile.prediction.prediction import Basis
+from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.prediction.walk import TimesTaken, every_time, walk
 from maxpipe.devices.chips import chip_of
 
-HLO = Path(__file__).parents[1] / "compiling" / "prediction"
+HLO = Path(__file__).parents[1] / "compile" / "prediction"
 NANOSECOND = 1e-9
 CONSTANTS = Constants("v5p", 1e9, 1e12, 0.5, 1e9, 1e9, None)
 BASIS = Basis("0.0", CONSTANTS)

@@ -7,11 +7,11 @@ import numpy as np
 from maxpipe.config import Config, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
-from maxpipe.planning.search.block import block_of
-from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.legality import Legality
-from maxpipe.planning.search.sizes import BlockSizes
-from maxpipe.planning.search.space import Space
+from maxpipe.plan.search.block import block_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality
+from maxpipe.plan.search.sizes import BlockSizes
+from maxpipe.plan.search.space import Space
 
 SIZES = {
     "model.num_layers": 8,

@@ -3,10 +3,10 @@
 from maxpipe.config import Config, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
-from maxpipe.planning.search.facts import Facts
-from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.plan import Plan, make_plan
-from maxpipe.planning.search.request import Request, placed
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.plan import Plan, make_plan
+from maxpipe.plan.search.request import Request, placed
 
 
 def small_plan(topology: str, **values: object) -> Plan:

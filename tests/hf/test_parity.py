@@ -11,7 +11,7 @@ from helpers.hf_models import CASES, LENGTH, NUM_GENERATED, POSITIONS, recorded
 from helpers.hf_parameters import config_of, family_of, logits_of, parameters_of, text_of
 
 from maxpipe.config.catalog import MODEL_TYPES
-from maxpipe.generation.decoding import Decoder
+from maxpipe.generate.decoding import Decoder
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 

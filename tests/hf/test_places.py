@@ -12,10 +12,11 @@ from helpers.hf_folder import write_folder
 from helpers.training_process import command
 
 from maxpipe import export as export_command
-from maxpipe import generate, train
+from maxpipe import train
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.generation import model as generation_model
+from maxpipe.generate import __main__ as generate
+from maxpipe.generate import model as generation_model
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders

@@ -20,13 +20,13 @@ from helpers.hf_models import (
 )
 from helpers.hf_parameters import gradients_of
 
-from maxpipe import generate
 from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.from_hf import read_shape
 from maxpipe.config.imports import implementation
+from maxpipe.generate import __main__ as generate
 from maxpipe.hf.exporter import export
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.model_types import choose_family

@@ -12,7 +12,7 @@ from maxpipe.config.options import update
 from maxpipe.model.block import LlamaBlock
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
-from maxpipe.planning import flops
+from maxpipe.plan import flops
 
 
 def make(**values):

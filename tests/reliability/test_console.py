@@ -13,7 +13,7 @@ from helpers.training_process import DEADLINE_SECONDS, command, steps_of
 from maxpipe import ctrl_c, train
 from maxpipe.__main__ import COMMANDS
 from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
-from maxpipe.generate import _utf8
+from maxpipe.generate.__main__ import _utf8
 
 ONE_DEVICE = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 

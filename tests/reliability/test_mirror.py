@@ -8,8 +8,9 @@ import pytest
 from helpers.runs import checkpoints, saved
 from helpers.training_process import DATA_PARALLEL, command, run
 
-from maxpipe import generate, train
+from maxpipe import train
 from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.generate import __main__ as generate
 
 MIRROR = "checkpoint.mirror=s3://runs"
 STEPS = ("steps=4", "checkpoint.every=1", "data.source=python_stdlib")

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers.small_plan import small_plan
 
-from maxpipe.planning.search.seconds import Seconds
+from maxpipe.plan.search.seconds import Seconds
 from maxpipe.render.plan_page import bars_svg, page_html
 from maxpipe.render.plan_scatter import scatter_svg
 from maxpipe.render.plan_table import table_cells, table_lines

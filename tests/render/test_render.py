@@ -11,7 +11,7 @@ import pytest
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.load import load_schedule
-from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.plan.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.colours import Rgb, ink, unit_colour
 from maxpipe.render.page import page_html

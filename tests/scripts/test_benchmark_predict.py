@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.hand_timed import BASIS
 
-from maxpipe.compiling.prediction.operations import Part
-from maxpipe.compiling.prediction.prediction import Prediction, Speed
+from maxpipe.compile.prediction.operations import Part
+from maxpipe.compile.prediction.prediction import Prediction, Speed
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict.py"
 PREDICTED = {

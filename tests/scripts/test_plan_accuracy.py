@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import ConfigError, Problem
-from maxpipe.planning.search.probes import Probe, UnitFigures
-from maxpipe.planning.search.rows import Proof
+from maxpipe.plan.search.probes import Probe, UnitFigures
+from maxpipe.plan.search.rows import Proof
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "plan_accuracy.py"
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"

@@ -11,8 +11,8 @@ import jax
 import pytest
 from helpers.hand_timed import HLO, mesh
 
-from maxpipe.compiling.prediction.constants import Constants
-from maxpipe.compiling.prediction.predict import basis_of, time_program
+from maxpipe.compile.prediction.constants import Constants
+from maxpipe.compile.prediction.predict import basis_of, time_program
 from maxpipe.config import load, resolve
 from maxpipe.devices.chips import chip_of
 
@@ -91,7 +91,7 @@ def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp
     )
     monkeypatch.setitem(sys.modules, "fake_maxtext", module)
     monkeypatch.setattr(script, "mesh_of", lambda compiled: mesh())
-    monkeypatch.setattr("maxpipe.compiling.prediction.predict.compiler_version", lambda: "1.2")
+    monkeypatch.setattr("maxpipe.compile.prediction.predict.compiler_version", lambda: "1.2")
     file = tmp_path / "report.json"
     seconds = {
         name: time_program(

@@ -86,7 +86,7 @@ def test_nothing_to_resume_in_a_relative_directory_is_one_problem(config, tmp_pa
 
 # Runs commands, from JSON on the command line, where neither JAX nor extras can be imported.
 WITHOUT_JAX = """
-import contextlib, importlib, io, json, sys
+import contextlib, io, json, runpy, sys
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
@@ -95,9 +95,9 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 said = []
-for command, *words in json.loads(sys.argv[1]):
+for name, *sys.argv[1:] in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.suppress(SystemExit):
-        importlib.import_module(f"maxpipe.{command}").main(words)
+        runpy.run_module(f"maxpipe.{name}", run_name="__main__")
     said.append(error.getvalue())
 print(json.dumps(said))
 """

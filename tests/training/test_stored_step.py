@@ -9,7 +9,7 @@ import pytest
 from helpers.engines import make_batch, make_mesh, tiny
 
 from maxpipe.builder import build_trainer
-from maxpipe.compiling.step import compile_step
+from maxpipe.compile.step import compile_step
 from maxpipe.config import ConfigError, replace
 from maxpipe.training import stored_step
 from maxpipe.training.batches import BatchPlacer

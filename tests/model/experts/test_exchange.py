@@ -17,7 +17,7 @@ from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import arrange
 from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, ragged, ring, sparse
 from maxpipe.model.experts.mixture import ExpertWeights, experts_with
-from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.plan.jaxpr_flops import program_flops
 
 DEVICES, EXPERTS, PER_TOKEN, EMBED, WIDTH = 4, 8, 3, 4, 6
 MOE = MoEConfig(experts=EXPERTS, per_token=PER_TOKEN)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.compiling import hlo
+from maxpipe.compile import hlo
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ROUTERS
 from maxpipe.model.experts.blocks import Blocks
@@ -20,7 +20,7 @@ from maxpipe.model.experts.router import losses, route
 from maxpipe.model.layers import COUNTS, EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import init_params, split_module
 from maxpipe.model.program import ModelProgram
-from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.plan.jaxpr_flops import program_flops
 
 ROWS, LENGTH, EMBED, WIDTH, EXPERTS, PER_TOKEN = 3, 10, 12, 8, 5, 2
 

@@ -9,8 +9,8 @@ from helpers.engines import EngineUnderTest, assert_same, make_batch, reference,
 from helpers.mpmd_under_test import MpmdUnderTest
 from helpers.shard_bytes import shard_bytes
 
-from maxpipe.compiling.collectives import find_collectives
-from maxpipe.compiling.hlo import parse
+from maxpipe.compile.collectives import find_collectives
+from maxpipe.compile.hlo import parse
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16

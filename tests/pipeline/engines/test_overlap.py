@@ -8,7 +8,7 @@ from helpers.compile_command import report_of, tpu_aot
 from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, make_batch, tiny
 from helpers.traced_loops import loop_bodies
 
-from maxpipe.compiling.hlo import parse
+from maxpipe.compile.hlo import parse
 from maxpipe.devices.xla_flags import RECOMMENDED, added_to
 from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr, read_by
 

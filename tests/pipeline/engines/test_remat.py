@@ -17,7 +17,7 @@ from maxpipe.builder import build_engine, build_engine_inputs
 from maxpipe.pipeline.engines.mpmd.program import shape_of
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
-from maxpipe.planning.jaxpr_flops import equation_flops, program_flops
+from maxpipe.plan.jaxpr_flops import equation_flops, program_flops
 
 LAYOUT = {
     "mesh.ici.stage": 2,

@@ -10,7 +10,7 @@ from maxpipe.pipeline.schedules import adapt
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.validate import validate
-from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.plan.simulate import Costs, simulate
 
 EQUAL = Costs(1, 2, 1, 1)
 SLOW_I = Costs(1, 2, 1.4, 0.9)  # a B would take less
@@ -97,7 +97,7 @@ def test_adapted_order_is_the_same_in_every_process():
     program = (
         "from maxpipe.pipeline.schedules.csv_files import to_csv\n"
         "from maxpipe.pipeline.schedules.load import load_schedule\n"
-        "from maxpipe.planning.simulate import Costs\n"
+        "from maxpipe.plan.simulate import Costs\n"
         "for name, V, placement in (('zb_v', 2, 'v'), ('zb_h2', 1, 'loop')):\n"
         "    times = Costs(1, 2.3, 1.4, 0.9, 0.3).unit_times(4, V, placement)\n"
         "    print(to_csv(load_schedule(name, 4, 8, V, times=times)))\n"

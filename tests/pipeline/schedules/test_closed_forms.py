@@ -10,7 +10,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.plan.simulate import Costs, simulate
 
 STAGES = (1, 2, 3, 4, 8)
 REPEATS = (1, 2, 3, 4)

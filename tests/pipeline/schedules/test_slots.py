@@ -7,7 +7,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import forward_only
-from maxpipe.planning.simulate import simulate
+from maxpipe.plan.simulate import simulate
 
 
 @given(tables())

@@ -18,9 +18,9 @@ from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.planning.simulate import Costs, simulate
-from maxpipe.planning.solve import solve
-from maxpipe.planning.solver_task import Task
+from maxpipe.plan.simulate import Costs, simulate
+from maxpipe.plan.solve import solve
+from maxpipe.plan.solver_task import Task
 
 ROWS = 48
 

@@ -9,8 +9,8 @@ from helpers.engines import EngineUnderTest, assert_same, make_batch, reference,
 from helpers.mpmd_under_test import MpmdUnderTest
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.compiling.collectives import axes_of, groups_of
-from maxpipe.compiling.hlo import parse
+from maxpipe.compile.collectives import axes_of, groups_of
+from maxpipe.compile.hlo import parse
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.pipeline.engines.mpmd.row_parallel import (

@@ -17,7 +17,7 @@ from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import from_ticks
-from maxpipe.planning.simulate import simulate
+from maxpipe.plan.simulate import simulate
 
 S, M = 3, 4
 

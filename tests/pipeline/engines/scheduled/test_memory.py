@@ -14,8 +14,8 @@ from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.microbatches import ARRAYS
 from maxpipe.pipeline.weights import Weights
-from maxpipe.planning.footprint import stash_width
-from maxpipe.planning.simulate import simulate
+from maxpipe.plan.footprint import stash_width
+from maxpipe.plan.simulate import simulate
 
 # No activation has as many elements as a weight, full or sharded, of one layer or of all.
 T, D, HEADS, KV_HEADS, HEAD_DIM, MLP = 13, 24, 6, 3, 4, 40

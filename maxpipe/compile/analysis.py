@@ -1,0 +1,167 @@
+"""Compile the step of a configuration and gather what it costs in a `Report`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from maxpipe.compile.collectives import find_collectives
+from maxpipe.compile.hlo import parse
+from maxpipe.compile.knobs import Gain, gains, knobs
+from maxpipe.compile.links import LinkUse, link_uses, network_seconds
+from maxpipe.compile.prediction.predict import is_predictable, predict
+from maxpipe.compile.report import Report
+from maxpipe.compile.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, tpu_of
+from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
+from maxpipe.plan.auto_stages import bubble_fraction
+from maxpipe.plan.estimate import Bounds, Memory, estimate, step_bounds
+from maxpipe.plan.flops import model_flops_per_token
+from maxpipe.plan.footprint import on_platform
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.jaxpr_flops import BranchRuns, every_time, program_flops
+
+
+def analyse(
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    trainer: StepTrainer,
+    note: Note,
+) -> tuple[Report, jax.stages.Compiled | None]:
+    """Compile the train step and report what it costs.
+
+    Args:
+      config: the resolved configuration.
+      written: the configuration before it was resolved; alternatives derive from it.
+      mesh: the mesh of the devices to compile for.
+      trainer: the configuration's trainer.
+      note: function that prints a line of progress.
+
+    Returns:
+      The report, and the compiled step, which is None if the compiler gave up.
+    """
+    devices = mesh.devices.reshape(-1).tolist()
+    tpu = tpu_of(devices)
+    config = with_gather_mode(config, tpu)  # as the trainer has decided and reported
+    is_pipelined = ENGINES[config.pipeline.engine].has_stages
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    report = Report(
+        device_kind=devices[0].device_kind,
+        num_devices=mesh.size,
+        num_slices=config.compile.num_slices,
+        mesh=dict(mesh.shape),
+        engine=config.pipeline.engine,
+        schedule=config.pipeline.schedule,
+        bubble=bubble_fraction(config) if is_pipelined else 0.0,
+        shapes=estimate(on_platform(config, devices[0].platform), tpu),
+        capacity=device_memory(devices),
+        model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
+    )
+    try:
+        step = compile_step(config, mesh, trainer, note)
+    except OutOfMemory as error:
+        capacity = report.capacity or error.available
+        report = replace(report, needed=error.needed, capacity=capacity)
+        executable = None
+    else:
+        report, executable = _with_step(report, config, mesh, step), step.executable
+    if not report.fits:
+        changes = knobs(written, config, mesh.size, config.compile.num_slices, tpu)
+        report = replace(report, knobs=changes)
+    elif report.bounds and report.capacity:
+        report = replace(report, gains=_gains(report, written, config, mesh))
+    return report, executable
+
+
+def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
+    """Return ways to use the memory that the step leaves idle."""
+    assert report.bounds is not None
+    assert report.capacity is not None
+    assert report.flops is not None
+
+    tpu = tpu_of(mesh.devices.reshape(-1).tolist())
+
+    def bound_mfu(changed: Config, flops: float) -> float:
+        bounds = _bounds(report, changed, mesh, flops, estimate(changed, tpu), report.links)
+        return bounds.mfu if bounds else 0.0
+
+    return gains(
+        written,
+        config,
+        (mesh.size, config.compile.num_slices),
+        needed=report.needed,
+        capacity=report.capacity,
+        tpu=tpu,
+        flops=report.flops,
+        mfu=report.bounds.mfu,
+        bound_mfu=bound_mfu,
+    )
+
+
+def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
+    """Return the report with the figures of a compiled step."""
+    compiler = memory_of(step.executable, mesh)
+    hlo = step.text()
+    runs = branch_runs(config, mesh)
+    report = replace(
+        report,
+        compiler=compiler,
+        needed=float(compiler.total),
+        flops=program_flops(step.jaxpr, runs),
+        collectives=find_collectives(parse(hlo), mesh, runs),
+        compile_times=step.times,
+        hlo=hlo,
+    )
+    chip = chip_for(report.device_kind)
+    if chip is None:
+        return report
+    assert report.flops is not None
+    links = link_uses(report.collectives, mesh, chip)
+    bounds = _bounds(report, config, mesh, report.flops, report.shapes, links)
+    report = replace(report, bounds=bounds, links=links)
+    if not is_predictable(mesh):
+        return report
+    predicted, timeline = predict(config, mesh, chip, hlo, report.model_flops)
+    return replace(report, predicted=predicted, timeline=timeline)
+
+
+def _bounds(
+    report: Report,
+    config: Config,
+    mesh: Mesh,
+    flops: float,
+    memory: Memory,
+    links: Sequence[LinkUse],
+) -> Bounds | None:
+    """Return the bounds of a step of `flops` FLOPs; None if the chip's figures are unknown."""
+    chip = chip_for(report.device_kind)
+    if chip is None:
+        return None
+    return step_bounds(
+        config,
+        chip,
+        num_chips=mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist()),
+        flops=flops,
+        model_flops=report.model_flops,
+        memory=memory,
+        network=network_seconds(links, chip),
+    )
+
+
+def branch_runs(config: Config, mesh: Mesh) -> BranchRuns:
+    """Return a map from how often a conditional is reached to how often it does its work.
+
+    On the scheduled engine the embedding, the head and the embedding gradient have one conditional
+    each, taken once per microbatch, however many ticks there are. Idle slots that are skipped, as
+    on simulated devices, are counted as if they were computed.
+    """
+    is_lockstep = ENGINES[config.pipeline.engine].lockstep
+    if not is_lockstep or skips_idle(config.pipeline, mesh):
+        return every_time
+    num_microbatches = config.pipeline.num_microbatches
+    return lambda runs: min(runs, num_microbatches)

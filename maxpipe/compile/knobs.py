@@ -1,0 +1,218 @@
+"""Find what to change when a step does not fit, or leaves memory idle, by the estimate."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.rules.rule import Updates
+from maxpipe.config.terminal import ignore_note
+from maxpipe.config.values import words_of
+from maxpipe.devices.chips import Tpu
+from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.plan.auto_stages import choose_stages, fullest_stage_bytes
+from maxpipe.plan.estimate import estimate
+from maxpipe.plan.footprint import on_platform
+from maxpipe.plan.gather_mode import KEY as GATHER
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.stage_times import first_layers, layer_times
+
+MOST_GAINS = 2
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One way to save memory.
+
+    Attributes:
+      words: `key=value` words to set on the command line.
+      saves: bytes saved on each device, by estimate.
+    """
+
+    words: str
+    saves: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One way to use idle memory for a faster step.
+
+    Attributes:
+      words: `key=value` words to set on the command line.
+      compiles: what it adds to the compilation; "" if nothing.
+      needed: bytes that the program would need on each device, by estimate.
+      mfu: upper bound of the model FLOPs utilisation, by estimate.
+    """
+
+    words: str
+    compiles: str
+    needed: float
+    mfu: float
+
+
+BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
+# Share of a device's memory that a change may fill: only what it adds is estimated.
+COMPILED_ROOM = 0.95
+_SCAN_LAYERS = "pipeline.scan_layers"
+LEAST_GAIN = 1.01  # factor on the bound of MFU
+LEAST_SAVING = 0.01  # share of the memory that a step takes
+
+
+def gains(
+    written: Config,
+    resolved: Config,
+    devices: tuple[int, int],
+    *,
+    needed: float,
+    capacity: float,
+    tpu: Tpu | None,
+    flops: float,
+    mfu: float,
+    bound_mfu: BoundMfu,
+) -> list[Gain]:
+    """Return rematerialisation policies that save more, still fit and raise the bound of MFU.
+
+    Args:
+      written: the configuration as loaded, with -1 for derived values.
+      resolved: the configuration that fits, with `pipeline.fsdp_gather` decided.
+      devices: numbers of devices and slices, which do not change.
+      needed: bytes that the compiled program needs on a device.
+      capacity: bytes of memory of a device.
+      tpu: facts of the device's chip, which decide when the changed run gathers weights; None if
+        it is not a TPU or an unknown one.
+      flops: FLOPs of the compiled step over all devices.
+      mfu: bound of the compiled step's MFU.
+      bound_mfu: function that bounds the MFU of another configuration.
+    """
+    now, step = estimate(resolved, tpu).total, _microbatch_time(resolved)
+    # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
+    is_loop = (
+        ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
+    )
+    can_unroll = tpu is not None and is_loop
+    unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
+    gather = resolved.pipeline.fsdp_gather
+    compiles = f"compiles all {resolved.model.num_layers} layers" if can_unroll else ""
+    better = []
+    for name, policy in REMAT_POLICIES.items():
+        if policy.by_tensor or policy.host:
+            continue
+        changes: Updates = {"pipeline.remat_policy": name} | unrolled
+        try:
+            changed = resolve(replace(written, **changes), *devices)
+            if with_gather_mode(changed, tpu).pipeline.fsdp_gather != gather:
+                # With auto it would gather more often, which the bound does not include.
+                changes = changes | {GATHER: gather}
+                changed = resolve(replace(written, **changes), *devices)
+            changed = with_gather_mode(changed, tpu)
+            would_need = needed + estimate(changed, tpu).total - now
+        except ValueError:
+            continue
+        faster = bound_mfu(changed, flops * _microbatch_time(changed) / step)
+        if would_need <= COMPILED_ROOM * capacity and faster > LEAST_GAIN * mfu:
+            better.append(Gain(words_of(changes), compiles, would_need, faster))
+    return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
+
+
+def _microbatch_time(config: Config) -> float:
+    """Return the time of a microbatch on all stages, in units of one layer's forward."""
+    times = layer_times(config)
+    first = first_layers(config)
+    total = sum(first)
+    if ENGINES[config.pipeline.engine].lockstep:  # their backward begins at the tokens
+        total += first.forward
+    return total + config.model.stacked_layers * times.layer + times.head
+
+
+def knobs(
+    written: Config,
+    resolved: Config,
+    num_devices: int,
+    num_slices: int,
+    tpu: Tpu | None,
+) -> list[Knob]:
+    """Return legal changes that save memory on the same devices, the most effective first.
+
+    Args:
+      written: the configuration as loaded: -1 for values that are derived again after a change.
+      resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided.
+      num_devices, num_slices: sizes of the machine, which do not change.
+      tpu: as for `gains`.
+    """
+
+    def memory_of(config: Config) -> float:
+        return estimate(with_gather_mode(config, tpu), tpu).total
+
+    return _effective(written, resolved, (num_devices, num_slices), memory_of)
+
+
+def stage_knobs(
+    written: Config, resolved: Config, devices: tuple[int, int], tpu: Tpu | None
+) -> list[Knob]:
+    """Return legal changes that save memory of the fullest stage, the most effective first.
+
+    Args:
+      written: as for `knobs`.
+      resolved: the configuration with separate programs that does not fit, its stages chosen and
+        `pipeline.fsdp_gather` decided.
+      devices: numbers of devices and slices, which do not change.
+      tpu: facts of the device's chip; None if it is not a TPU or an unknown one.
+    """
+
+    def memory_of(config: Config) -> float:
+        config = choose_stages(on_platform(config, "tpu") if tpu else config, None, ignore_note)
+        return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
+
+    return _effective(written, resolved, devices, memory_of)
+
+
+def _effective(
+    written: Config,
+    resolved: Config,
+    devices: tuple[int, int],
+    memory_of: Callable[[Config], float],
+) -> list[Knob]:
+    """Return the changes that save memory by an estimate, the most effective first."""
+    now, one_program = memory_of(resolved), ENGINES[resolved.pipeline.engine].one_program
+    effective = []
+    for changes in _changes(resolved):
+        try:
+            changed = resolve(replace(written, **changes), *devices)
+            if ENGINES[changed.pipeline.engine].one_program != one_program:
+                continue  # the estimate is not made for the other kind of engine
+            saves = now - memory_of(changed)
+        except (ConfigError, ScheduleError):  # a CSV file has sizes of its own
+            continue
+        if saves > LEAST_SAVING * now:
+            effective.append(Knob(words_of(changes), saves))
+    return sorted(effective, key=lambda knob: -knob.saves)
+
+
+def _changes(c: Config) -> Iterator[Updates]:
+    """Yield single changes worth trying; many are not legal for a given configuration."""
+    count, ici = c.pipeline.num_microbatches, c.mesh.ici
+    yield {"pipeline.remat_policy": "full"}
+    yield {"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"}
+    yield {"pipeline.fsdp_gather": "per_iteration"}
+    yield {"model.logit_tiles": 8 * c.model.logit_tiles}
+    for factor in (2, 4):
+        yield {"pipeline.num_microbatches": count * factor}
+    yield {"pipeline.num_repeats": 1, "pipeline.num_layers_per_stage": -1}
+    yield {"pipeline.num_repeats": 2 * c.pipeline.num_repeats, "pipeline.num_layers_per_stage": -1}
+    yield {"data.global_batch_size": c.data.global_batch_size // 2}
+    free = {"pipeline.num_repeats": -1, "pipeline.num_layers_per_stage": -1}
+    for more, less in (
+        ("fsdp", "data"),
+        ("stage", "fsdp"),
+        ("fsdp", "stage"),
+        ("tensor", "fsdp"),
+        ("stage", "data"),
+        ("expert", "data"),
+    ):
+        if getattr(ici, less) % 2 == 0:
+            sizes = {
+                f"mesh.ici.{more}": 2 * getattr(ici, more),
+                f"mesh.ici.{less}": getattr(ici, less) // 2,
+            }
+            yield sizes | (free if "stage" in (more, less) else {})

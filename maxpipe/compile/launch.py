@@ -1,0 +1,168 @@
+"""Compile what a configuration names, and print and write what it costs."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+from jax.sharding import Mesh
+
+from maxpipe.compile import DOES_NOT_FIT, FITS
+from maxpipe.compile.analysis import analyse
+from maxpipe.compile.checks import check_engine
+from maxpipe.compile.output_files import packed_trace
+from maxpipe.compile.prediction.page import page_html
+from maxpipe.compile.prediction.trace import trace_json
+from maxpipe.compile.programs import StagesTrainer, compile_programs, write_programs
+from maxpipe.compile.report import Report, size
+from maxpipe.compile.stages import analyse_stages
+from maxpipe.compile.step import StepTrainer
+from maxpipe.compile.topology import devices_of, meshes_to_compile
+from maxpipe.compile.unit_names import unit_names
+from maxpipe.compile.units import compile_units
+from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
+from maxpipe.config.outputs import write_file
+from maxpipe.config.slices import explain_topology, explain_unusual
+from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.plan.auto_stages import choose_stages
+
+BuildTrainer = Callable[..., object]  # (config, mesh, note=...) -> trainer
+StoreStep = Callable[[str, jax.stages.Compiled, Config, Mesh], int]
+
+
+def launch(
+    loaded: Loaded,
+    flags: argparse.Namespace,
+    build_trainer: BuildTrainer,
+    store_step: StoreStep,
+) -> int:
+    """Compile a loaded configuration for `compile.topology`, after `checks.check_command`.
+
+    Args:
+      loaded: the configuration.
+      flags: the command's own flags: json, hlo, profile, profile_trace and programs, each a path
+        or None; units, names of units or None.
+      build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
+      store_step: `maxpipe.training.stored_step.write`, passed in likewise.
+
+    Returns:
+      The exit code, see `maxpipe.compile`.
+
+    Raises:
+      ConfigError: the configuration does not fit the devices, or a file cannot be written.
+    """
+    if understood := explain_topology(loaded.config.compile.topology):
+        _print(understood)
+    devices = devices_of(loaded.config)
+    config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
+    check_engine(config, flags)
+    if unusual := explain_unusual(config.compile.topology):
+        _print(unusual)
+    mesh = build_mesh(config, devices)
+    for line in explain_quantisation(config.model.quantisation, devices[0]):
+        _print(line)
+    if not ENGINES[config.pipeline.engine].one_program:
+        return _compile_stages(config, loaded.config, mesh, flags, build_trainer)
+    trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
+    report, executable = analyse(config, loaded.config, mesh, trainer, _print)
+    print(*report.lines(), *(advice(devices[0], os.environ) if report.fits else []), sep="\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    if flags.hlo:
+        write_file("--hlo", flags.hlo, report.hlo)
+    _write_profile(report, config, flags)
+    file = config.compile.save
+    if file and executable:
+        count = store_step(file, executable, config, mesh)
+        print(f"stored      {file}, {size(count)}: train with compile.load={file}")
+    elif file:
+        print("stored      nothing, since the compiler gave up")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _compile_stages(
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    flags: argparse.Namespace,
+    build_trainer: BuildTrainer,
+) -> int:
+    """Compile the separate programs of the stages, report on them, and return the exit code."""
+    config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
+    began = time.perf_counter()
+    meshes = meshes_to_compile(config, stage_meshes(mesh))
+    built = build_trainer(_without_digest(config), mesh, note=_print)
+    trainer = cast(StagesTrainer, built)
+    if flags.units:
+        return _compile_units(flags, config, mesh, trainer, meshes)
+    programs = compile_programs(trainer, meshes)
+    if flags.programs:
+        programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
+    try:
+        report = analyse_stages(config, written, mesh, trainer, programs, began, _print)
+    except OSError as error:
+        message = f"cannot write to {flags.programs}: {error.strerror}"
+        raise ConfigError(Problem("--programs", message)) from None
+    if flags.programs:
+        _print(
+            f"{'written':<12}{flags.programs}: what each computation reads, writes and computes "
+            "(.txt), and its HLO (.hlo)"
+        )
+    flags_for_overlap = advice(mesh.devices.flat[0], os.environ) if report.fits else []
+    print(*report.lines(), *flags_for_overlap, sep="\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _compile_units(
+    flags: argparse.Namespace,
+    config: Config,
+    mesh: Mesh,
+    trainer: StagesTrainer,
+    meshes: Sequence[Mesh],
+) -> int:
+    """Compile single units, report on them, and return the exit code."""
+    names = [UnitName(*name) for name in unit_names(flags.units)]
+    report = compile_units(names, config.model, mesh, trainer, meshes, _print)
+    print(*report.lines(), sep="\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _write_profile(report: Report, config: Config, flags: argparse.Namespace) -> None:
+    """Write the profile that `flags` ask for, or say that there is none."""
+    if not (flags.profile or flags.profile_trace):
+        return
+    if report.predicted is None or report.timeline is None:
+        print("profile     none, since there is no prediction")
+        return
+    devices = f"{report.num_devices} x {short_name(report.device_kind)}"
+    title = f"{config.run_name}, {report.schedule}, {devices}"
+    if not ENGINES[config.pipeline.engine].has_stages:
+        title = f"{config.run_name}, {report.engine}, {devices}"
+    if flags.profile:
+        write_file("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
+    if flags.profile_trace:
+        content = packed_trace(flags.profile_trace, trace_json(report.timeline))
+        write_file("--profile-trace", flags.profile_trace, content)
+
+
+def _without_digest(config: Config) -> Config:
+    """Return the configuration without the digest of batches, which is a program of its own."""
+    return update(config, {"telemetry.batch_digest": False})
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,289 @@
+"""Price the operations of a scheduled program: computation, copies, transfers between chips.
+
+XLA writes an estimate of cycles next to almost every fusion. What carries none is priced here:
+attention kernels by their FLOPs, other kernels by the FLOPs and bytes that they state, transfers by
+their bytes and links, the rest by the bytes of its result through memory, which is called a guess.
+A matrix product or a kernel that cannot be priced is reported, not guessed.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from maxpipe.compile.collectives import (
+    axes_of,
+    between_slices,
+    dcn_axes,
+    dcn_sent_bytes,
+    groups_of,
+    kind_of,
+    operand_bytes,
+    sent_bytes,
+    slice_shape,
+)
+from maxpipe.compile.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
+from maxpipe.compile.links import PERMUTE, group_links
+from maxpipe.compile.prediction.attention import attention_flops, is_attention
+from maxpipe.compile.prediction.constants import Constants
+from maxpipe.devices.chips import Chip, devices_per_chip
+from maxpipe.model.experts.exchange import SPARSE_CALL
+
+_HOST = "S(5)"  # memory space in the layout of arrays on the host
+_INDEX_BYTES = 64  # operands of a slice up to this size say where it begins
+
+
+class Part(StrEnum):
+    """What the time of an operation is reported as."""
+
+    MATRIX_PRODUCTS = "matrix products"
+    ATTENTION = "attention kernels"
+    LOOP_FUSIONS = "loop fusions"
+    COPIES = "copies"
+    COLLECTIVES = "collectives"
+
+
+class Price(NamedTuple):
+    """What an operation costs.
+
+    Attributes:
+      part: what it counts as.
+      seconds: how long it takes; None if that is unknown.
+      collective: HLO name of the collective, such as "all-gather"; "" for other operations.
+      axes: mesh axes of the collective, such as "fsdp".
+      is_estimated: whether the seconds are the compiler's estimate.
+      is_guess: whether they are only its bytes over the memory's bandwidth, without an estimate.
+      links: the links that the collective sends over, or the memory that a copy passes through; ""
+        if it is not a transfer. Transfers over the same links wait for each other.
+    """
+
+    part: Part
+    seconds: float | None
+    collective: str = ""
+    axes: str = ""
+    is_estimated: bool = False
+    is_guess: bool = False
+    links: str = ""
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')  # a negative one is no estimate
+_PAIRS = re.compile(r"\bsource_target_pairs=(\{[{}\d,]*\})")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
+_SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
+_KERNEL = "tpu_custom_call"
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
+    "after-all", "opt-barrier", "domain", "add-dependency", "recv",
+}  # fmt: skip
+# The compiler's own custom calls that only name, join or mark existing values.
+_NO_WORK = {
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding",
+    "SliceId", "ZeroCrop",
+}  # fmt: skip
+
+
+class Prices:
+    """Prices the instructions of one program.
+
+    Args:
+      module: the program of one device.
+      mesh: the mesh that it was compiled for.
+      chip: the chip of the mesh's devices.
+      constants: what is assumed of a device.
+    """
+
+    def __init__(self, module: Module, mesh: Mesh, chip: Chip, constants: Constants):
+        self._module = module
+        self._mesh = mesh
+        self._chip = chip
+        self._constants = constants
+        self._slice_shape = slice_shape(mesh)
+        self._links: dict[tuple[int, ...], float] = {}
+        self._devices_per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
+        self._contains: dict[str, bool] = {}
+
+    def of(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of an instruction; None for one that does no work of its own."""
+        if instruction.opcode in _FREE:
+            return None
+        if cycles := _CYCLES.search(instruction.attributes):
+            seconds = int(cycles[1]) / self._constants.clock
+            return Price(self._part(instruction), seconds, is_estimated=True)
+        if collective := self.collective(computation, instruction):
+            return collective
+        if instruction.opcode == "custom-call":
+            return self._kernel(computation, instruction)
+        if self._part(instruction) is Part.MATRIX_PRODUCTS:
+            return Price(Part.MATRIX_PRODUCTS, None)
+        part = Part.COPIES if instruction.opcode == "copy" else Part.LOOP_FUSIONS
+        moved = _moved_bytes(computation, instruction)
+        return Price(part, moved / self._constants.hbm_bandwidth, is_guess=True)
+
+    def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of a collective, its start or a fusion around one; None for others."""
+        if kind := between_slices(instruction):
+            sent = dcn_sent_bytes(instruction, self._mesh)
+            bandwidth = self._constants.dcn_bandwidth
+            seconds = sent / bandwidth if bandwidth else None
+            axes = dcn_axes(self._mesh)
+            return Price(Part.COLLECTIVES, seconds, kind, axes, links=axes)
+        for inside, candidate in self._candidates(computation, instruction):
+            if kind := kind_of(inside, candidate):
+                groups = groups_of(candidate, math.prod(self._slice_shape.values()))
+                members = max(map(len, groups), default=1)
+                sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
+                axes = axes_of(groups, self._slice_shape)
+                # A permute sends to one neighbour, over one link of the chip.
+                share = 1 / self._devices_per_chip
+                links = share if kind == PERMUTE else self._links_of(groups)
+                seconds = sent / (links * self._constants.link_bandwidth)
+                # Permutes to different neighbours go over different links.
+                pairs = _PAIRS.search(candidate.attributes)
+                used = f"{axes} {pairs[1]}" if pairs else axes
+                return Price(Part.COLLECTIVES, seconds, kind, axes, links=used)
+        return None
+
+    def transfer(self, computation: Computation, instruction: Instruction) -> Price:
+        """Return the price of an asynchronous start: a collective, or a copy within the chip."""
+        if collective := self.collective(computation, instruction):
+            return collective
+        # A copy moves its operand; a slice moves the smaller of operand and result.
+        moved = min(
+            operand_bytes(computation, instruction),
+            max(array_bytes(instruction.type), default=0) or math.inf,
+        )
+        if instruction.opcode == "slice-start" or "slice" in instruction.name:
+            moved = min([moved, *(n for n in array_bytes(instruction.type) if n > _INDEX_BYTES)])
+        # Copies share the bandwidth of the chip's memory; the host's memory has its own.
+        queue = "host" if _HOST in instruction.type else "memory"
+        return Price(Part.COPIES, moved / self._constants.hbm_bandwidth, links=queue)
+
+    def channel(self, instruction: Instruction) -> str:
+        """Return what identifies a transfer at both ends; for a fusion, of the collective inside.
+
+        Between slices it is the name of a rendezvous, else the number of a channel; "" if there
+        is neither.
+        """
+        names = instruction.called().get("calls", []) if instruction.opcode == "fusion" else []
+        texts = [instruction.attributes] + [
+            inner.attributes
+            for name in names
+            for inner in self._module.computations[name].instructions.values()
+        ]
+        matches = (_RENDEZVOUS.search(text) or _CHANNEL.search(text) for text in texts)
+        return next((match[1] for match in matches if match), "")
+
+    def _candidates(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """Yield an instruction, and the instructions that a fusion or a start wraps.
+
+        A call that is started asynchronously runs on the chip's sparse cores.
+        """
+        yield computation, instruction
+        if instruction.opcode in ("fusion", "async-start", "call-start"):
+            called = instruction.called()
+            for name in (*called.get("calls", ()), *called.get("to_apply", ())):
+                inside = self._module.computations[name]
+                for inner in inside.instructions.values():
+                    yield inside, inner
+
+    def _links_of(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return the links of a device in these groups, each perhaps a part of a mesh axis."""
+        key: tuple[int, ...] = max(map(tuple, groups), key=len, default=())
+        if len(key) < 2:
+            return self._chip.links / self._devices_per_chip
+        if key not in self._links:
+            self._links[key] = group_links(self._mesh, self._chip, groups)
+        return self._links[key]
+
+    def _part(self, instruction: Instruction) -> Part:
+        opcode = instruction.opcode
+        if opcode in PRODUCTS or any(
+            self._has_product(name) for name in instruction.called().get("calls", [])
+        ):
+            return Part.MATRIX_PRODUCTS
+        return Part.COPIES if opcode in ("copy", "transpose") else Part.LOOP_FUSIONS
+
+    def _has_product(self, name: str) -> bool:
+        """Return whether a computation, or one that it calls, has a matrix product."""
+        if name not in self._contains:
+            inside = self._module.computations.get(name)
+            self._contains[name] = inside is not None and any(
+                inner.opcode in PRODUCTS
+                or any(self._has_product(n) for n in inner.called().get("calls", []))
+                for inner in inside.instructions.values()
+            )
+        return self._contains[name]
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of a custom call."""
+        target = _TARGET.search(instruction.attributes)
+        if target and target[1] in _NO_WORK:
+            return None
+        if not target or target[1] != _KERNEL or not is_attention(instruction):
+            return self._stated(computation, instruction)
+        flops = attention_flops(computation, instruction)
+        peak = self._constants.attention_efficiency * self._constants.peak_flops
+        return Price(Part.ATTENTION, None if flops is None else flops / peak)
+
+    def _stated(self, computation: Computation, instruction: Instruction) -> Price:
+        """Return the price of a custom call that states its FLOPs and bytes, as megablox does."""
+        stated = _STATED.search(instruction.attributes)
+        if not stated:
+            return Price(Part.LOOP_FUSIONS, None)
+        flops, moved = float(stated[1]), float(stated[2])
+        known = computation.instructions
+        types = [instruction.type, *(known[n].type for n in instruction.operands if n in known)]
+        operated = [array for text in types for array in arrays(text)]
+        if sparse := self._sparse_rows(instruction, [sizes for sizes, _ in operated]):
+            used, rows = sparse
+            share = used / rows  # it skips the other rows
+            with_rows = sum(size for sizes, size in operated if rows in sizes)
+            flops, moved = share * flops, max(0.0, moved - (1 - share) * with_rows)
+        peak = self._constants.attention_efficiency * self._constants.peak_flops
+        seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
+        return Price(Part.MATRIX_PRODUCTS, seconds)
+
+    def _sparse_rows(
+        self, instruction: Instruction, shapes: Sequence[Sequence[int]]
+    ) -> tuple[int, int] | None:
+        """Return how many rows a kernel uses and how many there are; None if it uses all.
+
+        XLA drops the name of some kernels; these are taken to be like others with as many rows.
+        """
+        if named := _SPARSE.search(instruction.attributes):
+            return int(named[1]), int(named[2])
+        sizes = {size for shape in shapes for size in shape}
+        return next(((used, rows) for rows, used in self._used_rows.items() if rows in sizes), None)
+
+    @cached_property
+    def _used_rows(self) -> dict[int, int]:
+        """Return the most rows that calls use, by the number of rows that they have."""
+        computations = self._module.computations.values()
+        instructions = [i for c in computations for i in c.instructions.values()]
+        named = (_SPARSE.search(instruction.attributes) for instruction in instructions)
+        return dict(sorted((int(call[2]), int(call[1])) for call in named if call))
+
+
+def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
+    """Return the bytes that an operation reads and writes, about twice its result.
+
+    An operation that takes or updates a slice in place touches only the smaller side.
+    """
+    if "slice" in instruction.name or "slice" in instruction.opcode:
+        sizes = [
+            sum(array_bytes(computation.instructions[name].type))
+            for name in instruction.operands
+            if name in computation.instructions
+        ]
+        return 2.0 * min((size for size in sizes if size > _INDEX_BYTES), default=0)
+    return 2.0 * sum(array_bytes(instruction.type))

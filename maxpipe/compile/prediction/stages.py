@@ -1,0 +1,106 @@
+"""Predict a step of the mpmd engine from the timelines of its units' programs."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from maxpipe.compile.prediction.operations import Part
+from maxpipe.compile.prediction.predict import (
+    collectives_of,
+    guessed_seconds,
+    parts_of,
+    unknowns,
+)
+from maxpipe.compile.prediction.prediction import Basis, CollectiveTime, Prediction
+from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.table import KINDS, Table
+from maxpipe.plan.simulate import COST_FIELDS, Costs, simulate
+
+
+def predict_stages(
+    table: Table,
+    timelines: Mapping[UnitName, Timeline],
+    basis: Basis,
+    communication: float,
+    updates: Sequence[float],
+) -> Prediction:
+    """Compose the units' times in the order of the schedule.
+
+    What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
+    time alone. All stages update their parameters when the last one has its gradients, since they
+    need the norm of all; that counts as loop fusions priced by bytes. The start of the step is
+    not included.
+
+    Args:
+      table: the schedule, a free-running table.
+      timelines: timelines of the units' programs, and of programs that run once a step.
+      basis: what the timelines rest on.
+      communication: seconds to send a unit's result to a neighbouring stage.
+      updates: seconds of the optimizer's update of each stage.
+
+    Returns:
+      The prediction without its speed; parts, guessed seconds and bubble are means of all stages.
+    """
+    unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
+    costs = unit_costs(table, timelines, communication)
+    run = simulate(table, costs)
+    once = np.zeros(table.num_stages)
+    for name, timeline in timelines.items():
+        if name.kind not in KINDS:
+            once[table.stage_of_chunk[name.chunk]] += timeline.seconds
+    work = run.work + once + updates
+    makespan = float((run.last_end + once).max()) + max(updates)
+    parts = dict.fromkeys(Part, 0.0)
+    parts[Part.LOOP_FUSIONS] = guessed = float(np.mean(updates))
+    waits: dict[tuple[str, str], float] = {}
+    for name, timeline in timelines.items():
+        runs = name.runs(table.num_microbatches) / table.num_stages
+        guessed += runs * guessed_seconds(timeline)
+        for part, seconds in parts_of(timeline).items():
+            parts[part] += runs * seconds
+        for time in collectives_of(timeline):
+            key = time.kind, time.axes
+            waits[key] = waits.get(key, 0.0) + runs * time.seconds
+    return Prediction(
+        seconds=None if unknown else makespan,
+        basis=basis,
+        parts=parts,
+        collectives=sorted(
+            (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
+            key=lambda time: -time.seconds,
+        ),
+        bubble=makespan - float(work.mean()),
+        has_bubble_in_parts=False,
+        unknown=unknown,
+        guessed=guessed,
+    )
+
+
+def unit_costs(table: Table, timelines: Mapping[UnitName, Timeline], communication: float) -> Costs:
+    """Return the times of units by global chunk; the head is part of the last chunk's units."""
+
+    def seconds(kind: str) -> list[float]:
+        names = [UnitName(kind, chunk) for chunk in range(table.num_chunks)]
+        if kind == "B" and names[0] not in timelines:
+            # In a table with split backwards, a B that is not split is an I and a W.
+            return np.add(seconds("I"), seconds("W")).tolist()
+        return [timelines[name].seconds if name in timelines else 0.0 for name in names]
+
+    return Costs(
+        forward=seconds("F"),
+        backward=seconds("B"),
+        input_gradient=seconds("I"),
+        weight_gradient=seconds("W"),
+        communication=communication,
+    )
+
+
+def stage_words(table: Table, costs: Costs) -> str:
+    """Return the times of whole stages as `maxpipe.schedule` takes them."""
+    words = []
+    for kind in table.kinds:
+        of_chunks = costs.of_chunks(kind, table)
+        stages = np.bincount(table.stage_of_chunk, of_chunks, table.num_stages)
+        words.append(f"{COST_FIELDS[kind]}={','.join(f'{time:.4g}' for time in stages)}")
+    return " ".join([*words, f"comm={costs.communication:.4g}"])

@@ -1,0 +1,124 @@
+"""Hold what a walk through a scheduled program has timed: operations, events, loops."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from maxpipe.compile.prediction.operations import Price
+from maxpipe.compile.prediction.origins import Origin
+
+OUTSIDE = "outside the loops"
+
+
+class Place(NamedTuple):
+    """Where the walk is.
+
+    Attributes:
+      phase: label of the outermost loop, or of the scheduled engine's phase.
+      conditional: scope of the outermost enclosing conditional; "" outside.
+      runs: how often a step gets here.
+      loops: number of enclosing loops.
+    """
+
+    phase: str
+    conditional: str
+    runs: float
+    loops: int = 0
+
+
+class Spent(NamedTuple):
+    """What an operation adds to a step.
+
+    Attributes:
+      name, price, origin: facts of the operation; for a transfer, of its start.
+      place: where it stands.
+      seconds: time in each run: of a whole computation, or of the wait for a transfer.
+    """
+
+    name: str
+    price: Price
+    origin: Origin
+    place: Place
+    seconds: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of all runs in a step."""
+        return self.place.runs * self.seconds
+
+
+class Event(NamedTuple):
+    """What runs from `start` to `end`, in seconds after a computation has begun.
+
+    Attributes:
+      name, price, origin: as in `Spent`; `price` is None for a loop or a conditional.
+      inside: name of the computation that a loop or a conditional runs.
+      times: how often it runs in succession; less than 1 for a conditional that is not always
+        taken.
+      is_wait: whether this is the time in which computation stands still for a transfer, which has
+        an event of its own.
+    """
+
+    name: str
+    start: float
+    end: float
+    price: Price | None
+    origin: Origin
+    inside: str = ""
+    times: float = 1
+    is_wait: bool = False
+
+
+class Loop(NamedTuple):
+    """A loop that no other loop contains.
+
+    Attributes:
+      phase: label of its phase.
+      body: name of the computation that it repeats.
+      iterations: number of iterations in a step.
+      seconds: time of one iteration.
+    """
+
+    phase: str
+    body: str
+    iterations: float
+    seconds: float
+
+
+class Conditional(NamedTuple):
+    """A conditional, and how often it does its work.
+
+    Attributes:
+      scope: what it belongs to, such as "head".
+      phase: label of the phase in which it stands.
+      reached, taken: how often in a step.
+      seconds: time of the branch with the work.
+    """
+
+    scope: str
+    phase: str
+    reached: float
+    taken: float
+    seconds: float
+
+
+@dataclass
+class Timeline:
+    """A program that has been walked through.
+
+    Attributes:
+      entry: name of the entry computation.
+      seconds: time of the entry computation.
+      spent: what each operation adds.
+      loops: outermost loops, in order.
+      conditionals: all conditionals.
+      events: events of each computation that was walked, by its name.
+      unknown_loops: names of loops whose trip count is unknown, counted once.
+    """
+
+    entry: str = ""
+    seconds: float = 0.0
+    spent: list[Spent] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    conditionals: list[Conditional] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    unknown_loops: list[str] = field(default_factory=list)

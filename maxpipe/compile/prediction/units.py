@@ -1,0 +1,124 @@
+"""Derive the times of single units from a walked step, as the simulator takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maxpipe.compile.prediction.activity import ATTENTION, Phase
+from maxpipe.compile.prediction.timeline import Loop, Timeline
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.plan.simulate import Costs
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """Seconds of one unit: one chunk of layers and one microbatch; None for what does not run.
+
+    Attributes:
+      forward, backward, input_gradient, weight_gradient: seconds of an F, B, I and W.
+      head: seconds of one microbatch's loss and gradient if one stage computed them alone.
+      repeats: number of chunks of a stage.
+    """
+
+    forward: float
+    backward: float | None
+    input_gradient: float | None
+    weight_gradient: float | None
+    head: float
+    repeats: int
+
+    def words(self) -> str:
+        """Return the times as `maxpipe.schedule` takes them: of a stage with all its chunks."""
+        stage = {
+            name: self.repeats * seconds
+            for name in ("forward", "backward", "input_gradient", "weight_gradient")
+            if (seconds := getattr(self, name)) is not None
+        }
+        return " ".join(
+            f"{name}={value:.4g}" for name, value in (stage | {"head": self.head}).items()
+        )
+
+    def costs(self) -> Costs:
+        """Return the times as the simulator takes them; 0 for units that do not run."""
+        return Costs(
+            forward=self.forward,
+            backward=self.backward or 0.0,
+            input_gradient=self.input_gradient or 0.0,
+            weight_gradient=self.weight_gradient or 0.0,
+            head=self.head,
+        )
+
+
+def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> UnitSeconds | None:
+    """Return the times of units on the scheduled or the circular engine.
+
+    A tick of the scheduled engine takes the sum of its slots. The ticks of its phases, without
+    the conditionals of embedding and head, tell the slots apart.
+
+    Args:
+      timeline: the timeline of a step.
+      table: the schedule.
+      phases: phases of the scheduled engine; empty on the circular one.
+
+    Returns:
+      None if phases or loops do not tell the kinds of units apart.
+    """
+    seconds: dict[str, float] = {}
+    for spent in timeline.spent:
+        if spent.place.conditional.removesuffix(" gradient") in ("", ATTENTION):
+            seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total
+    if phases:
+        times = _slot_seconds(phases, [seconds.get(f"phase_{n}", 0.0) for n in range(len(phases))])
+    else:
+        times = _iteration_seconds(timeline.loops)
+    if times is None:
+        return None
+    return UnitSeconds(
+        times["F"],
+        times.get("B"),
+        times.get("I"),
+        times.get("W"),
+        head=table.num_stages * _head_seconds(timeline, table, phases),
+        repeats=table.num_chunks // table.num_stages,
+    )
+
+
+def _head_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> float:
+    """Return the seconds of a stage's share of one microbatch's head, which all stages share.
+
+    The scheduled engine has a conditional for it; the circular one runs it after the pipeline.
+    """
+    if phases:
+        heads = [c.seconds for c in timeline.conditionals if c.scope == "head" and c.taken]
+        return max(heads, default=0.0)
+    step = sum(spent.total for spent in timeline.spent if spent.origin.scope == "head")
+    return step / table.num_microbatches
+
+
+def _iteration_seconds(loops: Sequence[Loop]) -> dict[str, float] | None:
+    """Return the times of one iteration of the longest loop in each direction."""
+    times = {}
+    for kind, direction in (("F", "forward"), ("B", "backward")):
+        candidates = [loop for loop in loops if loop.phase.startswith(direction)]
+        if not candidates:
+            return None
+        times[kind] = max(candidates, key=lambda loop: loop.iterations * loop.seconds).seconds
+    return times
+
+
+def _slot_seconds(phases: Sequence[Phase], seconds: Sequence[float]) -> dict[str, float] | None:
+    """Solve for the times of slots by kind; phases with more ticks count more.
+
+    Returns:
+      None if the phases do not tell the kinds apart: also where a phase with more slots than
+      another takes less, so that the time of one would be negative.
+    """
+    kinds = sorted({kind for phase in phases for kind in phase.kinds})
+    ticks = np.array([phase.ticks for phase in phases], float)
+    has = np.array([[kind in phase.kinds for kind in kinds] for phase in phases], float)
+    weights = np.sqrt(ticks)
+    solved, _, rank, _ = np.linalg.lstsq(weights[:, None] * has, np.array(seconds) / weights)
+    if rank < len(kinds) or (solved < 0).any():
+        return None
+    return {kind: float(time) for kind, time in zip(kinds, solved, strict=True)}

@@ -1,0 +1,147 @@
+"""Compile the separate programs of the stages, and count what they exchange in a step.
+
+A unit of the schedule runs once for each microbatch. The programs that gather a chunk's weights
+before its units and reduce its gradients after them run once a step.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from jax.sharding import Mesh
+
+from maxpipe.compile.collectives import Collective, find_collectives
+from maxpipe.compile.hlo import parse
+from maxpipe.compile.report import CompilerMemory, collective_line, size
+from maxpipe.compile.step import memory_of, out_of_memory, text_of
+from maxpipe.config import ConfigError, Problem
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.engines.mpmd.staged import NotCompiled
+
+# Names of the files that `write_programs` writes.
+_WRITTEN = re.compile(r"stage_\d+/(?:[FBIW]|gather|reduce)\d+\.(?:txt|hlo)")
+
+
+class StagesTrainer(Protocol):
+    """The compiled part of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
+
+    engine: MpmdEngine
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """One program of a training step on the mpmd engine, compiled for the devices of its stage.
+
+    Attributes:
+      stage: index of the stage that runs it.
+      name: kind and global chunk, such as F0 or reduce0.
+      runs: how often a step runs it.
+      memory: bytes on a device of the stage.
+      collectives: the collectives of one device in one run.
+      offloaded: bytes on a device that it reads from the host's memory or leaves there.
+      hlo: optimized HLO text.
+    """
+
+    stage: int
+    name: UnitName
+    runs: int
+    memory: CompilerMemory
+    collectives: Sequence[Collective]
+    offloaded: int
+    hlo: str
+
+    def lines(self) -> list[str]:
+        """Return a line about the memory, and one for each kind of collective of a run."""
+        memory = self.memory
+        offloaded = f", offloaded {size(self.offloaded)}" if self.offloaded else ""
+        sizes = (
+            f"arguments {size(memory.arguments)}, results {size(memory.results)}, "
+            f"temp {size(memory.temp)}{offloaded}; {self.runs} x a step"
+        )
+        head = f"{f'stage {self.stage}':<12}{self.name!s:<8} {sizes}"
+        return [head, *map(collective_line, self.collectives)]
+
+
+def compile_programs(
+    trainer: StagesTrainer,
+    meshes: Sequence[Mesh],
+    names: Collection[UnitName] | None = None,
+) -> Iterator[CompiledProgram]:
+    """Compile the programs of a training step, one by one.
+
+    Args:
+      trainer: trainer of a configuration whose stages are chosen.
+      meshes: for each stage, the mesh to compile for; see `meshes_to_compile`.
+      names: names of the programs to compile; None for all.
+
+    Raises:
+      OutOfMemory: the compiler says that the program after the last one yielded does not fit.
+      ConfigError: the compiler refuses that program for another reason.
+    """
+    num_microbatches = trainer.engine.table.num_microbatches
+    try:
+        for stage, name, compiled, offloaded in trainer.engine.compile(names, meshes):
+            hlo, mesh = text_of(compiled), trainer.engine.meshes[stage]
+            yield CompiledProgram(
+                stage,
+                name,
+                name.runs(num_microbatches),
+                memory_of(compiled, mesh),
+                find_collectives(parse(hlo), mesh),
+                offloaded,
+                hlo,
+            )
+    except NotCompiled as error:
+        if too_large := out_of_memory(error.reason, str(error.name)):
+            raise too_large from None
+        reason = error.reason.splitlines()[0]
+        message = f"the compiler refuses program {error.name} of the mpmd engine: {reason}"
+        raise ConfigError(Problem("compile.topology", message)) from None
+
+
+def write_programs(
+    programs: Iterable[CompiledProgram], texts: Mapping[UnitName, str], directory: Path
+) -> Iterator[CompiledProgram]:
+    """Write programs as they are compiled, and yield them.
+
+    `stage_S/NAME.txt` is a program as sliced, `stage_S/NAME.hlo` as compiled.
+
+    Args:
+      programs: the compiled programs.
+      texts: texts of the programs as sliced, by name.
+      directory: created if it does not exist. Programs that an earlier call has written there are
+        removed; other files stay.
+
+    Raises:
+      OSError: something cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Earlier files may be of stages or units that this configuration does not have.
+    for file in directory.glob("stage_*/*.*"):
+        if _WRITTEN.fullmatch(f"{file.parent.name}/{file.name}"):
+            file.unlink()
+    for program in programs:
+        folder = directory / f"stage_{program.stage}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{program.name}.txt").write_text(texts[program.name], encoding="utf-8")
+        (folder / f"{program.name}.hlo").write_text(program.hlo, encoding="utf-8")
+        yield program
+
+
+def collectives_of_step(programs: Iterable[CompiledProgram]) -> list[Collective]:
+    """Return the collectives of one device in a step, given the programs of its stage.
+
+    The largest sender comes first.
+    """
+    totals: dict[tuple[str, str, str], Collective] = {}
+    for program in programs:
+        for c in program.collectives:
+            key = c.kind, c.axes, c.network
+            total = totals.setdefault(key, replace(c, count=0.0, bytes=0.0, sent_bytes=0.0))
+            total.count += program.runs * c.count
+            total.bytes += program.runs * c.bytes
+            total.sent_bytes += program.runs * c.sent_bytes
+    return sorted(totals.values(), key=lambda c: -c.sent_bytes)

@@ -1,0 +1,363 @@
+"""Report what a step of the mpmd engine costs, from the compiled programs of its units.
+
+The memory of a stage is its state and what the schedule keeps in flight there, both from shapes,
+and the working memory of its largest program, from the compiler. Residuals in the host's memory
+take device memory while a program uses them; so do those of one more program, during the copy. On
+TPUs every program is timed, and the simulator composes the times in the order of the schedule.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxpipe.compile.collectives import Collective
+from maxpipe.compile.knobs import Knob, stage_knobs
+from maxpipe.compile.prediction.constants import Constants
+from maxpipe.compile.prediction.predict import basis_of, is_predictable, speed_of
+from maxpipe.compile.prediction.prediction import Prediction
+from maxpipe.compile.prediction.stages import predict_stages, stage_words, unit_costs
+from maxpipe.compile.prediction.timeline import Timeline
+from maxpipe.compile.programs import CompiledProgram, StagesTrainer, collectives_of_step
+from maxpipe.compile.report import collective_line, device_line, knob_lines, size
+from maxpipe.compile.step import OutOfMemory
+from maxpipe.compile.topology import neighbour_bandwidth
+from maxpipe.compile.units import time_unit
+from maxpipe.config.sections import Config
+from maxpipe.config.terminal import Note
+from maxpipe.devices.chips import Chip, chip_for, device_memory, devices_per_chip, tpu_of
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.plan.auto_stages import bubble_fraction, run_table
+from maxpipe.plan.flops import model_flops_per_token
+from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.stage_memory import StageMemory, units_in_flight
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes on one device of a stage.
+
+    Attributes:
+      state: parameters, optimizer state and sums of gradients, from shapes.
+      in_flight: values that wait for later units, from shapes.
+      working: temporary memory and code of its largest program, from the compiler, with offloaded
+        residuals of two programs.
+      reduction: temporary memory, code and results of its largest sum of gradients over devices.
+        Gradients exist twice while it runs, after the chunk's units.
+      host: bytes of the host's memory per device, of residuals that wait there for later units.
+    """
+
+    state: float
+    in_flight: float
+    working: float
+    reduction: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return the bytes at the fullest moment."""
+        return self.state + max(self.in_flight + self.working, self.reduction)
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """Everything that `maxpipe.compile` prints about separate programs.
+
+    Attributes:
+      device_kind, num_devices, num_slices: what was compiled for.
+      mesh: axis sizes.
+      schedule: name of the schedule.
+      bubble: idle share of the stages' time, see `planning.auto_stages.bubble_fraction`.
+      capacity: memory of a device; None if unknown.
+      model_flops: model FLOPs of a step over all devices.
+      compile_seconds: seconds of tracing and compilation.
+      programs: the compiled programs, in order of their dependencies.
+      stages: memory of each stage.
+      too_large: the program that does not fit; those after it were not compiled.
+      predicted: the predicted step; None for devices other than TPUs.
+      program_seconds: predicted time of a run of each program; empty where nothing is predicted.
+      schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
+      knobs: ways to save memory, if it does not fit.
+    """
+
+    device_kind: str
+    num_devices: int
+    num_slices: int
+    mesh: Mapping[str, int]
+    schedule: str
+    bubble: float
+    capacity: float | None
+    model_flops: float
+    compile_seconds: float
+    programs: Sequence[CompiledProgram]
+    stages: Sequence[StageBytes] = ()
+    too_large: OutOfMemory | None = None
+    predicted: Prediction | None = None
+    program_seconds: Mapping[UnitName, float] = field(default_factory=dict)
+    schedule_words: str = ""
+    knobs: Sequence[Knob] = ()
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of the fullest stage, or of the program that does not fit."""
+        if self.too_large:
+            return self.too_large.needed
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every stage fits; True if the memory is not known."""
+        return self.capacity is None or self.needed <= self.capacity
+
+    def collectives(self, stage: int) -> list[Collective]:
+        """Return one device's collectives of a stage in a step, without the optimizer's update."""
+        return collectives_of_step(p for p in self.programs if p.stage == stage)
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown.
+
+        Values that only a step in one program has are null.
+        """
+        one_program = dict.fromkeys(
+            ("flops", "collectives", "links", "bounds", "compile_times", "gains")
+        )
+        return one_program | {
+            "device_kind": self.device_kind,
+            "num_devices": self.num_devices,
+            "num_slices": self.num_slices,
+            "mesh": dict(self.mesh),
+            "engine": "mpmd",
+            "schedule": self.schedule,
+            "bubble": self.bubble,
+            "fits": None if self.capacity is None else self.fits,
+            "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
+            "too_large": self.too_large and self.too_large.program,
+            "model_flops": self.model_flops,
+            "compile_seconds": self.compile_seconds,
+            "knobs": list(map(asdict, self.knobs)),
+            "stages": [
+                {f"{name}_bytes": value for name, value in asdict(stage).items()}
+                | {"collectives": list(map(asdict, self.collectives(number)))}
+                for number, stage in enumerate(self.stages)
+            ],
+            "programs": [
+                {"stage": program.stage, "name": str(program.name), "runs": program.runs}
+                | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
+                | {"offloaded_bytes": program.offloaded}
+                | {"predicted_seconds": self.program_seconds.get(program.name)}
+                | {"collectives": list(map(asdict, program.collectives))}
+                for program in self.programs
+            ],
+            "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
+            "predicted": self.predicted.as_json() if self.predicted else None,
+            "schedule_words": self.schedule_words or None,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report for people, without a line for each program."""
+        pipeline = f"{self.schedule} on the mpmd engine, bubble {100 * self.bubble:.1f} %"
+        lines = [
+            device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
+            f"pipeline    {pipeline}",
+            f"compiled    in {self.compile_seconds:.0f} s",
+        ]
+        for number, stage in enumerate(self.stages):
+            parts = f"state {size(stage.state)}, in flight {size(stage.in_flight)} (from shapes)"
+            title = "memory" if number == 0 else ""
+            lines.append(
+                f"{title:<12}stage {number}: {size(stage.total)}: {parts}, "
+                f"working {size(stage.working)} (from the compiler)"
+            )
+            if stage.reduction > stage.in_flight + stage.working:
+                lines.append(
+                    f"            summing gradients over devices at the end needs "
+                    f"{size(stage.reduction)} instead of the last two"
+                )
+            if stage.host:
+                lines.append(
+                    f"            and {size(stage.host)} of the host's memory for each device, "
+                    "for offloaded residuals"
+                )
+        for number in range(len(self.stages)):
+            collectives = self.collectives(number)
+            none = "" if collectives else " none"
+            lines.append(f"collectives of one device of stage {number} in a step:{none}")
+            lines += map(collective_line, collectives)
+        if self.predicted:
+            lines += self.predicted.lines()
+            lines.append("  parts are means of all stages")
+            lines.append("  the optimizer's update is a closed form, among the loop fusions")
+            lines += [f"  without {part}" for part in self.predicted.leaves_out]
+            if self.schedule_words:
+                lines.append(f"  units of each stage, for maxpipe.schedule: {self.schedule_words}")
+        lines.append(self._verdict())
+        if not self.fits:
+            lines += knob_lines(self.knobs, self.needed - (self.capacity or 0.0))
+        return lines
+
+    def _verdict(self) -> str:
+        if self.capacity is None:
+            return f"verdict     needs {size(self.needed)} on a device, whose memory is not known"
+        sizes = f"{size(self.needed)} of {size(self.capacity)}"
+        if self.too_large:
+            program = f"{self.too_large.program} needs {sizes}"
+            return f"verdict     does NOT fit: {program}; later programs were not compiled"
+        return (
+            f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
+        )
+
+
+def analyse_stages(
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    trainer: StagesTrainer,
+    programs: Iterable[CompiledProgram],
+    began: float,
+    note: Note,
+) -> StagesReport:
+    """Report what a step costs, compiling its programs one by one.
+
+    Args:
+      config: the resolved configuration, with its stages chosen.
+      written: the configuration before it was resolved; alternatives derive from it.
+      mesh: the mesh of all stages.
+      trainer: the configuration's trainer.
+      programs: the trainer's programs, compiled as they are consumed.
+      began: `time.perf_counter()` before the trainer was built.
+      note: function that prints a line.
+    """
+    devices = mesh.devices.reshape(-1).tolist()
+    config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided and reported
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    report = StagesReport(
+        device_kind=devices[0].device_kind,
+        num_devices=mesh.size,
+        num_slices=config.compile.num_slices,
+        mesh=dict(mesh.shape),
+        schedule=config.pipeline.schedule,
+        bubble=bubble_fraction(config),
+        capacity=device_memory(devices),
+        model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
+        compile_seconds=0.0,
+        programs=[],
+    )
+    compiled: list[CompiledProgram] = []
+    try:
+        for program in programs:
+            compiled.append(program)
+            for line in program.lines():
+                note(line)
+    except OutOfMemory as error:
+        capacity = report.capacity or error.available
+        report = replace(report, too_large=error, capacity=capacity)
+    report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
+    if not report.too_large:
+        on_devices = on_platform(config, devices[0].platform)
+        report = replace(report, stages=_stages(on_devices, trainer, compiled))
+        if is_predictable(mesh):
+            report = _with_prediction(report, config, mesh, trainer)
+    if report.fits:
+        return report
+    on = mesh.size, config.compile.num_slices
+    return replace(report, knobs=stage_knobs(written, config, on, tpu_of(devices)))
+
+
+def _stages(
+    config: Config, trainer: StagesTrainer, compiled: Sequence[CompiledProgram]
+) -> list[StageBytes]:
+    """Return the memory of each stage, given its programs."""
+    table = run_table(config)
+    memory = StageMemory(config, table)
+    stages = []
+    for stage, of_stage in enumerate(_layers_of_chunks(trainer, table)):
+        working: list[float] = []
+        reductions = [0.0]
+        of_programs = [program for program in compiled if program.stage == stage]
+        copied = max(program.offloaded for program in of_programs)
+        for program in of_programs:
+            used = program.memory.temp + program.memory.program
+            working.append(used + program.offloaded + copied)
+            if program.name.kind == "reduce":
+                reductions.append(used + program.memory.results)
+        state = memory.state_bytes(stage, sum(of_stage))
+        in_flight = memory.in_flight_bytes(stage, of_stage)
+        host = _host_bytes(table, stage, of_programs)
+        stages.append(StageBytes(state, in_flight, max(working), max(reductions), host))
+    return stages
+
+
+def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
+    """Return the numbers of layers of each stage's chunks."""
+    stages: list[list[int]] = [[] for _ in range(table.num_stages)]
+    chunks = zip(trainer.engine.layer_index(), table.stage_of_chunk.tolist(), strict=True)
+    for layers, stage in chunks:
+        stages[stage].append(len(layers))
+    return stages
+
+
+def _update_seconds(
+    config: Config, table: Table, trainer: StagesTrainer, chip: Chip, constants: Constants
+) -> list[float]:
+    """Return the seconds of each stage's update of its parameters, priced as in a plan."""
+    memory = StageMemory(config, table)
+    seconds = update_bytes(config) / (chip.memory_shares.float32 * constants.hbm_bandwidth)
+    return [
+        seconds * memory.updated_parameters(stage, sum(layers))
+        for stage, layers in enumerate(_layers_of_chunks(trainer, table))
+    ]
+
+
+def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
+    """Return the most bytes of one device's residuals that are in the host's memory at once."""
+    offloaded = {program.name: program.offloaded for program in programs}
+    chunks = [int(table.global_chunk(repeat, stage)) for repeat in range(table.num_repeats)]
+    # Residuals wait from F to the end of B, or of I; those that W reads too, to the end of W.
+    bytes_of = [offloaded.get(UnitName(kind, chunk), 0) for kind in ("F", "W") for chunk in chunks]
+    return float((units_in_flight(table)[stage] @ np.array(bytes_of)).max())
+
+
+def _with_prediction(
+    report: StagesReport, config: Config, mesh: Mesh, trainer: StagesTrainer
+) -> StagesReport:
+    """Return the report with the predicted step."""
+    chip = chip_for(report.device_kind)
+    if chip is None:
+        return report
+    basis = basis_of(mesh, chip)
+    timelines: dict[UnitName, Timeline] = {}
+    for program in report.programs:
+        timeline = time_unit(program, trainer, config.model, chip, basis)
+        if isinstance(timeline, str):
+            return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
+        timelines[program.name] = timeline
+    assert basis.constants is not None
+    table = run_table(config)
+    width = config.model.embed_dim * itemsize(config.model.dtype)
+    transfer_bytes = microbatch_tokens(config) * width
+    constants = basis.constants
+    report = replace(
+        report, program_seconds={name: timeline.seconds for name, timeline in timelines.items()}
+    )
+    link = constants.link_bandwidth / devices_per_chip(mesh.devices.reshape(-1).tolist())
+    bandwidth = neighbour_bandwidth(trainer.engine.meshes, link, constants.dcn_bandwidth)
+    if bandwidth is None:
+        unknown = ["transfers between stages, over a network of unknown bandwidth"]
+        return replace(report, predicted=Prediction(None, basis, {}, unknown=unknown))
+    communication = transfer_bytes / bandwidth
+    updates = _update_seconds(config, table, trainer, chip, constants)
+    predicted = predict_stages(table, timelines, basis, communication, updates)
+    speed = speed_of(config, mesh, chip, predicted.seconds, report.model_flops)
+    costs = unit_costs(table, timelines, communication)
+    offloads = any(program.offloaded for program in report.programs)
+    left_out = ["transfers to the host"] * offloads
+    left_out += ["products of the optimizer"] * (config.optimizer.name == "muon")
+    return replace(
+        report,
+        predicted=replace(predicted, speed=speed, leaves_out=left_out),
+        schedule_words=stage_words(table, costs),
+    )

@@ -1,0 +1,206 @@
+"""Let lm-eval score and generate texts with a run: the model `maxpipe` of its registry.
+
+Imports lm-eval, an extra. In your own script: `import maxpipe.generate.lm_eval_model`, then
+`lm_eval.simple_evaluate("maxpipe", "run_dir=runs/base", tasks=[...])`.
+
+Shapes: B texts, T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from maxpipe.data.tokenizers import encode_prompt, frame_of
+from maxpipe.generate.decoding import Decoder, Sampling
+from maxpipe.generate.model import Model, check_numbers, load_model
+from maxpipe.generate.text import check_known
+from maxpipe.model.parameters import Params
+
+_DEFAULT_TOKENS = 256  # length of an answer, as in lm-eval's own models
+_KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks"}
+_NEUTRAL = {"num_beams": 1}  # options of tasks that change nothing
+
+# What lm-eval asks for: the texts, tokens of the context, and tokens that are scored.
+TokenRequest = tuple[tuple[str, str], list[int], list[int]]
+
+
+class ModelOfRun(TemplateLM):
+    """A loaded model as lm-eval takes it.
+
+    Texts begin like documents in training. A context too long for `data.sequence_length` loses its
+    beginning, and one of more than half of that leaves room for the answer. Samples of a text
+    differ from each other.
+
+    Args:
+      model: the model, from `maxpipe.load_model`.
+      batch_size: number of texts scored at once.
+    """
+
+    def __init__(self, model: Model, batch_size: int = 8):
+        super().__init__()
+        self.model = model
+        self.batch_size = max(1, int(batch_size))
+        self.max_length = model.config.data.sequence_length
+        self._num_written = 0  # number of texts; each is drawn with a seed of its own
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.model.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token before a text without context."""
+        frame = frame_of(self.model.tokenizer)
+        return [frame.end, *frame.begin][-1]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the name by which lm-eval's request cache tells tokenizers apart."""
+        return self.model.config.data.tokenizer.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """Return the tokens of a text, after the begin of document unless the flag is False."""
+        tokenizer = self.model.tokenizer
+        ids: list[int] = tokenizer.encode(string).tolist()
+        check_known(ids, tokenizer, self.model.config.model.num_token_ids, "text")
+        return ids if add_special_tokens is False else encode_prompt(tokenizer, string)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of each text, every token of which is scored once."""
+        scores = []
+        for request in tqdm(requests, "texts scored", disable=disable_tqdm):
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False),
+                self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            parts = self._loglikelihood_tokens(
+                [(("", ""), *pair) for pair in pairs], disable_tqdm=True
+            )
+            scores.append(sum(score for score, _ in parts))
+        return scores
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
+    ) -> list[tuple[float, bool]]:
+        """Return each log-likelihood, and whether the scored tokens are the most likely ones."""
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        # Long texts first, so that too large a batch fails at once; similar lengths share a shape.
+        order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i][1:])))
+        starts = range(0, len(order), self.batch_size)
+        for start in tqdm(starts, "texts scored, in batches", disable=disable_tqdm):
+            numbers = order[start : start + self.batch_size]
+            for i, answer in zip(numbers, self._score([requests[i] for i in numbers]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def _score(self, requests: Sequence[TokenRequest]) -> list[tuple[float, bool]]:
+        texts = []
+        for (_, continuation), context, scored in requests:
+            if len(scored) > self.max_length:
+                raise ValueError(
+                    f"{continuation[:40]!r}... has {len(scored)} tokens to score, and the model "
+                    f"reads {self.max_length} (data.sequence_length)"
+                )
+            texts.append([*context, *scored][-self.max_length - 1 :])
+        longest = max(max(len(text) for text in texts) - 1, 1)
+        length = min(1 << (longest - 1).bit_length(), self.max_length)
+        # No token sees later ones, so padding changes nothing.
+        ids = np.zeros((self.batch_size, length + 1), np.int32)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = text
+        scores, is_best = map(np.asarray, self._scores(self.model.params, ids[:, :-1], ids[:, 1:]))
+        answers = []
+        for row, (text, (_, _, scored)) in enumerate(zip(texts, requests, strict=True)):
+            where = slice(len(text) - 1 - len(scored), len(text) - 1)
+            answers.append((float(scores[row, where].sum()), bool(is_best[row, where].all())))
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model writes after each text, up to one of the texts that end it."""
+        answers = []
+        for request in tqdm(requests, "texts continued", disable=disable_tqdm):
+            answer = self._generate(*request.args)
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+            answers.append(answer)
+        return answers
+
+    def _generate(self, context: str, options: Mapping[str, object]) -> str:
+        # This takes other names of max_gen_toks, and samples if only a temperature is given.
+        wishes: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), _DEFAULT_TOKENS))
+        wishes = {name: value for name, value in wishes.items() if _NEUTRAL.get(name) != value}
+        if unknown := wishes.keys() - _KNOWN:
+            message = f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(_KNOWN))}"
+            raise ValueError(f"generation_kwargs: {message}")
+        ends = [end for end in wishes["until"] if end]
+        max_tokens, is_drawn = wishes["max_gen_toks"], wishes["do_sample"]
+        seed = self._num_written
+        temperature = float(wishes.get("temperature", 1.0)) if is_drawn else 0.0
+        top_k = int(wishes.get("top_k", 0)) if is_drawn else 0
+        top_k = 0 if top_k == -1 else top_k  # vLLM's -1 means all
+        top_p = float(wishes.get("top_p", 1.0)) if is_drawn else 1.0
+        try:
+            check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        except ValueError as error:
+            raise ValueError(f"generation_kwargs: {error}") from None
+        sampling = Sampling(temperature, top_k, top_p)
+        # An answer may be longer than the model's window; half of that is kept for the context.
+        room = max(self.max_length - max_tokens, self.max_length // 2, 1)
+        prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        self._num_written += 1
+        text = "".join(
+            self.model.stream(
+                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=ends, stop_tokens=()
+            )
+        )
+        return text[: min([text.find(end) for end in ends if end in text], default=len(text))]
+
+    @cached_property
+    def _scores(self) -> jax.stages.Wrapped:
+        """Return (params, tokens, targets, int32 [B,T]) -> log-likelihood of each target, float32
+        [B,T], and whether it is the most likely token, bool [B,T].
+        """
+        decoder = Decoder(self.model.config.model, self.max_length)
+
+        def scores(
+            params: Params, tokens: jax.Array, targets: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            logits = decoder.logits(params, tokens)  # [B,T,V]
+            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            likelihood = chosen - jax.nn.logsumexp(logits, axis=-1)
+            return likelihood, jnp.argmax(logits, axis=-1) == targets
+
+        return jax.jit(scores)
+
+
+@register_model("maxpipe")
+class NamedRun(ModelOfRun):
+    """The same, built from arguments of `maxpipe.load_model`, as lm-eval's registry does."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        step: int | None = None,
+        average: int = 1,
+        tokenizer: str | None = None,
+        batch_size: int = 8,
+    ):
+        model = load_model(run_dir, step=step, average=average, tokenizer=tokenizer)
+        super().__init__(model, batch_size)

@@ -1,0 +1,346 @@
+"""Collect what the closed forms need to know about a model, once for each way to split it.
+
+Reading a model takes JAX, which traces one layer on shapes. Nothing after that needs JAX: the same
+facts serve every candidate that splits the model alike.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
+from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.model.kernels.splash import filled
+from maxpipe.model.layer_facts import visible_share
+from maxpipe.pipeline.chunk import remat_policy
+from maxpipe.pipeline.weights import STORAGE_AXES
+from maxpipe.plan.flops import model_flops_per_token
+from maxpipe.plan.footprint import (
+    cheap_width,
+    device_parameters,
+    first_layers_width,
+    handed_over_width,
+    held_width,
+    holds_scores,
+    itemsize,
+    layer_of,
+    made_width,
+    offloaded_width,
+    on_platform,
+    optimizer_bytes,
+    residual_width,
+    scores_of_token,
+    stash_width,
+    total_parameters,
+    weights_of_parts,
+    with_dense_layers,
+    working_width,
+)
+from maxpipe.plan.layer_trace import trace_model
+from maxpipe.plan.search.machine import platform_of
+from maxpipe.plan.search.space import Axes
+from maxpipe.plan.stores import FLOAT32
+from maxpipe.plan.weights_held import WeightsOfParts
+from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
+
+# Weights are gathered over these axes for the computation; experts stay where they are.
+_WHOLE_IN_USE = frozenset(STORAGE_AXES) - {EXPERT_AXIS}
+
+
+class Parameters(NamedTuple):
+    """Parameters on one device, as numbers of values.
+
+    Attributes:
+      at_rest: all parameters, as if layers divided evenly over the stages.
+      whole_over_experts: those that mesh axis `expert` does not divide.
+      whole_over_fsdp: those that mesh axis `fsdp` does not divide.
+      layer_at_rest, layer_gathered: parameters of a layer, the second whole over all storage axes.
+      outer_at_rest: parameters of embedding and head.
+      embed_gathered, head_gathered: parameters of each, whole over all storage axes.
+      embed_of_stage, head_of_stage: parameters of each where it lies on the devices of one stage.
+      parts: the same by parts of the model, as the closed forms of memory take them.
+    """
+
+    at_rest: float
+    whole_over_experts: float
+    whole_over_fsdp: float
+    layer_at_rest: float
+    layer_gathered: float
+    outer_at_rest: float
+    embed_gathered: float
+    head_gathered: float
+    embed_of_stage: float
+    head_of_stage: float
+    parts: WeightsOfParts
+
+
+class LayerCosts(NamedTuple):
+    """A layer on one device; FLOPs are per token of the device, widths in values per token.
+
+    Attributes:
+      weight_flops, attention_flops: FLOPs of a forward; attention's are those of its kernel.
+      scores: scores of a token, if the kernel of attention holds all of them; else 0.
+      expert_flops: the part of weight_flops that multiplies rows with their experts' weights.
+      expert_weights: weights of the device's experts.
+      results: width of its products' results.
+      made: the same with scores, as in `footprint.made_width`.
+      elementwise: width of what its norms and sums make.
+      rows: width of the rows of experts, and of those that are added up to tokens.
+      key_values: width of what attention reads besides queries.
+      working: width of what a layer's backward holds at its widest moment.
+    """
+
+    weight_flops: float
+    attention_flops: float
+    scores: float
+    expert_flops: float
+    expert_weights: float
+    results: float
+    made: float
+    elementwise: float
+    rows: float
+    key_values: float
+    working: float
+
+
+class Saving(NamedTuple):
+    """What a policy of rematerialisation saves and computes again.
+
+    Attributes:
+      residuals: width that a layer saves on the device besides the input of its chunk.
+      offloaded: width that it saves in the host's memory.
+      stash: width that an I leaves to its W.
+      handed_over: the same on an engine with a program for each unit.
+      saves_all: 1 where nothing is computed again, else 0.
+      held: width of what a chunk's backward holds of each layer except its current one.
+      cheap: width of what it would also hold if it did not recompute cheap values.
+      recomputed: share of a layer's forward that its backward computes again.
+      scores_again: 1 where that share leaves out scores that the backward computes again, else 0.
+      first_kept: width that the first dense layers keep of a microbatch.
+      first_handed_over: width that an I of these layers leaves to its W on that engine.
+      first_recomputed: share of their forward that their backward computes again.
+    """
+
+    residuals: float
+    offloaded: float
+    stash: float
+    handed_over: float
+    saves_all: float
+    held: float
+    cheap: float
+    recomputed: float
+    scores_again: float
+    first_kept: float
+    first_handed_over: float
+    first_recomputed: float
+
+
+class _Key(NamedTuple):
+    """What decides how a layer computes.
+
+    Attributes:
+      axes: sizes of the axes that split it; 1 for the others.
+      parts: parts of a sequence, by which the kernel of attention is chosen.
+    """
+
+    axes: Axes
+    parts: int
+
+
+class Facts:
+    """What is known about one model, read when it is first needed.
+
+    Args:
+      config: the model, sequence length, logical axis rules and whatever candidates do not change;
+        `compile.topology` says whether the devices are TPUs, simulated ones, or GPUs.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._platform = platform_of(config)
+        self._parameters: dict[Axes, Parameters] = {}
+        self._computing_on: dict[_Key, Config] = {}
+        self._layers: dict[_Key, LayerCosts] = {}
+        self._savings: dict[tuple[_Key, str, str, bool], Saving] = {}
+        self._splitting = {
+            axis
+            for name, axes in config.sharding.logical_axis_rules
+            if not str(name).startswith("activation_")
+            for axis in axes
+        }
+
+    @cached_property
+    def of_first_layers(self) -> "Facts | None":
+        """Return the facts of a model of first dense layers alone; None if there are none."""
+        if not self.config.model.first_dense_layers:
+            return None
+        return Facts(with_dense_layers(self.config))
+
+    @cached_property
+    def model_flops_per_token(self) -> float:
+        """Return the model FLOPs of a token, forward and backward."""
+        return model_flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @cached_property
+    def head_flops(self) -> float:
+        """Return the FLOPs of a token's logits."""
+        return trace_model(self.config.model, self.config.data.sequence_length).head_flops
+
+    def least_state_bytes(self) -> float:
+        """Return the bytes of parameters, optimizer state and gradients over all devices."""
+        config = self.config
+        each = itemsize(config.model.param_dtype) + optimizer_bytes(config) + FLOAT32
+        return each * self.parameters((1,) * len(MESH_AXES)).at_rest
+
+    def parameters(self, axes: Axes) -> Parameters:
+        """Return the parameters on a device of a mesh."""
+        key = tuple(
+            n if name in self._splitting or name == "stage" else 1
+            for name, n in zip(MESH_AXES, axes, strict=True)
+        )
+        if key not in self._parameters:
+            config = self._on(key)
+            layer, embed, head = (
+                device_parameters(config, part, whole_over=STORAGE_AXES)
+                for part in ("layers", "embed", "head")
+            )
+            at_rest = total_parameters(config)
+            self._parameters[key] = Parameters(
+                at_rest,
+                self._whole_over(EXPERT_AXIS, key, at_rest),
+                self._whole_over("fsdp", key, at_rest),
+                device_parameters(config, "layers"),
+                layer,
+                device_parameters(config, "embed") + device_parameters(config, "head"),
+                embed,
+                head,
+                device_parameters(config, "embed", without_stages=True),
+                device_parameters(config, "head", without_stages=True),
+                weights_of_parts(config),
+            )
+        return self._parameters[key]
+
+    def _whole_over(self, axis: str, axes: Axes, at_rest: float) -> float:
+        """Return how many of a device's parameters at rest an axis does not divide."""
+        at = MESH_AXES.index(axis)
+        size = axes[at]
+        if size == 1:
+            return at_rest
+        # At size 1 there are `size` times as many that it divides, and as many others.
+        unshared = self.parameters((*axes[:at], 1, *axes[at + 1 :])).at_rest
+        return (size * at_rest - unshared) / (size - 1)
+
+    def layer(self, axes: Axes) -> LayerCosts:
+        """Return what a layer costs on a device of a mesh."""
+        key = self._computing(axes)
+        if key not in self._layers:
+            config = self._computed(key)
+            layer, split = layer_of(config), config.mesh.size("tensor")
+            moe, expert_flops = config.model.moe, layer.expert_flops / split
+            # A token uses some of the experts, with two FLOPs for each of their weights.
+            sharing = config.mesh.size(EXPERT_AXIS)
+            used = 2.0 * moe.per_token * sharing / max(1, moe.experts)
+            # A device sums rows for the tokens of all devices that share experts.
+            others = (sharing - 1) * moe.per_token * config.model.embed_dim
+            self._layers[key] = LayerCosts(
+                layer.weight_flops / split,
+                self._kernel_share(config) * layer.activation_flops / split,
+                scores_of_token(config),
+                expert_flops,
+                expert_flops / used if used else 0.0,
+                layer.result_width,
+                made_width(config),
+                layer.elementwise_width - layer.gathered_width,
+                layer.gathered_width + others,
+                layer.key_value_width,
+                working_width(config, on_tpus=self._platform == "tpu"),
+            )
+        return self._layers[key]
+
+    def saving(self, axes: Axes, engine: str, policy: str, *, scans: bool) -> Saving:
+        """Return what a policy saves on a device of a mesh; `scans` as in `Block`."""
+        key = (self._computing(axes), engine, policy, scans)
+        if key not in self._savings:
+            changes = {
+                "pipeline.engine": engine,
+                "pipeline.remat_policy": policy,
+                "pipeline.scan_layers": scans,
+            }
+            config = update(self._computed(key[0]), changes)
+            pipeline, passes = config.pipeline, 1
+            if ENGINES[engine].has_stages:
+                passes = pipeline.remat_iterations + pipeline.remat_layers
+            recomputed = passes * _recomputed(config)
+            # Each of the first dense layers is computed again by itself.
+            has_first = config.model.first_dense_layers > 0
+            first = with_dense_layers(config) if has_first else None
+            self._savings[key] = Saving(
+                residual_width(config),
+                offloaded_width(config),
+                stash_width(config),
+                handed_over_width(config),
+                float(remat_policy(config.pipeline).everything),
+                held_width(config),
+                cheap_width(config),
+                recomputed,
+                _scores_again(config),
+                first_layers_width(config),
+                config.model.first_dense_layers * handed_over_width(first) if first else 0.0,
+                _recomputed(first) if first else 0.0,
+            )
+        return self._savings[key]
+
+    def _computing(self, axes: Axes) -> "_Key":
+        """Return what decides how a layer computes."""
+        split = tuple(
+            n if name in self._splitting and name not in _WHOLE_IN_USE else 1
+            for name, n in zip(MESH_AXES, axes, strict=True)
+        )
+        return _Key(split, axes[MESH_AXES.index(CONTEXT_AXIS)])
+
+    def _computed(self, key: "_Key") -> Config:
+        """Return the configuration, with kernels chosen, on a mesh that splits a layer by `key`."""
+        if key not in self._computing_on:
+            config = self._on(key.axes)
+            parted = on_platform(
+                update(config, {f"mesh.ici.{CONTEXT_AXIS}": key.parts}), self._platform
+            )
+            self._computing_on[key] = replace(config, model=parted.model)
+        return self._computing_on[key]
+
+    def _kernel_share(self, config: Config) -> float:
+        """Return the FLOPs that attention's kernel computes, as a multiple of attention's FLOPs."""
+        if holds_scores(config):  # masked ones, too
+            return 1 / visible_share(config.model, config.data.sequence_length)
+        return _filled_share(config.model) if self._platform == "tpu" else 1.0
+
+    def _on(self, axes: Axes) -> Config:
+        """Return the configuration on a mesh of these sizes."""
+        sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
+        return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+
+
+def _filled_share(model: ModelConfig) -> float:
+    """Return the FLOPs of latent attention's kernel on TPUs, as a multiple of attention's FLOPs."""
+    if not model.is_latent:
+        return 1.0  # heads that this kernel would have to pad use another one
+    channels = model.head_dim, model.mla.v_head_dim  # of a query and of a value
+    return sum(map(filled, channels)) / sum(channels)
+
+
+def _recomputed(config: Config) -> float:
+    """Return the share of a layer's forward that one recomputation of it takes."""
+    policy, layer = remat_policy(config.pipeline), layer_of(config)
+    if policy.everything:
+        return 0.0
+    flops = layer.recomputed_flops((*policy.device, *policy.host))
+    return flops / (layer.weight_flops + layer.activation_flops)
+
+
+def _scores_again(config: Config) -> float:
+    """Return 1 where a backward recomputes scores whose product's result is saved, else 0."""
+    policy = remat_policy(config.pipeline)
+    if policy.everything or not holds_scores(config):
+        return 0.0
+    return float("context" in (*policy.device, *policy.host))

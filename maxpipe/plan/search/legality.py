@@ -1,0 +1,140 @@
+"""Decide which candidates are legal, before a configuration is built.
+
+The configuration's own rules decide whether a mesh, or an engine with its options, is legal, once
+each. What depends on several numbers at once is decided here, for arrays of candidates.
+
+Letters: S stages, V repeats, M microbatches.
+"""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.options import update
+from maxpipe.config.rules.engines import ENGINE_RULES
+from maxpipe.config.rules.model import MODEL_RULES
+from maxpipe.config.rules.rule import apply_rules
+from maxpipe.config.sections import Config
+from maxpipe.config.values import AUTO
+from maxpipe.model.kernels.choose import kernel_problems
+from maxpipe.plan.search.machine import platform_of
+from maxpipe.plan.search.space import Grid
+
+_AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
+ONE_HOST = "its transfers between hosts are not priced, so that a plan tries it on one host only"
+
+
+class Layout(NamedTuple):
+    """How layers lie on stages x repeats.
+
+    Attributes:
+      chunk: layers of the largest chunk; 0 if there are too few layers.
+      outside: layers outside the pipeline.
+      is_uneven: whether chunks differ, so that `layers_per_stage=auto` decides.
+    """
+
+    chunk: int
+    outside: int
+    is_uneven: bool
+
+    def updates(self, layers: int) -> dict[str, object]:
+        """Return the keys and values of this layout for a number of layers."""
+        return {
+            "pipeline.num_layers_per_stage": -1,
+            "pipeline.layers_per_stage": AUTO if self.is_uneven else [],
+            "pipeline.parallel_layers": layers - self.outside if self.outside else -1,
+        }
+
+
+def layout_of(engine: str, layers: int, stages: int, repeats: int) -> Layout:
+    """Return how an engine holds layers that may not divide over the chunks."""
+    facts, chunks = ENGINES[engine], stages * repeats
+    chunk, outside = divmod(layers, chunks)
+    if not facts.has_stages:
+        return Layout(layers, 0, is_uneven=False)
+    if not outside:
+        return Layout(chunk, 0, is_uneven=False)
+    if chunk and facts.auto_stages:
+        return Layout(chunk + 1, 0, is_uneven=True)
+    if chunk and facts.takes("pipeline.parallel_layers"):
+        return Layout(chunk, outside, is_uneven=False)
+    return Layout(0, 0, is_uneven=False)
+
+
+class Legality:
+    """The rules, applied to parts of candidates.
+
+    Args:
+      config: what all candidates share.
+      processes: number of processes that drive the devices.
+    """
+
+    def __init__(self, config: Config, processes: int):
+        self._config, self._processes = config, processes
+        self._options: dict[tuple[str, str, str, str], str] = {}
+
+    def of_mesh(self, grid: Grid) -> str:
+        """Return why the model cannot be split over a mesh; empty if it can."""
+        config = update(self._config, grid.updates())
+        problems = [
+            *apply_rules(MODEL_RULES, config, ())[1],
+            *kernel_problems(config, platform_of(config)),
+        ]
+        return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
+
+    def of_engine(self, engine: str) -> str:
+        """Return why an engine cannot be compared on the devices; empty if it can."""
+        if self._processes > 1 and not ENGINES[engine].one_program:
+            return f"pipeline.engine={engine}: {ONE_HOST}"
+        return ""
+
+    def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
+        """Return why an engine does not take options; empty if it does."""
+        key = (engine, schedule, policy, gather)
+        if key not in self._options:
+            changes = {
+                "pipeline.engine": engine,
+                "pipeline.schedule": schedule,
+                "pipeline.remat_policy": policy,
+                "pipeline.fsdp_gather": gather,
+            }
+            problems = apply_rules(ENGINE_RULES, update(self._config, changes), ())[1]
+            first = next(iter(problems), None)
+            self._options[key] = f"{first.key}: {_brief(first.message)}" if first else ""
+        return self._options[key]
+
+    def of_batch(
+        self, engine: str, grid: Grid, batch: int, microbatches: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return two masks over M: whether M fits the engine, and whether it divides the batch."""
+        stages = grid.size("stage")
+        fits_engine = np.ones(microbatches.shape, bool)
+        if ENGINES[engine].has_stages and ENGINES[engine].whole_rounds:
+            least = stages * self._config.pipeline.forwarding_delay
+            fits_engine = (microbatches % stages == 0) & (microbatches >= least)
+        return fits_engine, batch % (microbatches * grid.batch_shards) == 0
+
+    def divides_evaluation(self, grid: Grid, batch: int) -> bool:
+        """Return whether the devices divide the batch of evaluations, if there are any."""
+        every, size = self._config.eval.every, self._config.eval.global_batch_size
+        return not every or size in (-1, batch) or size % grid.batch_shards == 0
+
+    def of_layers(
+        self, engine: str, schedule: str, stages: int, repeats: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return three arrays over V: whether it is legal, layers of a chunk, layers outside."""
+        layouts = [
+            layout_of(engine, self._config.model.stacked_layers, stages, int(v)) for v in repeats
+        ]
+        chunk = np.array([layout.chunk for layout in layouts])
+        outside = np.array([layout.outside for layout in layouts])
+        fixed = SCHEDULES[schedule].repeats if ENGINES[engine].has_stages else None
+        legal = (chunk > 0) & ((repeats == fixed) if fixed else True)
+        return legal, chunk, outside
+
+
+def _brief(message: str) -> str:
+    """Return the first clause of a message, the same for all sizes of a mesh axis."""
+    return _AXIS_SIZE.sub(r"\1 above 1", message.partition(";")[0].partition(": ")[0])

@@ -1,0 +1,247 @@
+"""Search, check the best by the configuration's own rules, and say why the others lost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import resolve
+from maxpipe.config.options import get
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import GIB
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.search.block import block_of_configuration, has_closed_form
+from maxpipe.plan.search.candidate import Candidate, candidate_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality
+from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.request import Request, placed
+from maxpipe.plan.search.rows import Row, fits, loss_of, with_reasons
+from maxpipe.plan.search.search import Outcome, search
+from maxpipe.plan.search.space import DERIVED
+
+ROWS = 100
+CHECKS = 2000  # by the configuration's own rules; each takes about a millisecond
+MISFITS = 2
+WORTH = 0.01  # a smaller share of a step is no reason to look for more memory
+SHOWN = 10
+BILLION = 1e9
+OWN = "your configuration"
+
+
+class SliceCost(NamedTuple):
+    """What training costs on a number of slices, by closed forms.
+
+    Attributes:
+      topology: topology of each slice.
+      slices, chips: number of slices, and of chips in all of them.
+      batch: sequences of a step.
+      seconds: seconds of a step.
+      chip_seconds: chip-seconds to train on a billion tokens.
+    """
+
+    topology: str
+    slices: int
+    chips: int
+    batch: int
+    seconds: float
+    chip_seconds: float
+
+
+class Remedies(NamedTuple):
+    """The result of the search for remedies where nothing fits.
+
+    Attributes:
+      lines: what would fit.
+      vain: kinds of remedies that were tried in full without a fit.
+      unfinished: kinds whose time ran out before that, with what was tried last.
+    """
+
+    lines: Sequence[str] = ()
+    vain: Sequence[str] = ()
+    unfinished: Sequence[str] = ()
+
+
+_UNSEARCHED = Remedies()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of planning.
+
+    Attributes:
+      request: the request that was searched.
+      facts: sizes and costs of the model.
+      outcome: outcome of the search.
+      rows: the best of each mesh, schedule, and value of scan_layers, the chosen one first; empty
+        if nothing fits.
+      misfits: faster rows that do not fit, those that need the least memory; and rows that were
+        compiled and do not fit.
+      own: the user's own configuration, or why it cannot be priced.
+      remedies: what would fit if nothing does.
+      uncompiled: number of rows that were left when others had been compiled.
+      slices: with --smallest, the costs on slices where something fits, the smallest first.
+    """
+
+    request: Request
+    facts: Facts
+    outcome: Outcome
+    rows: Sequence[Row] = ()
+    misfits: Sequence[Row] = ()
+    own: Row | str = ""
+    remedies: Remedies = _UNSEARCHED
+    uncompiled: int = 0
+    slices: Sequence[SliceCost] = ()
+
+    @property
+    def winner(self) -> Row | None:
+        """Return the chosen row; None if nothing fits."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def shown(self) -> list[Row]:
+        """Return the rows of a table: the best, and the winner's twin in scan_layers if any."""
+        shown, others = [*self.rows[:SHOWN]], self.rows[SHOWN:]
+        return shown + [row for row in others if row.candidate.is_twin(shown[0].candidate)]
+
+    def cost(self) -> SliceCost:
+        """Return what training costs with the chosen row; there must be one."""
+        assert self.winner is not None
+        machine, config = self.request.machine, self.request.config
+        batch, seconds = self.winner.candidate.batch, self.winner.seconds
+        chips, tokens = machine.num_chips, batch * config.data.sequence_length
+        cost = BILLION * seconds * chips / tokens
+        return SliceCost(machine.topology, machine.slices, chips, batch, seconds, cost)
+
+    def mfu(self, row: Row) -> float:
+        """Return the model FLOPs utilisation of a row."""
+        machine, config = self.request.machine, self.request.config
+        tokens = row.candidate.batch * config.data.sequence_length
+        flops = tokens * self.facts.model_flops_per_token
+        return flops / (machine.devices * machine.peak * row.seconds)
+
+
+def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
+    """Search, and check the best.
+
+    Args:
+      request: what is asked for.
+      facts: sizes and costs of the model.
+      compare: whether the user's own configuration is priced, too.
+
+    Raises:
+      ConfigError: there are candidates that fit, but none passes the configuration's own checks.
+    """
+    outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
+    checked, problems = _checked(request, outcome.fitting, ROWS)
+    if problems and not checked:
+        (problem, _), *_ = problems.most_common(1)
+        message = f"{problem.message}; so none of the {problems.total()} fastest that fit is legal"
+        raise ConfigError(Problem(problem.key, message))
+    outcome.fallen.update(f"{problem.key}: {problem.message}" for problem in problems.elements())
+    rows = with_reasons(checked, request)
+    own = own_row(request) if compare else ""
+    if isinstance(own, Row):
+        if not fits(own, request):
+            own = replace(own, reason="does not fit by closed forms")
+        elif rows:
+            own = replace(own, reason=loss_of(own, rows[0]))
+    misfits = _misfits(request, outcome, rows[0]) if rows else []
+    return Plan(request, facts, outcome, rows, misfits, own)
+
+
+def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
+    """Return rows that would be faster than the best but do not fit, those with least memory."""
+    limit = request.limit
+    if limit is None:
+        return []
+    faster = [c for c in outcome.misfits if c.per_sequence < (1 - WORTH) * best.per_sequence]
+    rows, _ = _checked(request, sorted(faster, key=lambda c: c.memory), MISFITS)
+    return with_misfit_reasons(rows, best, request)
+
+
+def _misfit_reason(row: Row, best: Row, limit: float) -> str:
+    """Return in words how much faster than the best a row would be, and how much too large it is.
+
+    Args:
+      row: the row that does not fit.
+      best: the best row that fits.
+      limit: bytes that a device may use.
+    """
+    excess = (row.memory - limit) / GIB
+    return f"{loss_of(row, best)}, {excess:.3g} GiB above the usable {limit / GIB:.3g}"
+
+
+def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> list[Row]:
+    """Return rows that do not fit, with what they would gain over the best.
+
+    For those that a probe found too large, the probe has given the reason.
+    """
+    limit = request.limit
+    return [
+        row
+        if limit is None or row.probed
+        else replace(row, reason=_misfit_reason(row, best, limit))
+        for row in misfits
+    ]
+
+
+def _checked(
+    request: Request, candidates: Sequence[Candidate], most: int
+) -> tuple[list[Row], Counter[Problem]]:
+    """Return the first of each sort that passes the configuration's checks; and others' problems.
+
+    Args:
+      request: what is asked for.
+      candidates: candidates to check, the best first.
+      most: number of rows to return at most.
+    """
+    rows: dict[tuple[object, ...], Row] = {}
+    problems: Counter[Problem] = Counter()
+    for candidate in candidates:
+        if len(rows) == most or len(rows) + problems.total() == CHECKS:
+            break
+        if candidate.sort not in rows:
+            config = candidate.config(request.config)
+            if problem := problem_of(config, request):
+                problems[problem] += 1
+            else:
+                rows[candidate.sort] = Row(candidate, config)
+    return [*rows.values()], problems
+
+
+def problem_of(config: Config, request: Request) -> Problem | None:
+    """Return the first problem that the configuration's own checks find; None if it is sound."""
+    try:
+        resolve(config, request.machine.devices, request.machine.slices)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
+
+
+def own_row(request: Request) -> Row | str:
+    """Return the user's own configuration on the plan's devices; or why it cannot be priced."""
+    machine = request.machine
+    try:
+        config = resolve(placed(request.written, machine), machine.devices, machine.slices)
+    except ConfigError as error:
+        return f"{OWN}: {error.problems[0]}"
+    candidate = priced_configuration(config, request)
+    return candidate if isinstance(candidate, str) else Row(candidate, config, name=OWN)
+
+
+def priced_configuration(config: Config, request: Request) -> Candidate | str:
+    """Return a resolved configuration as a candidate; or why it cannot be priced."""
+    if not has_closed_form(config):
+        return f"{OWN}: a schedule from a file has no closed form"
+    block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
+    outcome, facts = Outcome(), Facts(config)
+    legality = Legality(config, request.machine.hosts)
+    if reason := legality.of_engine(block.engine) or legality.of_mesh(block.grid):
+        return f"{OWN}: {reason}"
+    priced = price(block, legality, facts, request.machine, outcome.fallen)
+    if priced is None:
+        return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"
+    candidate = candidate_of(priced.block, 0, priced.memory, priced.seconds, facts)
+    return replace(candidate, layout={key: get(config, key) for key in DERIVED})

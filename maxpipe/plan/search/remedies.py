@@ -1,0 +1,125 @@
+"""Find what would help when nothing fits."""
+
+import time
+from dataclasses import replace
+
+from maxpipe.config.terminal import Note
+from maxpipe.plan.search.amounts import MARGIN, largest_margin
+from maxpipe.plan.search.attempts import Attempt, attempts_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.plan import Plan, Remedies, problem_of
+from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.search import fitting_of_blocks
+from maxpipe.plan.search.smallest import holds_state
+
+SECONDS = 20.0  # of all searches for remedies together
+_MARGIN_STEP = 5  # per cent
+
+
+def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
+    """Return what would fit where nothing does, each found by a search of its own.
+
+    Each kind of remedy has an equal share of the time that those before it leave. Where closed
+    forms accept what the compiler refuses, the searches use a margin with which they refuse it,
+    too.
+
+    Args:
+      plan: the plan in which nothing fits.
+      facts: sizes and costs of the model.
+      note: function that prints a line.
+    """
+    request, flag = plan.request, ""
+    kinds: dict[str, list[Attempt]] = {}
+    if any(map(_is_refused, plan.misfits)):
+        margin = refusing_margin(plan)
+        if margin is None:
+            return Remedies()
+        request, flag = replace(request, margin=margin), f" {MARGIN} {margin:.0%}"
+        kinds["others that need less"] = [Attempt(request, flag.strip())]
+    kinds |= attempts_of(request, flag)
+    # Without more chips, parameters, optimizer state and gradients stay as large as they are.
+    useful = {
+        kind: [attempt for attempt in attempts if holds_state(attempt.request, facts)]
+        for kind, attempts in kinds.items()
+    }
+    lines = _smaller_margin(plan)
+    vain = [kind for kind, attempts in useful.items() if not attempts]
+    unfinished: list[str] = []
+    useful = {kind: attempts for kind, attempts in useful.items() if attempts}
+    end = time.perf_counter() + SECONDS
+    for number, (kind, attempts) in enumerate(useful.items()):
+        left = max(end - time.perf_counter(), 0.0)
+        trial = _Trial(facts, note, left / (len(useful) - number))
+        last = next((a for a in attempts if trial.ends_at(a)), None)
+        if last is None:
+            vain.append(kind)
+        elif trial.is_over:
+            unfinished.append(f"{kind} from {last.words} on")
+        else:
+            lines.append(f"{kind}: {last.words}{last.remark}")
+    return Remedies(lines, vain, unfinished)
+
+
+class _Trial:
+    """Searches for anything that fits, until the time runs out.
+
+    Args:
+      facts: sizes and costs of the model.
+      note: function that prints a line.
+      seconds: time limit of all its searches together.
+
+    Attributes:
+      is_over: whether the time ran out before the end of a search.
+    """
+
+    def __init__(self, facts: Facts, note: Note, seconds: float):
+        self._facts, self._note, self._seconds = facts, note, seconds
+        self._deadline = time.perf_counter() + seconds
+        self.is_over = False
+
+    def ends_at(self, attempt: Attempt) -> bool:
+        """Return whether something fits and passes the configuration's checks, or time ran out."""
+        request = attempt.request
+        self._note(f"trying      {attempt.words}")
+        batches = [*request.batches]
+        for candidates in fitting_of_blocks(
+            request.space(), request.machine, self._facts, batches, request.limit
+        ):
+            if any(problem_of(c.config(request.config), request) is None for c in candidates):
+                return True
+            if time.perf_counter() > self._deadline:
+                self._note(f"            left off after {self._seconds:.0f} s")
+                self.is_over = True
+                return True
+        return False
+
+
+def _smaller_margin(plan: Plan) -> list[str]:
+    """Return a line with the margin at which the smallest candidate fits, if there is one."""
+    request, least = plan.request, plan.outcome.least
+    capacity, limit = request.machine.capacity, request.limit
+    if least is None or capacity is None or limit is None:
+        return []
+    if not limit < least.memory <= capacity or problem_of(least.config(request.config), request):
+        return []
+    percent = largest_margin(least.memory, capacity)
+    proof = ", and --compile 1 proves it" if request.machine.is_compilable else ""
+    return [f"less memory left free: {MARGIN} {percent}%; closed forms are coarse{proof}"]
+
+
+def refusing_margin(plan: Plan) -> float | None:
+    """Return the margin with which closed forms refuse what was compiled or probed; or None.
+
+    It is None if that takes all of the memory, or if the memory is unknown.
+    """
+    capacity = plan.request.machine.capacity
+    memories = [row.candidate.memory for row in plan.misfits if _is_refused(row)]
+    if capacity is None or not memories:
+        return None
+    percent = _MARGIN_STEP * (largest_margin(min(memories), capacity) // _MARGIN_STEP + 1)
+    return percent / 100 if percent < 100 else None
+
+
+def _is_refused(row: Row) -> bool:
+    """Return whether the compiler has said that a row, or a unit of it, does not fit."""
+    return row.probed is not None or (row.proof is not None and not row.proof.failure)

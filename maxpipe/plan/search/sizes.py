@@ -1,0 +1,152 @@
+"""Compute sizes and counts of a block's candidates, as arrays of the block's dimensions.
+
+Letters: S stages, V repeats, M microbatches, D embed.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import Tpu
+from maxpipe.plan.footprint import itemsize, optimizer_bytes
+from maxpipe.plan.prefetch import KEY as PREFETCH
+from maxpipe.plan.search.block import DIMENSIONS, Block, along
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.patterns import InFlight, Pattern, pattern
+from maxpipe.plan.weights_held import StageLayers
+
+
+class BlockSizes:
+    """Sizes and counts of a block's candidates, as arrays.
+
+    Args:
+      block: the candidates.
+      facts: sizes and costs of the model.
+      tpu: the device's chip; None if it is not a TPU.
+    """
+
+    def __init__(self, block: Block, facts: Facts, tpu: Tpu | None):
+        config, grid = facts.config, block.grid
+        self.block, self.facts, self.config = block, facts, config
+        self.tpu = tpu
+        self.engine = ENGINES[block.engine]
+        self.stages = grid.size("stage")
+        self.microbatches = along(block.microbatches, "microbatches")
+        self.repeats = along(block.repeats, "repeats")
+        self.layers = along(np.maximum(block.chunk, 1), "repeats")
+        self.outside = along(block.outside, "repeats")
+        self.num_first = config.model.first_dense_layers
+        self.rows = np.maximum(block.batch / (self.microbatches * grid.batch_shards), 1.0)
+        self.tokens = self.rows * config.data.sequence_length / grid.size("context")
+        self.itemsize = itemsize(config.model.dtype)
+        self.parameters = facts.parameters(grid.sizes)
+        self.weights = self.parameters.parts.on_stage(self._stage_layers())
+        self.layer = facts.layer(grid.sizes)
+        savings = [
+            facts.saving(grid.sizes, block.engine, policy, scans=block.scans)
+            for policy in block.policies
+        ]
+        self.residuals = along([s.residuals for s in savings], "policy")
+        self.offloaded = along([s.offloaded for s in savings], "policy")
+        self.stash = along([s.stash for s in savings], "policy")
+        self.handed_over = along([s.handed_over for s in savings], "policy")
+        self.held = along([s.held for s in savings], "policy")
+        self.cheap = along([s.cheap for s in savings], "policy")
+        self.recomputed = along([s.recomputed for s in savings], "policy")
+        self.scores_again = along([s.scores_again for s in savings], "policy")
+        saves_all = along([s.saves_all for s in savings], "policy")
+        # Layers that are each compiled by itself are gathered before a loop over microbatches.
+        self.gathers_before_loop = self.is_unrolled * np.greater(self.microbatches, 1)
+        self.keeps_gathered = self.is_unrolled * np.maximum(saves_all, self.gathers_before_loop)
+        # What all first dense layers keep of a microbatch, with their inputs.
+        self.first_kept = along([s.first_kept for s in savings], "policy")
+        self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
+        self.first_recomputed = along([s.first_recomputed for s in savings], "policy")
+
+    def _stage_layers(self) -> StageLayers:
+        if not (self.engine.has_stages and self.engine.one_program):
+            # Separate programs have chunks of their own sizes.
+            return StageLayers(self.config.model.stacked_layers / self.stages, 0.0, 0.0)
+        rows = np.ceil(self.outside / (self.stages * self.layers))
+        return StageLayers(self.repeats * self.layers, rows * self.layers, self.outside)
+
+    def gathers(self, name: str) -> np.ndarray:
+        """Return 1 where weights are gathered as often as `name` says, else 0."""
+        return along([float(gather == name) for gather in self.block.gathers], "gather")
+
+    @property
+    def gathers_once(self) -> np.ndarray:
+        """Return 1 where weights are cast and gathered once a step, else 0."""
+        return self.gathers("once") * (self.is_split or self.config.model.narrows_parameters)
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether layers have to be gathered."""
+        return self.parameters.layer_gathered > self.parameters.layer_at_rest
+
+    def gathers_of_unit(self) -> np.ndarray:
+        """Return the number of gathers of a layer per forward, where units gather."""
+        return np.where(self.gathers_before_loop, 1.0 / self.microbatches, 1.0)
+
+    def gathers_in_steps(self) -> np.ndarray:
+        """Return 1 where weights are gathered in steps, by the rules of `planning.prefetch`."""
+        pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
+        prefetch = pipeline.fsdp_prefetch
+        if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":
+            return np.zeros((1,) * len(DIMENSIONS))
+        scans = (self.layers > 1) & pipeline.scan_layers_per_stage
+        does = prefetch == "true" or (self.tpu is not None and ring <= self.tpu.longest_ring)
+        return does * ~scans * self.gathers("per_iteration")
+
+    @cached_property
+    def patterns(self) -> list[list[Pattern]]:
+        """Return the schedule's pattern for each M and V."""
+        config, block = self.config, self.block
+        return [
+            [
+                pattern(
+                    block.schedule,
+                    block.engine,
+                    self.stages,
+                    int(m),
+                    int(v),
+                    delay=self.config.pipeline.forwarding_delay,
+                    slack=int(config.pipeline.overlap_slots),
+                )
+                for v in block.repeats
+            ]
+            for m in block.microbatches
+        ]
+
+    def of_pattern(self, name: str) -> np.ndarray:
+        """Return a number of the patterns, [M, V, 1, 1, 1]."""
+        values = [[getattr(p, name) for p in row] for row in self.patterns]
+        return np.array(values, float)[:, :, None, None, None]
+
+    def in_flight(self, place: int) -> InFlight:
+        """Return what stages of a place have in flight at fullest moments, [6, M, V, 1, 1, 1]."""
+        values = np.array([[p.in_flight for p in row] for row in self.patterns], float)
+        of_place = np.moveaxis(values[..., place, :], (0, 1), (-2, -1))
+        return InFlight(*of_place[..., None, None, None])
+
+    @property
+    def is_unrolled(self) -> bool:
+        """Return whether layers without stages are each compiled by itself."""
+        return not self.engine.has_stages and not self.block.scans
+
+    @property
+    def is_written_out(self) -> bool:
+        """Return whether the engine runs backwards as units, not by differentiating a loop."""
+        return self.engine.lockstep or not self.engine.one_program
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether weight gradients are units of their own."""
+        return self.engine.has_stages and SCHEDULES[self.block.schedule].splits_backward
+
+
+def state_per_parameter(config: Config) -> float:
+    """Return the bytes of a parameter at rest with its optimizer's state."""
+    return itemsize(config.model.param_dtype) + optimizer_bytes(config)

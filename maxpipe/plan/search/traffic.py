@@ -1,0 +1,166 @@
+"""Price what a layer moves through a device's memory besides the operands of matrix products.
+
+The rates are those that XLA's estimates reach, see `devices.chips.MemoryShares`.
+
+Letters: V repeats, M microbatches, L layers of a chunk.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.plan.footprint import itemsize
+from maxpipe.plan.search.facts import LayerCosts, Parameters
+from maxpipe.plan.search.machine import Machine
+from maxpipe.plan.search.sizes import BlockSizes
+from maxpipe.plan.stores import FLOAT32, Number
+
+# How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
+# qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.
+_ROW_PASSES, _ROW_GRADIENT_PASSES = 1.5, 3.5
+
+
+class Traffic(NamedTuple):
+    """Seconds of one layer for one microbatch.
+
+    Attributes:
+      written, read: residuals, by F to a store and by the backward from it.
+      stashed, unstashed: what a weight gradient needs, by I to a store and by W from it.
+      forward, backward: weights that a unit casts, copies and gathers for itself.
+      keys: keys and values of whole sequences, which their owners send in another order.
+      rows, row_gradients: rows of experts and their results, brought into order by F and by the
+        backward.
+      gradients: sums of weight gradients.
+    """
+
+    written: Number
+    read: Number
+    stashed: Number
+    unstashed: Number
+    forward: Number
+    backward: Number
+    keys: Number
+    rows: Number
+    row_gradients: Number
+    gradients: Number
+
+
+def layer_traffic(
+    sizes: BlockSizes, machine: Machine, parameters: Parameters, layer: LayerCosts, stored: Number
+) -> Traffic:
+    """Return what a layer of a model moves.
+
+    Args:
+      sizes: sizes and counts of the block's candidates.
+      machine: the machine that runs it.
+      parameters: the model's parameters on a device.
+      layer: costs of one layer of the model.
+      stored: width of the residuals that go to a store.
+    """
+    rate = machine.stream_rate(sizes.itemsize)
+    # Programs of their own hand residuals over, and unrolled layers keep no stores.
+    has_stores = sizes.engine.one_program and not sizes.is_unrolled
+    each = has_stores * residual_seconds(sizes, machine, stored)
+    stash = has_stores * sizes.splits_backward * residual_seconds(sizes, machine, sizes.stash)
+    forward, backward = _weights(sizes, machine, parameters, layer)
+    copied = _copied_experts(sizes, parameters, layer) / rate
+    context = sizes.block.grid.size("context")
+    sequence = sizes.itemsize * sizes.tokens * context * layer.key_values * (context > 1)
+    rows = residual_seconds(sizes, machine, layer.rows)
+    return Traffic(
+        # The operation that makes residuals writes them to the store; their reader gets a copy.
+        written=each,
+        read=2 * each,
+        stashed=stash,
+        unstashed=2 * stash,
+        forward=forward + copied,
+        backward=backward + copied,
+        # Once to the order of tokens and once to that of the kernel, each read and written.
+        keys=2 * 2 * sequence / rate,
+        rows=_ROW_PASSES * rows,
+        row_gradients=_ROW_GRADIENT_PASSES * rows,
+        gradients=_gradients(sizes, parameters, layer) / machine.stream_rate(FLOAT32),
+    )
+
+
+def residual_seconds(sizes: BlockSizes, machine: Machine, stored: Number) -> Number:
+    """Return the seconds to write or read a layer's residuals of width `stored`."""
+    return sizes.itemsize * sizes.tokens * stored / machine.stream_rate(sizes.itemsize)
+
+
+def _weights(
+    sizes: BlockSizes, machine: Machine, parameters: Parameters, layer: LayerCosts
+) -> tuple[Number, Number]:
+    """Return the seconds that F, and the backward, take to prepare the weights of a layer."""
+    size, rate = sizes.itemsize, machine.stream_rate(sizes.itemsize)
+    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
+    is_gathered = parameters.layer_gathered > parameters.layer_at_rest
+    gathered = each * is_gathered * size * parameters.layer_gathered / rate
+    if sizes.is_written_out:
+        stored = itemsize(sizes.config.model.param_dtype)
+        # One program casts whole weights before the loop.
+        moved: Number = 0.0
+        if is_gathered:
+            moved = (stored + size) * parameters.layer_at_rest
+        elif not sizes.engine.one_program:
+            # Products cast the wide weights that they read; the kernels of experts do not.
+            experts = layer.expert_weights
+            moved = (stored + size) * experts
+            moved += max(stored - size, 0) * (parameters.layer_at_rest - experts)
+        prepared = gathered + each * moved / machine.stream_rate(FLOAT32)
+        return prepared, prepared
+    if not sizes.engine.has_stages:
+        return gathered * sizes.gathers_of_unit(), gathered * (1.0 - sizes.keeps_gathered)
+    once = sizes.gathers("once")
+    copied = once * parameters.layer_gathered + (1.0 - once) * parameters.layer_at_rest
+    copy = 2 * size * copied / rate
+    # A chunk's weights are copied from its stage's, and each layer's from the chunk's.
+    unrolled = (sizes.layers > 1) & (not sizes.config.pipeline.scan_layers_per_stage)
+    copies = (sizes.repeats > 1) * copy + unrolled * copy
+    return gathered + copies, gathered + copies
+
+
+def _copied_experts(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:
+    """Return the bytes that move where a layer's experts are copied from an array of several.
+
+    Kernels read whole arrays. Weights gathered for a single layer are a whole array already. Where
+    the circular engine's weights are whole, `_weights` has counted their copies.
+    """
+    copy = 2 * sizes.itemsize * layer.expert_weights
+    is_split = parameters.layer_gathered > parameters.layer_at_rest
+    if not sizes.engine.has_stages:
+        return copy * (not is_split)
+    each = is_split * sizes.gathers("per_iteration")
+    counted = sizes.engine.is_differentiated * (1.0 - is_split * (1.0 - sizes.gathers("once")))
+    several = np.where(sizes.layers > 1, 1.0, (1.0 - each) * (sizes.repeats > 1))
+    return copy * (1.0 - counted) * several
+
+
+def _gradients(sizes: BlockSizes, parameters: Parameters, layer: LayerCosts) -> Number:
+    """Return the bytes that move where a unit adds the gradients of a layer to their sums."""
+    count = gradient_parameters(sizes, parameters)
+    if sizes.is_written_out:
+        # Kernels of experts make gradients in the dtype of the weights.
+        converted = (sizes.itemsize + FLOAT32) * layer.expert_weights
+        # In rings each device copies a part to send it, adds what arrives to the parts that it
+        # sends on, and reads what arrives last.
+        part, whole = parameters.layer_at_rest, parameters.layer_gathered
+        sent_on = np.maximum(whole - 2 * part, 0.0)
+        ring = 3 * sizes.itemsize * part + (2 * FLOAT32 + sizes.itemsize) * sent_on
+        # The operation that makes gradients adds them to the sums.
+        return 2 * FLOAT32 * count + sizes.gathers_in_steps() * ring + converted
+    if not sizes.engine.has_stages:
+        # The loop over layers puts them into a stack. Without the loop they are read when they are
+        # added to the sums over microbatches, see `step_traffic`.
+        is_added = sizes.is_unrolled * np.greater(sizes.microbatches, 1)
+        return (1.0 - is_added) * (sizes.itemsize + FLOAT32) * count
+    return (2 * FLOAT32 + sizes.itemsize) * count
+
+
+def gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
+    """Return the parameters of a layer whose gradients one unit adds to a sum."""
+    is_whole: Number = 0.0
+    if sizes.engine.has_stages:
+        # Gradients of the repeats at work are summed whole, and become shards when these are done.
+        is_whole = sizes.gathers("once") + sizes.gathers("per_repeat")
+    return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest

@@ -1,0 +1,139 @@
+"""Compute the times of a block's units: a layer's forward and backward, and the head."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.plan.prefetch import IDLE_SHARE
+from maxpipe.plan.remat_cheap import KEY as REMAT_CHEAP
+from maxpipe.plan.search.attention import attention_seconds
+from maxpipe.plan.search.block import along
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.machine import Machine
+from maxpipe.plan.search.memory import memory_bytes
+from maxpipe.plan.search.seconds import Units, roofline
+from maxpipe.plan.search.sizes import BlockSizes
+from maxpipe.plan.search.traffic import layer_traffic
+from maxpipe.plan.stores import FLOAT32, Number
+
+# Bytes that move through a device's memory per logit between the products of the head: by XLA's
+# estimates of 2048 x 151936 logits, 14 on v5p and 17 on v5e.
+_LOGIT_BYTES = 16
+
+
+class _Layer(NamedTuple):
+    """Times of a layer for one microbatch, as in `Units`."""
+
+    forward: Number
+    input_gradient: Number
+    weight_gradient: Number
+
+
+def units_of(sizes: BlockSizes, machine: Machine) -> Units:
+    """Return the times of a layer and of the head for one microbatch."""
+    again = _computes_cheap_again(sizes, machine)
+    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
+    return Units(*layer, _head(sizes, machine))
+
+
+def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of all first dense layers for one microbatch."""
+    facts = sizes.facts.of_first_layers
+    if facts is None:
+        return 0.0
+    stored: Number = 0.0
+    if not sizes.engine.lockstep:
+        stored = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
+    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
+    # A lockstep engine starts their backward from the tokens, with a forward of its own.
+    return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
+
+
+def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return 1 where a backward of several layers computes cheap values once more, else 0.
+
+    It then holds only the results of products, see `planning.remat_cheap`.
+    """
+    pipeline, engine = sizes.config.pipeline, sizes.engine
+    several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    if not engine.has_stages or not np.any(several):
+        return 0.0
+    chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
+    by_layer = pipeline.scan_layers_per_stage or pipeline.remat_layers
+    has_choice = chosen != "true" and not by_layer and not sizes.splits_backward
+    if has_choice and chosen == "false":
+        return 0.0
+    if not has_choice or machine.tpu is None:
+        return several
+    held = (sizes.layers - 1) * sizes.cheap * sizes.itemsize * sizes.tokens
+    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu.memory)
+
+
+def _head(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of logits, loss and their gradients for one microbatch.
+
+    In a pipeline of one program each stage has a share: of every microbatch's tokens on a lockstep
+    engine, otherwise of the microbatches.
+    """
+    engine, size = sizes.engine, sizes.itemsize
+    count = sizes.weights.projection  # the table, where embeddings are tied
+    tokens = sizes.tokens / (sizes.stages if engine.lockstep else 1)
+    tiles = along(sizes.block.tiles, "tiles")
+    flops = tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
+    peak = machine.peak * machine.matrix_efficiency
+    # The circular engine computes logits again. Every tile reads weights and adds to gradients.
+    products = 4 if engine.is_differentiated else 3
+    seconds = products * tiles * roofline(flops / tiles, peak, size * count, machine.hbm)
+    logits = flops / (2 * sizes.config.model.embed_dim)
+    seconds = seconds + _LOGIT_BYTES * logits / machine.hbm
+    sums = tiles * (tiles > 1) + int(engine.has_stages)  # the latter over microbatches
+    seconds = seconds + 2 * FLOAT32 * count * sums / machine.stream_rate(FLOAT32)
+    return seconds / (sizes.stages if engine.is_differentiated else 1)
+
+
+def _layer(
+    sizes: BlockSizes,
+    machine: Machine,
+    facts: Facts,
+    recomputed: Number,
+    again: Number,
+    stored: Number,
+) -> _Layer:
+    """Return the times of a layer of a model.
+
+    Args:
+      sizes: sizes and counts of the block's candidates.
+      machine: the machine that runs it.
+      facts: sizes and costs of the model.
+      recomputed: share of the forward that the backward computes again.
+      again: 1 where the backward also recomputes what lies between products, else 0.
+      stored: width of the residuals that go to a store.
+    """
+    axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
+    layer, parameters = facts.layer(axes), facts.parameters(axes)
+    peak = machine.peak * machine.matrix_efficiency
+    moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
+    # Experts run in kernels, which are taken to reach the same share of the peak as attention's.
+    of_experts = layer.expert_flops / machine.attention_peak()
+    others = (layer.weight_flops - layer.expert_flops) / peak
+    products = np.maximum(tokens * (others + of_experts), moved / machine.hbm)
+    # With few tokens the gradients of weights take longer to write than to compute.
+    written = size * parameters.layer_gathered / machine.stream_rate(size)
+    attention = attention_seconds(sizes, machine, layer)
+    # What norms make, and every product's result once more: it is rotated, activated or added.
+    between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
+    traffic = layer_traffic(sizes, machine, parameters, layer, stored)
+    forward = products + attention.forward + between + traffic.keys + traffic.rows
+    return _Layer(
+        forward + traffic.written + traffic.forward,
+        products
+        + attention.backward
+        + (2 + again) * between
+        + traffic.keys
+        + traffic.row_gradients
+        + recomputed * forward
+        + traffic.read
+        + traffic.stashed
+        + traffic.backward,
+        np.maximum(products, written) + traffic.unstashed + traffic.gradients,
+    )

@@ -1,0 +1,113 @@
+"""Write a row of the plan as a complete YAML file, which runs from any folder."""
+
+import glob
+import importlib.metadata
+import os
+import shlex
+from collections.abc import Sequence
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.errors import redacted
+from maxpipe.config.from_hf import VOCABULARY
+from maxpipe.config.model_places import split_scheme
+from maxpipe.config.model_shape import SHAPE_DEFAULTS
+from maxpipe.config.options import OPTIONS, get, is_set, update
+from maxpipe.config.paths import LISTS, MIXTURE, NAMES, exists
+from maxpipe.config.printing import to_yaml
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import GIB
+from maxpipe.plan.search.plan import OWN, Plan
+from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.space import MESH_KEYS, SEARCHED
+
+BASES = {
+    "compiled": "the compiled program",
+    "probed": "closed forms with compiled units",
+    "scaled": "closed forms scaled as those probed",
+    "closed": "closed forms",
+}
+_PACKAGES = ("maxpipe", "jax", "libtpu")
+
+
+def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
+    """Return the YAML of a row, with its prediction in comments.
+
+    Args:
+      plan: the plan that the row belongs to.
+      row: the row to write.
+      words: the command line after the command.
+    """
+    machine, margin = plan.request.machine, plan.request.margin
+    seconds = row.seconds
+    basis = BASES[row.basis]
+    prediction = f"{seconds:.4g} s a step, MFU {100 * plan.mfu(row):.1f} %, by {basis}"
+    if not machine.is_timed:
+        prediction = "no seconds, since the speed of this machine is not known"
+    memory = f"{row.memory / GIB:.3g} GiB a device"
+    if machine.capacity:
+        memory += f" of {machine.capacity / GIB:.3g}, of which closed forms leave {margin:.0%} free"
+    command = redacted(shlex.join(["python", "-m", "maxpipe.plan", *words]))
+    lines = [
+        command,
+        "",
+        f"predicted: {prediction}",
+        f"memory: {memory}",
+        f"topology: {machine.topology}" + f", {machine.slices} slices" * (machine.slices > 1),
+        f"made with {versions()}",
+    ]
+    if machine.is_compilable:
+        lines.append("before training, python -m maxpipe.compile prints this chip's XLA flags")
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return comments + "\n" + to_yaml(_located(row.config), _keys(row))
+
+
+def versions() -> str:
+    """Return the versions of the packages that predictions depend on, where installed."""
+    installed = []
+    for package in _PACKAGES:
+        try:
+            installed.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(installed)
+
+
+def _keys(row: Row) -> set[str]:
+    """Return the keys that a file needs: those that differ from their defaults, and the plan's.
+
+    Keys that the engine does not read, such as a schedule without stages, are left out.
+    """
+    config = row.config
+    keys = {key for key in OPTIONS if is_set(config, key)}
+    if row.name != OWN:
+        keys |= {*SEARCHED} - {*MESH_KEYS}
+    # The base has the shape, except padding of the vocabulary.
+    if config.model.from_hf or config.base_model:
+        keys -= {f"model.{name}" for name in SHAPE_DEFAULTS}
+        keys.add(VOCABULARY)
+    return {key for key in keys if ENGINES[config.pipeline.engine].takes(key)}
+
+
+def _located(config: Config) -> Config:
+    """Return the configuration with absolute paths."""
+    changes: dict[str, object] = {key: _absolute(str(get(config, key))) for key in LISTS}
+    for key, names in NAMES.items():
+        value = str(get(config, key))
+        changes[key] = value if value in names else _absolute(value)
+    changes[MIXTURE] = [
+        {**entry, "path": _absolute(str(entry["path"]))} if "path" in entry else entry
+        for entry in config.data.mixture
+    ]
+    return update(config, changes)
+
+
+def _absolute(path: str) -> str:
+    """Return a path, or several separated by commas, as absolute paths where they exist."""
+    scheme, paths = split_scheme(path)
+    parts = (part.strip() for part in paths.split(","))
+    located = (os.path.abspath(part) if part and _is_local(part) else part for part in parts)
+    return scheme + ",".join(located)
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and (exists(path) or glob.has_magic(path))

@@ -1,0 +1,423 @@
+"""The clocked walk and its prices, on a program whose times are worked out by hand, in ns."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.hand_timed import (
+    BASIS,
+    CONSTANTS,
+    HLO,
+    NANOSECOND,
+    OUTSIDE_LOOPS,
+    PROGRAM,
+    TICK,
+    walked,
+)
+
+from maxpipe.compile.hlo import parse
+from maxpipe.compile.prediction.activity import times_taken
+from maxpipe.compile.prediction.constants import constants_of
+from maxpipe.compile.prediction.operations import Part, Prices
+from maxpipe.compile.prediction.origins import Origin
+from maxpipe.compile.prediction.predict import (
+    collectives_of,
+    guessed_seconds,
+    parts_of,
+    unknowns,
+)
+from maxpipe.compile.prediction.prediction import Prediction
+from maxpipe.compile.prediction.timeline import OUTSIDE
+from maxpipe.devices.chips import CHIPS, chip_of
+
+
+def nanoseconds(seconds):
+    return pytest.approx(seconds * NANOSECOND)
+
+
+def test_walk_multiplies_loops_and_counts_only_what_computation_waits_for():
+    timeline = walked()
+    assert timeline.seconds == nanoseconds(3 * (TICK + 50) + OUTSIDE_LOOPS)
+    assert parts_of(timeline) == {
+        Part.MATRIX_PRODUCTS: nanoseconds(3 * 60),
+        Part.ATTENTION: 0,
+        Part.LOOP_FUSIONS: nanoseconds(3 * 50 + 90 + 300),
+        Part.COPIES: nanoseconds(400 - 90),
+        Part.COLLECTIVES: nanoseconds(3 * (40 + 100)),
+    }
+    assert collectives_of(timeline) == [
+        ("all-gather", "fsdp", nanoseconds(300)),
+        ("collective-permute", "stage", nanoseconds(120)),
+    ]
+    assert [(loop.phase, loop.iterations) for loop in timeline.loops] == [("phase_1", 3)]
+    assert timeline.loops[0].seconds == nanoseconds(TICK + 50)
+    assert unknowns(timeline) == []
+
+
+def test_walk_of_a_longer_computation_hides_the_whole_transfer():
+    timeline = walked(PROGRAM.replace('"estimated_cycles":"60"', '"estimated_cycles":"160"'))
+    assert timeline.seconds == nanoseconds(3 * (160 + 100 + 50) + OUTSIDE_LOOPS)
+    assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
+
+
+def line_of(name):
+    return next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
+
+
+def test_walk_of_two_transfers_over_the_same_links_adds_their_times():
+    first, done = line_of("send"), line_of("got")
+    last = done.replace("%got", "%got.2").replace("%send", "%send.2")
+    for pairs, exposed in (
+        ("{{0,2},{1,3}}", 140),  # the same links: the second ends after 200 ns, 60 of them hidden
+        ("{{2,0},{3,1}}", 40),  # the other direction has links of its own
+    ):
+        second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", pairs)
+        text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
+        assert walked(text).seconds == nanoseconds(3 * (60 + exposed + 100 + 50) + OUTSIDE_LOOPS)
+
+
+def test_walk_of_two_copies_within_the_chip_adds_their_times():
+    first, done = line_of("fetch"), line_of("fetched")
+    last = done.replace("%fetched", "%fetched.2").replace("(%fetch)", "(%fetch.2)")
+    for space, exposed in (
+        ("", 710),  # the second copy ends after 800 ns, 90 of them hidden
+        (":S(5)", 310),  # to the host: it waits for no other
+    ):
+        second = first.replace("%fetch", "%fetch.2")
+        second = second.replace("f32[100],", f"f32[100]{{0{space}}},", 1)
+        text = PROGRAM.replace(first, f"{first}\n{second}").replace(done, f"{done}\n{last}")
+        assert parts_of(walked(text))[Part.COPIES] == nanoseconds(exposed)
+
+
+def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
+    timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
+    # 100 bytes are sent beneath a product of 70 cycles.
+    assert timeline.seconds == nanoseconds(100)
+    assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == nanoseconds(70)
+    assert collectives_of(timeline) == [("all-gather", "fsdp", nanoseconds(30))]
+
+
+def test_walk_waits_for_what_other_slices_send():
+    text = (HLO / "slices.hlo").read_text(encoding="utf-8")
+    half = replace(CONSTANTS, dcn_bandwidth=0.5e9)
+    timeline = walked(text, num_slices=2, constants=half)
+    # 100 bytes at half a byte a ns, 50 of which are hidden.
+    assert timeline.seconds == nanoseconds(200)
+    assert collectives_of(timeline) == [("collective-permute", "stage", nanoseconds(150))]
+    assert unknowns(walked(text, num_slices=2)) == [
+        "transfers over a network of unknown bandwidth: give"
+    ]
+
+
+def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
+    timeline = walked(times_taken=lambda origin, reached: 1 if origin.scope == "head" else reached)
+    # Once the branch of 50 cycles, twice the other one.
+    assert timeline.seconds == nanoseconds(3 * TICK + 50 + 2 * 2 + OUTSIDE_LOOPS)
+    (conditional,) = timeline.conditionals
+    assert conditional[:4] == ("head", "phase_1", 3, 1)
+    assert conditional.seconds == nanoseconds(50)
+    assert sum(s.total for s in timeline.spent) == pytest.approx(timeline.seconds)
+
+
+def test_walk_of_a_conditional_within_a_branch_counts_its_work():
+    begin = PROGRAM.index("%work (x: f32[50])")
+    work = PROGRAM[begin : PROGRAM.index("%idle (x: f32[50])")]
+    names = {"%x.1": "%x.3", "head.work": "head.inner", "%work (": "%inner ("}
+    inner = work
+    for name, other in names.items():
+        inner = inner.replace(name, other)
+    nested = (
+        "ROOT %nested = f32[50] conditional(%some.1, %x.1, %x.1), true_computation=%inner, "
+        'false_computation=%idle, metadata={op_name="jit(train_step)/phase_1/while/body/head/cond"}'
+    )
+    outer = work.replace(
+        work.splitlines()[2].strip(), f"%some.1 = pred[] constant(true)\n  {nested}"
+    )
+    text = PROGRAM.replace(work, inner + outer)
+    assert walked(text).seconds == walked().seconds
+    within = {s.name: s for s in walked(text.replace("body/head/cond", "body/mlp/cond", 1)).spent}
+    assert within["head.inner"].place.conditional == "head"
+
+
+def test_walk_names_phase_source_line_and_scope_of_an_operation():
+    timeline = walked()
+    spent = {s.name: s for s in timeline.spent}
+    # The fusion's own line has no name; that of its matrix product counts.
+    assert spent["mlp"].origin.scope == "mlp"
+    assert spent["mlp"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["mlp"].place.phase == "phase_1"
+    # The call from the package counts, not the line of an installed library.
+    assert spent["norm"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["norm"].place.phase == OUTSIDE
+    assert spent["head.work"].place.conditional == "head"
+
+
+def test_origins_have_the_innermost_scope_of_the_model():
+    scopes = {
+        "phase_1/while/body/forward/layer/mlp/dot_general": ("mlp", False),
+        "transpose(jvp(layer))/attention/mul": ("attention", True),
+        "phase_2/while/body/backward/all_gather": ("backward", True),
+        "phase_0/while/body/forward/embedding/cond": ("embedding", False),
+        "sub": ("", False),
+    }
+    origins = {name: Origin(f"jit(train_step)/{name}") for name in scopes}
+    assert {name: (o.scope, o.is_backward) for name, o in origins.items()} == scopes
+
+
+def test_walk_says_what_it_cannot_price():
+    config = ', backend_config={"window_config":{"estimated_cycles":"60"}}'
+    assert config in PROGRAM
+    text = (
+        PROGRAM.replace(config, "")
+        .replace('"known_trip_count":{"n":"3"}', '"other":{}')
+        .replace("direction=LT", "direction=NE")
+    )
+    assert unknowns(walked(text)) == [
+        "matrix products without estimated_cycles: mlp",
+        "loops of unknown length: loop",
+    ]
+
+
+def test_walk_names_the_end_of_a_transfer_whose_start_it_has_not_seen():
+    text = PROGRAM.replace("collective-permute-done(%send)", "collective-permute-done(%g)")
+    assert unknowns(walked(text)) == ["transfers of which only the end is found: got"]
+
+
+def test_operation_without_an_estimate_is_priced_by_its_bytes_and_counts_as_guessed():
+    assert guessed_seconds(walked()) == 0
+    estimate = ', backend_config={"window_config":{"estimated_cycles":"300"}}'
+    for without in ("", estimate.replace("300", "-1")):
+        timeline = walked(PROGRAM.replace(estimate, without))
+        # It writes 400 bytes, and reads as many.
+        assert guessed_seconds(timeline) == nanoseconds(800)
+    guessed = guessed_seconds(timeline)
+    prediction = Prediction(timeline.seconds, BASIS, parts_of(timeline), guessed=guessed)
+    assert prediction.as_json()["guessed_seconds"] == nanoseconds(800)
+    share = round(100 * 800 * NANOSECOND / timeline.seconds)
+    line = f"  {share} % of the step has no estimate of the compiler's and is priced by its bytes"
+    assert line in prediction.lines()
+    certain = Prediction(walked().seconds, BASIS, parts_of(walked()))
+    assert "priced by its bytes" not in "\n".join(certain.lines())
+
+
+def test_transfers_of_sparse_cores_are_those_of_the_collectives_that_they_call():
+    timeline = walked((HLO / "sparse_cores.hlo").read_text(encoding="utf-8"))
+    (waited,) = collectives_of(timeline)
+    # Of 100 bytes either device of a pair sends half twice, of which 60 ns are hidden.
+    assert (waited.kind, waited.axes) == ("all-reduce", "fsdp")
+    assert waited.seconds == pytest.approx(40 * NANOSECOND)
+    assert timeline.seconds == pytest.approx(100 * NANOSECOND)
+
+
+def test_prices_of_attention_kernels_come_from_causal_flops():
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    timeline = walked(text)
+    # Two products for half of 1024 x 1024 scores and the masked half of the diagonal's blocks.
+    flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+    assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
+
+
+def test_price_of_a_custom_call_is_known_where_it_moves_nothing():
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    first, without = "  %splash_mha_fwd.1", walked(text)
+
+    def with_call(target):
+        call = f'  %joined = bf16[2,2,1024,128] custom-call(%k, %k), custom_call_target="{target}"'
+        return walked(text.replace(first, f"{call}\n{first}", 1))
+
+    for target in ("ConcatBitcast", "AssumeGatherIndicesInBound"):
+        assert with_call(target).seconds == without.seconds
+        assert unknowns(with_call(target)) == unknowns(without)
+    assert unknowns(with_call("Novel")) == ["kernels whose work is unknown: joined, own.1"]
+
+
+def attention_program(kernel, mask, blocks):
+    """The program of an attention kernel of 1024 queries and keys."""
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    text = text.replace("splash_mha_fwd", f"splash_mha_{kernel}").replace("s8[1,2,2]", mask)
+    named = json.dumps({"xprof_metadata": json.dumps(blocks)}, indent=0)
+    call = '%k, %k), custom_call_target="tpu_custom_call"'
+    return text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
+
+
+def attention_seconds(channels, pairs):
+    """Return the time of products over so many channels for so many queries and keys."""
+    return pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
+
+
+def test_prices_of_attention_kernels_count_the_blocks_that_they_name():
+    sizes = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128)}
+    all_blocks = {
+        f"block_{side}{'' if word == 'fwd' else f'_{word}'}": size
+        for word, pair in sizes.items()
+        for side, size in zip(("q", "kv"), pair, strict=True)
+    }
+    for kernel, products, (block_q, block_kv), blocks in (
+        ("fwd", 2, sizes["fwd"], all_blocks),
+        ("dq", 3, sizes["dq"], all_blocks),
+        ("dkv", 4, sizes["dkv"], all_blocks),
+        ("fwd", 2, (512, 512), {"block_q_dq": 1024}),  # which names none of its own
+    ):
+        mask = f"s8[1,{1024 // block_q},{1024 // block_kv}]"
+        pairs = 1024 * 1024 / 2 + 1024 * max(block_q, block_kv) / 2
+        timeline = walked(attention_program(kernel, mask, blocks))
+        assert timeline.seconds == attention_seconds(products * 128, pairs), kernel
+
+
+def test_prices_of_attention_kernels_count_the_channels_of_values():
+    pairs = 1024 * 1024 / 2 + 1024 * 512 / 2
+    for kernel, channels in (("fwd", 128 + 64), ("dq", 2 * 128 + 64), ("dkv", 2 * 128 + 2 * 64)):
+        text = attention_program(kernel, "s8[1,2,2]", {})
+        text = text.replace("m: s8", "v: bf16[2,2,1024,64], m: s8")
+        text = text.replace("%m = ", "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ")
+        timeline = walked(text.replace("%k, %k)", "%k, %v)"))
+        assert timeline.seconds == attention_seconds(channels, pairs), kernel
+
+
+def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reaches():
+    for kernel, products, mask in (
+        ("fwd", 2, "s8[1,8,2]"),
+        ("dq", 3, "s8[1,8,2]"),
+        ("dkv", 4, "s8[1,2,8]"),
+    ):
+        suffix = "" if kernel == "fwd" else f"_{kernel}"
+        blocks = {f"block_q{suffix}": 128, f"block_kv{suffix}": 128}
+        timeline = walked(attention_program(kernel, mask, blocks))
+        # Each of eight blocks of queries visits two of keys, the first one only its own.
+        assert timeline.seconds == attention_seconds(products * 128, (1 + 7 * 2) * 128 * 128)
+
+
+def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
+    def branch(name, mask):
+        return (
+            f"%{name} (x: (bf16[8,1024,128], {mask})) -> bf16[8,1024,128] {{\n"
+            f"  %x.{name} = (bf16[8,1024,128], {mask}) parameter(0)\n"
+            f"  %q.{name} = bf16[8,1024,128] get-tuple-element(%x.{name}), index=0\n"
+            f"  %m.{name} = {mask} get-tuple-element(%x.{name}), index=1\n"
+            f"  ROOT %splash_mha_fwd.{name} = bf16[8,1024,128] custom-call(%m.{name}, %q.{name}, "
+            f'%q.{name}, %q.{name}), custom_call_target="tpu_custom_call"\n}}\n'
+        )
+
+    text = (
+        f"HloModule step\n\n{branch('local', 's8[1,2,1]')}\n{branch('all', 's8[1,2,2]')}\n"
+        "ENTRY %main (p: pred[], l: (bf16[8,1024,128], s8[1,2,1]), a: (bf16[8,1024,128], "
+        "s8[1,2,2])) -> bf16[8,1024,128] {\n  %p = pred[] parameter(0)\n"
+        "  %l = (bf16[8,1024,128], s8[1,2,1]) parameter(1)\n"
+        "  %a = (bf16[8,1024,128], s8[1,2,2]) parameter(2)\n"
+        "  ROOT %c = bf16[8,1024,128] conditional(%p, %l, %a), true_computation=%local, "
+        'false_computation=%all, metadata={op_name="jit(train_step)/layer/attention/cond"}\n}\n'
+    )
+    timeline = walked(text, times_taken=partial(times_taken, [], 0.25))
+    # One block of keys for either block of queries, against one and two.
+    blocks = 0.75 * 2 + 0.25 * 3
+    assert timeline.seconds == pytest.approx(blocks * 4 * 8 * 512 * 512 * 128 / (0.5 * 1e12))
+    assert [c[:4] for c in timeline.conditionals] == [("attention", OUTSIDE, 1, 0.25)]
+
+
+def test_price_of_the_gradient_of_keys_for_a_part_of_the_queries_is_causal_without_a_window():
+    blocks = {"block_q_dkv": 128, "block_kv_dkv": 128}
+    text = attention_program("dkv", "s8[1,2,8]", blocks)
+    part = text.replace("q: bf16[2,4,1024,128]", "q: bf16[2,4,256,128]").replace(
+        "%q = bf16[2,4,1024,128]", "%q = bf16[2,4,256,128]"
+    )
+    flops = 2 * 4 * (2 * 4 * 128) * 256 * (1024 + 128) / 2
+    assert walked(part).seconds == pytest.approx(flops / (0.5 * 1e12))
+
+
+def test_kernel_with_a_name_like_those_of_attention_is_priced_by_what_it_states():
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8").replace("own.1", "rmsnorm_fwd.1")
+    text = text.replace("custom-call(%q), ", "custom-call(%q, %k), ")
+    assert unknowns(walked(text)) == ["kernels whose work is unknown: rmsnorm_fwd.1"]
+    call = '(%q, %k), custom_call_target="tpu_custom_call"'
+    stated = (
+        ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
+        '{"flops":"0","transcendentals":"0","bytes_accessed":"1000"}}}'
+    )
+    timeline = walked(text.replace(call, call + stated))
+    assert unknowns(timeline) == []
+    assert timeline.seconds - walked(text).seconds == pytest.approx(1000 / CONSTANTS.hbm_bandwidth)
+
+
+def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses():
+    for flops, used, seconds in ((8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)):
+        stated = (
+            f', metadata={{op_name="jit(sparse_rows_2_of_{round(2 / used)})/jit(gmm)/call"}}, '
+            'backend_config={"custom_call_config":{"body":"","cost_estimate":'
+            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"64"}}}}}}'
+        )
+        text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+        call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+        without, timeline = walked(text), walked(text.replace(call, call + stated))
+        assert unknowns(timeline) == [], (flops, used)
+        assert timeline.seconds - without.seconds == pytest.approx(seconds), (flops, used)
+        assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds), (flops, used)
+
+
+def test_kernels_whose_name_is_lost_skip_rows_as_others_with_as_many_do():
+    def stated(flops, moved):
+        return (
+            ', backend_config={"custom_call_config":{"body":"","cost_estimate":'
+            f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"{moved:.0f}"}}}}}}'
+        )
+
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+    other = '(%m, %q, %k, %k), custom_call_target="tpu_custom_call"'
+    named = ', metadata={op_name="jit(sparse_rows_256_of_1024)/jit(gmm)/pallas_call"}'
+    without = walked(text).seconds
+
+    def seconds(flops, moved, name):
+        more = text.replace(call, call + stated(flops, moved)).replace(other, other + name)
+        return walked(more).seconds - without
+
+    assert seconds(8e9, 0, "") == pytest.approx(4 * seconds(8e9, 0, named))
+    other_share = named.replace("256", "512")
+    own = ', metadata={op_name="jit(sparse_rows_128_of_1024)/jit(gmm)/pallas_call"}'
+    more = text.replace(call, call + own + stated(8e9, 0)).replace(other, other + other_share)
+    assert walked(more).seconds - without == pytest.approx(seconds(8e9, 0, "") / 8)
+    # Operand and result have rows.
+    skipped = 0.75 * 2 * (2 * 2 * 4 * 1024 * 128)
+    difference = seconds(0, 1e9, "") - seconds(0, 1e9, named)
+    assert difference == pytest.approx(skipped / CONSTANTS.hbm_bandwidth)
+
+
+def test_constants_have_the_clocks_that_the_data_sheets_imply():
+    clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
+    assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {
+        "v4": 1.05,
+        "v5e": 1.5,
+        "v5p": 1.75,
+        "v6e": 1.75,
+        "tpu7x": None,
+    }
+    v5p = clocks["v5p"]
+    assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
+
+
+def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
+    """Of a closed torus of 4 x 4 x 4: along a line, in a plane, and in all of it."""
+    for groups, links in (("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)):
+        devices: np.ndarray = np.empty(64, object)
+        devices[:] = [
+            SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+            for coords in product(range(4), repeat=3)
+        ]
+        mesh = SimpleNamespace(
+            devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64
+        )
+        members = int(groups.partition("]")[0].split(",")[1])
+        module = parse(
+            "HloModule step\n\nENTRY %main (x: f32[25]) -> f32[25] {\n"
+            "  %x = f32[25]{0} parameter(0)\n"
+            f"  ROOT %g = f32[25]{{0}} all-gather(%x), replica_groups={groups}\n}}\n"
+        )
+        prices = Prices(module, mesh, chip_of("v5p"), CONSTANTS)
+        main = module.computations["main"]
+        price = prices.of(main, main.instructions["g"])
+        assert price.axes == "fsdp"
+        assert price.seconds == pytest.approx((members - 1) * 100 / links * 1e-9), (groups, links)

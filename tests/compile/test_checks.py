@@ -1,0 +1,96 @@
+"""Mistakes in the command line of `maxpipe.compile` are reported before JAX is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.compile import __main__ as command
+from maxpipe.compile import checks, launch
+from maxpipe.compile.checks import check_slice
+from maxpipe.config import ConfigError
+
+BASE = str(Path("configs/base.yml").resolve())
+MPMD = "pipeline.engine=mpmd pipeline.num_repeats=1 pipeline.schedule=1f1b"
+ZB_V = "mesh.simulated_devices=8 mesh.ici.fsdp=4 pipeline.schedule=zb_v"
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5e:32x32", r"has 1024 chips; the largest slice has 256; usual slices: v5e-256"),
+        ("v6e:2x2x2", "grids of v6e have 2 dimensions"),
+        ("tpu7x:2x2", "grids of tpu7x have 3 dimensions"),
+        ("v5p:2x6x10", "slices above 64 chips are made of cubes of 4x4x4"),
+    ],
+)
+def test_grids_that_chips_are_not_wired_in_are_refused_with_the_nearest_slices(topology, message):
+    with pytest.raises(ConfigError, match=message):
+        check_slice(topology)
+
+
+MISTAKES = {
+    "compile.topology=": "compile.topology: name the devices to compile for",
+    "compile.topology=tpu": "neither cpu nor a chip and its grid",
+    "compile.topology=cpu compile.num_slices=2": "2 slices need a TPU topology",
+    "compile.topology=v5e:3x3": "compile.topology: v5e:3x3: a host holds 2x2 chips",
+    "compile.topology=cpu compile.load=step.bin": "compile.load: is for maxpipe.train",
+    "compile.topology=cpu --profile=p.html": "--profile: needs the estimates of a TPU's",
+    "compile.topology=cpu --tune-flags": "--tune-flags: needs the estimates of a TPU's",
+    "compile.topology=cpu --units=F1": "--units: is for pipeline.engine=mpmd; the scheduled engine",
+    "compile.topology=cpu --programs=out": "--programs: is for pipeline.engine=mpmd; the scheduled",
+    "compile.topology=v3:2x2 --units=F1": "--units: is for pipeline.engine=mpmd",
+    f"compile.topology=cpu {MPMD} --units=F9": "--units: there is no F9",
+    f"compile.topology=cpu {MPMD} --hlo=x.hlo": "--hlo: is for a train step in one program",
+    f"compile.topology=cpu {ZB_V} compile.save=s": "compile.save: is for a train step in one prog",
+    "compile.topology=cpu pipeline.engine=mpmd": "mpmd does not run schedule lockstep_1f1b",
+    "compile.topology=cpu mesh.ici.fsdp=3": "mesh.ici: stage=2 x fsdp=3 makes 6, but there are 4",
+    "compile.topology=v5p:2x2x1 --hlo=s --tune-flags": "--hlo: is for a single compilation; leave",
+}
+
+
+def problems_of(capsys, words):
+    """Return the problems of a command, which ends with 2."""
+    with pytest.raises(SystemExit) as exit_info:
+        command.main([BASE, *words])
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_reported_before_jax_is_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "maxpipe.compile.launch", None)  # an import of it fails
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    monkeypatch.chdir(tmp_path)
+    said = {words: problems_of(capsys, words.split()) for words in MISTAKES}
+    assert {
+        words: said[words] for words, message in MISTAKES.items() if message not in said[words]
+    } == {}
+
+
+def test_flags_are_checked_again_once_the_devices_of_an_unknown_chip_decide_the_engine(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(launch, "devices_of", lambda config: [None] * 4)
+    monkeypatch.chdir(tmp_path)
+    words = ["compile.topology=v3:2x2", "mesh.ici.stage=-1", "pipeline.num_repeats=1"]
+    for schedule, flag in (("lockstep_1f1b", "--programs"), ("1f1b", "--hlo")):
+        said = problems_of(capsys, [*words, f"pipeline.schedule={schedule}", f"{flag}=out"])
+        assert f"{flag}: is for " in said
+
+
+def test_what_needs_no_devices_imports_no_jax():
+    """A schedule by name, and the mistakes of a plan and a compilation."""
+    code = """
+import contextlib, sys
+from maxpipe import schedule
+from maxpipe.compile import __main__ as compile
+from maxpipe.plan import __main__ as plan
+schedule.main(["1f1b"])
+for main, words in ((plan.main, ["--topology", "v5q:2x2"]), (compile.main, ["mesh.ici.fsdp=3"])):
+    with contextlib.suppress(SystemExit):
+        main(["base", *words])
+sys.exit("jax" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

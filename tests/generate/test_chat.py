@@ -1,0 +1,242 @@
+"""Conversations with a model: the template of its run, and where an answer ends."""
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.hf_folder import write_byte_pairs
+from helpers.training_process import BASE, TINY_MODEL
+
+import maxpipe
+from maxpipe import train
+from maxpipe.config import ConfigError
+from maxpipe.data.chat_template import ChatTemplate
+from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.generate import __main__ as cli
+from maxpipe.generate import model
+from maxpipe.generate.chat import before, end_of_turn
+
+FINETUNE = BASE.with_name("finetune.yml")
+SPECIALS = ["<s>", "</s>", "<|end|>"]
+MINE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] "
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+ONE = [{"role": "user", "content": "One?"}]
+
+
+def _train(directory: Path, *words: str) -> Path:
+    """Train for a step on conversations; return the run's directory."""
+    tiny = ("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1")
+    words = (
+        *TINY_MODEL,
+        *tiny,
+        "model.num_layers=1",
+        "mesh.ici.stage=1",
+        "pipeline.num_repeats=1",
+        *words,
+    )
+    assert train.main([str(FINETUNE), f"output_dir={directory}", *words]) == 0
+    return directory / "finetune"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run on bytes with ChatML."""
+    return _train(tmp_path_factory.mktemp("chatml"))
+
+
+@pytest.fixture(scope="module")
+def own_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with a tokenizer and a template that are gone after it."""
+    directory = tmp_path_factory.mktemp("own")
+    tokenizer = write_byte_pairs(directory, "What does it do?\n", SPECIALS, size=300)
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (directory / "mine.jinja").write_text(MINE)
+    words = (f"data.tokenizer={tokenizer}", f"data.chat_template={directory / 'mine.jinja'}")
+    run = _train(directory, *words)
+    tokenizer.unlink()
+    (directory / "tokenizer_config.json").unlink()
+    (directory / "mine.jinja").unlink()
+    return run
+
+
+def _writes(monkeypatch: pytest.MonkeyPatch, *answers: str | list[int]) -> list[list[int]]:
+    """Let the model write answers instead of its own; return a list that the prompts go to."""
+    prompts: list[list[int]] = []
+    left = [*answers]
+
+    def tokens(config: object, params: object, prompt: list[int], *_: object, **options: object):
+        prompts.append([*prompt])
+        written = left.pop(0)
+        yield from (written.encode() if isinstance(written, str) else written)
+
+    monkeypatch.setattr(model, "generate", tokens)
+    return prompts
+
+
+def _call(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    try:
+        code = cli.main([str(run), *words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_answer_follows_the_template_and_ends_with_the_turn(run_dir, capsys, monkeypatch):
+    prompts = _writes(monkeypatch, " Yes, <|im_here.\n<|im_end|>\n<|im_start|>user\nmore")
+    words = ("--chat", "--prompt=One?", "--system=Be brief.")
+    assert _call(capsys, run_dir, *words) == (0, "Yes, <|im_here.\n\n", "")
+    assert bytes(prompts[0]).decode() == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_lines_of_the_terminal_are_turns_of_one_conversation(run_dir, capsys, monkeypatch):
+    prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
+    monkeypatch.setattr("sys.stdin", io.StringIO("One?\n\nTwo?\n"))
+    assert _call(capsys, run_dir, "--chat") == (0, "1\n2\n", "")
+    assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
+        "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkeypatch):
+    prompts = _writes(monkeypatch, *["<|im_end|>"] * 3)
+    lines = ["a" * 50, "b" * 50, "c" * 50]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    code, _, error = _call(capsys, run_dir, "--chat", "--system=s")
+    assert code == 0
+    assert [lines[0] in bytes(prompt).decode() for prompt in prompts] == [True, True, False]
+    assert (
+        bytes(prompts[2])
+        .decode()
+        .startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nb")
+    )
+    assert error == (
+        "(2 oldest turns are forgotten: the model reads 256 tokens (data.sequence_length))\n"
+    )
+
+
+class _Terminal(io.RawIOBase):
+    """Standard input that gives a line at a time."""
+
+    def __init__(self, lines: list[bytes], is_terminal: bool):
+        self._lines, self._is_terminal = [*lines], is_terminal
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def readinto(self, buffer: memoryview) -> int:
+        line = self._lines.pop(0) if self._lines else b""
+        buffer[: len(line)] = line
+        return len(line)
+
+
+def test_line_that_cannot_be_answered_is_left_out_at_a_terminal(
+    run_dir, tmp_path, capsys, monkeypatch
+):
+    def call(line, is_terminal):
+        source = io.BufferedReader(_Terminal([b"One?\n", line, b"Two?\n"], is_terminal))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(source, "utf-8"))
+        prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
+        return *_call(capsys, run, "--chat"), prompts
+
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    template = run / "tokenizer" / "chat_template.jinja"
+    refusal = "{% for m in messages if m.content == 'refused' %}{{ raise_exception('no') }}"
+    template.write_text(refusal + "{% endfor %}" + template.read_text())
+    for line, problem in {
+        b"a" * 300 + b"\n": "the conversation has 3",
+        b"\xff\xfe\n": "a line of standard input is not UTF-8",
+        b"refused\n": "cannot lay it out",
+    }.items():
+        code, out, error, prompts = call(line, True)
+        assert (code, out) == (0, "> 1\n> > 2\n> ")
+        assert error.startswith("(this line is left out: ")
+        assert problem in error
+        assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
+            "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        code, out, error, _ = call(line, False)
+        assert (code, out) == (2, "1\n")
+        assert f"--chat: {problem}" in error or f"chat_template.jinja {problem}" in error
+
+
+def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, monkeypatch):
+    assert (own_dir / "tokenizer" / "chat_template.jinja").read_text() == MINE
+    tokenizer = load_tokenizer(str(own_dir / "tokenizer" / "tokenizer.json"))
+    end = SPECIALS.index("<|end|>")
+    prompts = _writes(monkeypatch, [*tokenizer.encode("it"), end, *tokenizer.encode("do")])
+    assert maxpipe.load_model(own_dir).chat(ONE) == "it"
+    expected = tokenizer.encode("<s>[user] One?<|end|>\n[assistant] ")
+    assert prompts == [expected.tolist()]
+
+
+def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch):
+    for options, answer in [
+        ({"stop": "it"}, "Do it"),
+        ({"stop": ["x", "o"]}, "Do"),
+        ({"stop_tokens": [105]}, "Do"),
+    ]:
+        loaded = maxpipe.load_model(run_dir)
+        _writes(monkeypatch, "Do it now<|im_end|>")
+        assert loaded.chat(ONE, **options) == answer
+        with pytest.raises(ValueError, match=r"^stop: expected texts; one is empty"):
+            loaded.chat(ONE, stop="")
+        with pytest.raises(ValueError, match=r"^stop_tokens: the model has no token 320"):
+            loaded.chat(ONE, stop_tokens=[320])
+
+
+def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
+    plain = shutil.copytree(run_dir, tmp_path / "plain")
+    shutil.rmtree(plain / "tokenizer")  # as in a run of an earlier version
+    assert maxpipe.load_model(plain).read_conversation(ONE)
+    words = ("data.source=synthetic", "data.chat_template=", "run_name=text")
+    text = _train(tmp_path, *words).with_name("text")
+    code, out, error = _call(capsys, text, "--chat", "--prompt=a")
+    assert (code, out) == (2, "")
+    assert "--chat: the run has no chat template: it was not trained on conversations" in error
+    with pytest.raises(ConfigError, match="messages: the run has no chat template"):
+        maxpipe.load_model(text).chat(ONE)
+
+
+def test_unusable_conversation_is_refused(run_dir, capsys):
+    loaded = maxpipe.load_model(run_dir)
+    with pytest.raises(ValueError, match="messages: expected a list of them"):
+        loaded.chat([])
+    with pytest.raises(ValueError, match=r"messages: \S*/chat_template\.jinja cannot lay it out"):
+        loaded.chat([{"role": "user"}])
+    with pytest.raises(ValueError, match=r"messages: the conversation has 3[0-9][0-9] tokens"):
+        loaded.chat([{"role": "user", "content": "a" * 300}])
+    assert "--prompt is required, or --chat" in _call(capsys, run_dir)[2]
+    assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]
+
+
+def test_turn_ends_with_what_follows_an_answer() -> None:
+    for source, text in [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "\n"),
+        ("{% for m in messages %}{{ m.content }} <end>\n{% endfor %}", "<end>"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ""),
+    ]:
+        end = end_of_turn(ChatTemplate(source, (), "mine"), load_tokenizer("byte"))
+        assert end == (set(), text)
+
+
+def test_text_before_its_end_loses_nothing_else():
+    for pieces, end, expected in [
+        (["a", "<", "b", "<", ">c"], "<>", "a<b"),
+        (["a<", "<", ">"], "<>", "a<"),
+        ([" \n", " a ", "b"], "", "a b"),
+        (["a", "<"], "<>", "a<"),
+        (["\n", "a"], "\n", ""),
+    ]:
+        assert "".join(before(end, pieces)) == expected

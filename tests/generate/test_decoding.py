@@ -1,0 +1,142 @@
+"""Decoding, compared with the training forward, which sees all tokens at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import LATENT, canonical_params, tiny
+
+from maxpipe.config.catalog import BLOCKS
+from maxpipe.generate.decoding import Decoder, Sampling, _programs, generate
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.program import ModelProgram
+
+ALL_OPTIONS = {
+    "model.qk_norm": True,
+    "model.attention_bias": True,
+    "model.tie_embeddings": True,
+    "model.logit_soft_cap": 3.0,
+}
+# Windows and rotations by layer
+LAYERS_THAT_DIFFER = {
+    "model.layer_pattern": ["local", "global_nope", "local"],
+    "model.attention_window": 3,
+    "model.rope_theta_local": 100.0,
+    "model.attention_sinks": True,
+    "model.attention_soft_cap": 5.0,
+    "model.query_scale": 0.3,
+    "model.embed_scale": 2.0,
+}
+LATENT_WITH_WINDOWS = LATENT | {
+    "model.attention_window": 3,
+    "model.layer_pattern": ["local", "global"],
+}
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def forward(config, params, tokens):
+    """Return logits [B,T,V] of the training program."""
+    program = ModelProgram(config)
+    side = SideInputs(
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        segment_ids=jnp.ones_like(tokens),
+        sequence_index=jnp.arange(len(tokens)),
+    )
+    x = program.embed(params, tokens)
+    for i in range(config.num_layers):
+        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+        x, _ = program.block(layer, x, side._replace(layer_index=jnp.int32(i)), None)
+    return program.logits(params, x)
+
+
+class Case:
+    """A small model with its jitted decoder."""
+
+    def __init__(self, window=8, **values):
+        self.config = tiny(**values).model
+        self.params = canonical_params(ModelProgram(self.config))
+        decoder = Decoder(self.config, window)
+        self.prefill, self.step = jax.jit(decoder.prefill), jax.jit(decoder.step)
+
+    def logits(self, tokens, prompt):
+        """Return logits [B, T - prompt + 1, V] after each token from number `prompt` - 1 on."""
+        found, cache = self.prefill(self.params, tokens[:, :prompt], prompt)
+        all_found = [found]
+        for position in range(prompt, tokens.shape[1]):
+            found, cache = self.step(self.params, tokens[:, position], jnp.int32(position), cache)
+            all_found.append(found)
+        return np.stack(all_found, axis=1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"model.block": name} for name in BLOCKS]
+    + [ALL_OPTIONS, LAYERS_THAT_DIFFER, LATENT_WITH_WINDOWS],
+    ids=str,
+)
+def test_decoder_logits_equal_training_forward(values):
+    case = Case(**values)
+    expected = np.asarray(forward(case.config, case.params, jnp.asarray(TOKENS)))
+    for prompt in (1, 5):
+        np.testing.assert_allclose(
+            case.logits(TOKENS, prompt), expected[:, prompt - 1 :], atol=2e-4, rtol=1e-4
+        )
+
+
+EXPERTS_WITH_WINDOWS = LAYERS_THAT_DIFFER | {
+    "model.moe.experts": 4,
+    "model.moe.per_token": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ALL_OPTIONS, LATENT_WITH_WINDOWS, EXPERTS_WITH_WINDOWS],
+    ids=["plain", "latent", "experts"],
+)
+def test_padding_after_the_prompt_changes_nothing(values):
+    """Neither in the prompt nor when the slots of the cache come round again."""
+    case = Case(window=6, **values)
+    for padded in (4, 6):
+        expected, cache = case.prefill(case.params, TOKENS[:, :3], 3)
+        filler = np.full((2, padded - 3), 63, np.int32)
+        tokens = np.concatenate([TOKENS[:, :3], filler], axis=1)
+        found, padded_cache = case.prefill(case.params, tokens, 3)
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+        for position in range(3, 8):
+            read = TOKENS[:, position], jnp.int32(position)
+            expected, cache = case.step(case.params, *read, cache)
+            found, padded_cache = case.step(case.params, *read, padded_cache)
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_of_similar_lengths_share_a_program():
+    values = {"data.sequence_length": 12, "model.num_layers": 1}
+    config = tiny(**values)
+    params = canonical_params(ModelProgram(config.model))
+    sampling = Sampling(temperature=0)
+    programs = _programs(config.model, 12, sampling)
+    best = jnp.argmax(forward(config.model, params, jnp.arange(12)[None]), axis=-1)[0]
+    for length in range(1, 13):
+        (token,) = generate(config, params, [*range(length)], sampling, seed=0, max_tokens=1)
+        assert token == int(best[length - 1])
+    assert programs.first._cache_size() == 5  # of 1, 2, 4, 8 and 12 tokens
+
+
+def test_cache_of_latent_attention_holds_one_latent_and_one_rotated_key_per_token():
+    case = Case(**LATENT_WITH_WINDOWS)
+    _, cache = case.prefill(case.params, TOKENS[:, :3], 3)
+    assert [x.shape for x in jax.tree.leaves(cache)] == [(4, 2, 8, 1, 8 + 2)]
+
+
+def test_decoder_token_sees_window_only():
+    """One layer reads nothing outside the window, and rotary positions are relative."""
+    case = Case(window=4, **{"model.num_layers": 1})
+    for last in (4, 6, 7):
+        seen = jnp.asarray(TOKENS[:, last - 3 : last + 1])
+        expected = forward(case.config, case.params, seen)[:, -1]
+        actual = case.logits(TOKENS[:, : last + 1], 3)[:, -1]
+        np.testing.assert_allclose(actual, expected, atol=2e-4, rtol=1e-4)

@@ -1,0 +1,259 @@
+"""lm-eval's view of a run: scores are those of its logits, tasks run without a network."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.runs import write_config
+
+import maxpipe
+from maxpipe.evaluate import main
+
+WINDOW = 32  # data.sequence_length of the run
+BOS = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_eval() -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+
+
+def of_run(*arguments: Any) -> Any:
+    """Return lm-eval's view of a run."""
+    from maxpipe.generate.lm_eval_model import ModelOfRun
+
+    return ModelOfRun(*arguments)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = write_config(tmp_path_factory.mktemp("run"), steps=2, checkpoint="{every: 2}")
+    words += ["mesh.simulated_devices=8", "mesh.ici.stage=1", "mesh.ici.fsdp=8"]
+    run = maxpipe.Run(maxpipe.load_config(*words, "model.num_layers=2"))
+    run.train()
+    return Path(run.directory)
+
+
+@pytest.fixture(scope="module")
+def model(run_dir: Path) -> maxpipe.Model:
+    return maxpipe.load_model(run_dir)
+
+
+def _request(*arguments: Any) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type="", doc={}, arguments=arguments, idx=0)
+
+
+def _direct(model: maxpipe.Model, context: list[int], scored: list[int]) -> tuple[float, bool]:
+    """Return log-likelihood and whether it is greedy, from the logits of the whole text."""
+    ids = [*context, *scored]
+    logits = np.asarray(model.logits([ids[:-1]]), np.float64)[0, len(context) - 1 :]
+    likelihood = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    score = sum(row[token] for row, token in zip(likelihood, scored, strict=True))
+    return score, logits.argmax(-1).tolist() == scored
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_loglikelihood_is_that_of_the_logits(model: maxpipe.Model) -> None:
+    for batch_size in [1, 3]:
+        pairs = [("def f(", "x):"), ("", "import os"), ("a ", "é"), ("x", "y" * 20)]
+        answers = of_run(model, batch_size).loglikelihood([_request(*pair) for pair in pairs])
+        expected = [
+            _direct(model, [BOS, *_bytes("def f(")], _bytes("x):")),
+            _direct(model, [BOS], _bytes("import os")),
+            _direct(model, [BOS, *_bytes("a")], _bytes(" é")),
+            _direct(model, [BOS, *_bytes("x")], _bytes("y" * 20)),
+        ]
+        np.testing.assert_allclose(
+            [score for score, _ in answers], [score for score, _ in expected], rtol=1e-5
+        )
+        assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+
+
+def test_loglikelihood_of_what_the_model_would_write_is_greedy(model: maxpipe.Model) -> None:
+    ids = [BOS, *_bytes("def ")]
+    best = int(model.logits([ids])[0, -1].argmax())
+    (answer,) = of_run(model)._loglikelihood_tokens([(("", ""), ids, [best])])
+    assert answer == (pytest.approx(_direct(model, ids, [best])[0], rel=1e-5), True)
+
+
+def test_loglikelihood_of_a_long_context_reads_its_end(model: maxpipe.Model) -> None:
+    context = "abcdefghij" * 7
+    (answer,) = of_run(model).loglikelihood([_request(context, "xyz")])
+    kept = _bytes(context)[-(WINDOW + 1 - 3) :]
+    assert answer[0] == pytest.approx(_direct(model, kept, _bytes("xyz"))[0], rel=1e-5)
+    with pytest.raises(ValueError, match=r"has 33 tokens to score, and the model reads 32"):
+        of_run(model).loglikelihood([_request("a", "x" * 33)])
+
+
+def test_rolling_loglikelihood_scores_each_token_once(model: maxpipe.Model) -> None:
+    text = "".join(chr(97 + i * i % 26) for i in range(50))
+    scores = of_run(model).loglikelihood_rolling([_request(text), _request("ab")])
+    ids = _bytes(text)
+    first, _ = _direct(model, [BOS], ids[:WINDOW])
+    # The rest is scored with as much context as there is room for.
+    rest, _ = _direct(model, ids[50 - WINDOW - 1 : WINDOW], ids[WINDOW:])
+    assert scores == pytest.approx([first + rest, _direct(model, [BOS], _bytes("ab"))[0]], rel=1e-5)
+
+
+def test_generate_until_writes_what_the_model_does_up_to_the_end(model: maxpipe.Model) -> None:
+    written = model.generate("def f(", max_tokens=12, temperature=0)
+    assert len(written) > 3
+    lm = of_run(model)
+    options = {"until": [], "max_gen_toks": 12}
+    end = written[2:4]
+    stops = {**options, "until": [end]}
+    cut = written[: written.index(end)]
+    assert lm.generate_until([_request("def f(", options), _request("def f(", stops)]) == [
+        written,
+        cut,
+    ]
+    with pytest.raises(ValueError, match="generation_kwargs: num_beams: known are"):
+        lm.generate_until([_request("a", {"num_beams": 2})])
+
+
+def test_generate_until_repeats_of_a_request_differ_and_another_evaluation_has_the_same(
+    model: maxpipe.Model,
+) -> None:
+    options = {"until": [], "max_gen_toks": 12, "temperature": 1.0}  # without do_sample
+    requests = [_request("def f(", options)] * 3
+    texts = of_run(model).generate_until(requests)
+    assert len({*texts}) == 3
+    assert of_run(model).generate_until(requests) == texts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0}, "top_p: expected a number above 0"),
+        ({"top_k": -2}, "top_k: expected a number at least 0"),
+        ({"temperature": -1.0}, "temperature: expected a number at least 0"),
+        ({"max_gen_toks": 0}, "max_tokens: expected a number at least 1"),
+    ],
+)
+def test_generate_until_illegal_numbers_are_refused_and_top_k_minus_1_is_all(
+    model: maxpipe.Model, options: dict[str, float], message: str
+) -> None:
+    common = {"until": [], "max_gen_toks": 6, "do_sample": True}
+    every, none = (
+        of_run(model).generate_until([_request("def f(", {**common, "top_k": top_k})])
+        for top_k in (-1, 0)
+    )
+    assert every == none
+    with pytest.raises(ValueError, match=f"^generation_kwargs: {message}"):
+        of_run(model).generate_until([_request("a", {**common, **options})])
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(8, 24), (16, 16), (256, 16)])
+def test_generate_until_long_context_keeps_half_of_what_the_model_sees_at_least(
+    model: maxpipe.Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int, kept: int
+) -> None:
+    prompts = []
+
+    def stream(prompt: list[int], *_: object, **options: object) -> list[str]:
+        prompts.append((prompt, options["max_tokens"]))
+        return ["answer"]
+
+    monkeypatch.setattr(model, "stream", stream)
+    context = "abcdefghij" * 7
+    of_run(model).generate_until([_request(context, {"max_gen_toks": max_tokens})])
+    assert prompts == [(_bytes(context)[-kept:], max_tokens)]
+
+
+def test_generate_until_answer_may_be_longer_than_what_the_model_sees(
+    model: maxpipe.Model,
+) -> None:
+    options = {"until": None, "max_new_tokens": 40, "num_beams": 1, "temperature": 0.0}
+    (text,) = of_run(model).generate_until([_request("def f(", options)])
+    assert text == model.generate("def f(", max_tokens=40, temperature=0)
+
+
+def _write_tasks(directory: Path) -> None:
+    rows = [{"question": f"q{i}", "choices": ["x", "yy"], "answer": i % 2} for i in range(6)]
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = (
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+        'doc_to_text: "{{question}}"\n'
+    )
+    (directory / "choose.yaml").write_text(
+        f"task: choose_locally\noutput_type: multiple_choice\n{common}"
+        'doc_to_choice: "{{choices}}"\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n'
+    )
+    (directory / "read.yaml").write_text(
+        f"task: read_locally\noutput_type: loglikelihood_rolling\n{common}"
+        'doc_to_target: "{{question}}"\nmetric_list: [{metric: bits_per_byte}]\n'
+    )
+
+
+def test_command_prints_the_table_of_local_tasks(
+    run_dir: Path,
+    model: maxpipe.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    _write_tasks(tmp_path)
+    words = [str(run_dir), "--tasks", "choose_locally,re*_locally", "--include", str(tmp_path)]
+    assert main([*words, "--json", str(tmp_path / "out.json")]) == 0
+    printed = capsys.readouterr()
+    assert "choose_locally" in printed.out
+    assert "texts scored" in printed.err
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["step"] == 2
+    right = 0
+    nats = 0.0
+    for i in range(6):
+        asked = [BOS, *_bytes(f"q{i}")]
+        choices = [_direct(model, asked, _bytes(f" {word}"))[0] for word in ("x", "yy")]
+        right += int(np.argmax(choices)) == i % 2
+        nats -= _direct(model, [BOS], _bytes(f"q{i}"))[0]
+    assert results["results"]["choose_locally"]["acc,none"] == pytest.approx(right / 6)
+    bits = results["results"]["read_locally"]["bits_per_byte,none"]
+    assert bits == pytest.approx(nats / np.log(2) / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'langdetect'"), KeyError("a field")]
+)
+def test_command_task_that_fails_is_refused_with_its_reason(
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def evaluate(*_: object, **__: object) -> None:
+        raise error
+
+    _write_tasks(tmp_path)
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
+    with pytest.raises(SystemExit) as end:
+        main([str(run_dir), "--tasks", "choose_locally", "--include", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--tasks: cannot be evaluated: {type(error).__name__}: " in capsys.readouterr().err
+
+
+def test_registry_builds_the_model_from_arguments(run_dir: Path) -> None:
+    importlib.import_module("maxpipe.generate.lm_eval_model")  # registers it
+    from lm_eval.api.registry import get_model
+
+    built = get_model("maxpipe").create_from_arg_string(f"run_dir={run_dir},step=2,batch_size=2")
+    assert (built.model.step, built.batch_size) == (2, 2)
+
+
+def test_command_task_that_is_not_known_names_near_ones(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([str(run_dir), "--tasks", "hellaswagg"])
+    assert end.value.code == 2
+    assert "lm-eval has no task 'hellaswagg'; did you mean hellaswag" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""`load_model`: logits are those of the training model, text is that of the command."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.hf_folder import write_byte_pairs
+from helpers.runs import write_config
+
+import maxpipe
+from maxpipe.builder import build_trainer
+from maxpipe.data.loader import make_loader
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.generate import __main__ as generate
+from maxpipe.generate import model as model_module
+from maxpipe.generate.decoding import Decoder
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.program import ModelProgram
+from maxpipe.training.batches import BatchPlacer
+
+PROMPT = "def f("
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a run of two stages with two chunks each, after two steps."""
+    words = write_config(tmp_path_factory.mktemp("model"), steps=2, checkpoint="{every: 1}")
+    words += [
+        "mesh.simulated_devices=8",
+        "mesh.ici.fsdp=4",
+        "optimizer.learning_rate=0.05",
+    ]
+    run = maxpipe.Run(maxpipe.load_config(*words))
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return maxpipe.load_model(run.directory)
+
+
+@pytest.fixture(scope="module")
+def trainer(run):
+    return build_trainer(run.config, build_mesh(run.config))
+
+
+def test_logits_give_the_losses_of_the_training_model(run, model, trainer):
+    place = BatchPlacer(build_mesh(run.config), trainer.batch_spec, 8)
+    batch = next(make_loader(run.config, "train", place.rows))
+    # The model reads each row as one text.
+    whole = (batch["segment_ids"] == 1).all(axis=1, keepdims=True)
+    assert whole.any()
+    batch["weights"] = batch["weights"] * whole
+    sums = trainer.forward(run.state, place(batch))
+    logits = model.logits(batch["tokens"])
+    log_sums = jnp.log(jnp.exp(logits).sum(-1))
+    chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    losses = (log_sums - chosen) * batch["weights"]
+    assert float(losses.sum()) == pytest.approx(float(sums["cross_entropy"]), rel=1e-5)
+
+
+def test_logits_are_those_of_the_layers_one_after_the_other(run, model, trainer):
+    params = trainer.to_canonical(run.state).params
+    program = ModelProgram(run.config.model)
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
+    x = program.embed(params, jnp.asarray(tokens))
+    for i in range(run.config.model.num_layers):
+        side = SideInputs(positions, jnp.ones((2, 12), jnp.int32), jnp.arange(2), jnp.int32(i))
+        layer = {name: _layer(tree, i) for name, tree in params["layers"].items()}
+        x, _ = program.block(layer, x, side, None)
+    expected = program.logits(params, x)
+    logits = model.logits(tokens)
+    assert logits.shape == (2, 12, run.config.model.vocab_size)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def _layer(tree, index):
+    if isinstance(tree, dict):
+        return {name: _layer(inner, index) for name, inner in tree.items()}
+    return jnp.asarray(np.asarray(tree)[index])
+
+
+def test_generate_writes_what_the_command_writes(run, model, capsys):
+    for options in [
+        {"temperature": 0.0},
+        {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 3, "stop": "e"},
+        {"temperature": 1.2, "seed": 3, "stop_tokens": [101]},
+    ]:
+        names = {"stop_tokens": "--stop-token"}
+        words = [
+            f"{names.get(name, '--' + name.replace('_', '-'))}={value}"
+            for name, values in options.items()
+            for value in (values if isinstance(values, list) else [values])
+        ]
+        root = str(run.directory)
+        assert generate.main([root, "--prompt", PROMPT, "--max-tokens=20", *words]) == 0
+        text = model.generate(PROMPT, max_tokens=20, **options)
+        assert capsys.readouterr().out == f"{PROMPT}{text}\n"
+        assert text or "stop_tokens" in options
+
+
+def test_generate_ends_right_after_a_stop_that_is_a_part_of_a_token(run, tmp_path, monkeypatch):
+    path = write_byte_pairs(tmp_path, "ab\n\n" * 9, ["<s>"], size=300)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    with_pairs = maxpipe.load_model(run.directory, tokenizer=str(path))
+    ids = with_pairs.tokenizer.encode("\n\n").tolist()
+    assert len(ids) == 1
+    written = [*with_pairs.tokenizer.encode("ab").tolist(), *ids, *ids]
+    monkeypatch.setattr(model_module, "generate", lambda *_, **__: iter(written))
+    for stop in ("\n", ["\n\n\n", "b\n"], "ab\n"):
+        assert with_pairs.generate("a", stop=stop) == "ab\n"
+
+
+def test_generate_traces_the_model_once_for_many_prompts_and_seeds(model, monkeypatch):
+    traced = []
+    for name in ("prefill", "step"):
+        method = getattr(Decoder, name)
+        monkeypatch.setattr(
+            Decoder, name, lambda *args, f=method: traced.append(f.__name__) or f(*args)
+        )
+    texts = [
+        model.generate(prompt, max_tokens=8, temperature=1.7, top_k=50, seed=seed)
+        for prompt, seed in (("ab", 0), ("ab", 1), ("cd", 1), ("ab", 0))
+    ]
+    assert traced == ["prefill", "step"]
+    assert texts[0] == texts[3] != texts[1]
+
+
+def test_load_model_reads_the_step_that_is_named(run, model):
+    first = maxpipe.load_model(str(run.directory), step=1)
+    assert (first.step, model.step) == (1, 2)
+    assert repr(model) == f"<maxpipe model of {run.directory}/checkpoints, step 2>"
+    assert not np.allclose(first.logits([[1, 2]]), model.logits([[1, 2]]))
+
+
+def test_logits_refuse_what_are_no_tokens(model):
+    for tokens, message in [
+        ([1, 2, 3], r"expected integers \[B, T\]"),
+        ([[1.0, 2.0]], r"expected integers \[B, T\]"),
+        ([[]], r"expected integers \[B, T\]"),
+        ([[320]], "the model's ids are 0 to 319; got from 320 to 320"),
+        ([[1, 2], [3]], "^tokens: expected rows of one length"),
+        ([[-1, 3]], "got from -1 to 3"),
+        ([[0] * 33], r"expected at most 32 in a row \(data.sequence_length\); got 33"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.logits(tokens)
+
+
+def test_generate_refuses_bad_arguments(model):
+    for options, message in [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "^seed: expected a number from 0 to 4294967295; got 4294967296"),
+        ({"stop": ""}, "^stop: expected texts; one is empty"),
+        ({"stop": ["a", ""]}, "^stop: expected texts; one is empty"),
+        ({"stop_tokens": [320]}, "^stop_tokens: the model has no token 320"),
+        ({"stop_tokens": [7, -1]}, "^stop_tokens: the model has no token -1; its ids are 0 to 319"),
+        ({"prompt": ""}, "^prompt: is empty"),
+        ({"prompt": "x" * 40}, "^prompt: has 41 tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.generate(**{"prompt": PROMPT} | options)
+
+
+def test_tokenizer_that_does_not_fit_is_named_by_its_argument(run, tmp_path):
+    for tokenizer, message in (
+        ("ids:321", "needs 321 ids"),
+        (str(tmp_path), "there is no|neither"),
+    ):
+        model = maxpipe.load_model(run.directory, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match=f"^tokenizer: .*({message})"):
+            _ = model.tokenizer
+
+
+def test_load_model_of_nothing_names_its_argument(run, tmp_path):
+    with pytest.raises(ValueError, match=r"^run_dir: there is no directory"):
+        maxpipe.load_model(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"^step: 7 is not saved .*\[1, 2\]"):
+        maxpipe.load_model(run.directory, step=7)
+    with pytest.raises(ValueError, match=r"^run_dir: .*holds no checkpoint"):
+        maxpipe.load_model(tmp_path)

@@ -1,0 +1,320 @@
+"""The closed forms of many candidates are those of one; patterns are those of whole tables."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.plan.auto_stages import fullest_stage_bytes
+from maxpipe.plan.estimate import estimate
+from maxpipe.plan.footprint import on_platform
+from maxpipe.plan.gather_mode import KEY as GATHER_MODE
+from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.prefetch import gathers_in_steps
+from maxpipe.plan.search.block import block_of
+from maxpipe.plan.search.candidate import candidate_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import ONE_HOST, Legality
+from maxpipe.plan.search.machine import machine_of, platform_of
+from maxpipe.plan.search.memory import memory_bytes
+from maxpipe.plan.search.patterns import FIRST_STAGE, pattern
+from maxpipe.plan.search.plan import priced_configuration
+from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.request import placed
+from maxpipe.plan.search.search import Outcome, search
+from maxpipe.plan.search.sizes import BlockSizes
+from maxpipe.plan.search.space import Space
+from maxpipe.plan.search.timing import step_seconds
+from maxpipe.plan.simulate import Costs, simulate
+
+SIZES = {
+    "model.num_layers": 8,
+    "model.embed_dim": 64,
+    "model.num_query_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 128,
+    "data.sequence_length": 64,
+    "data.global_batch_size": 32,
+    "eval.every": 0,
+    "compile.topology": "v6e:2x4",
+}
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = replace(Config(), **SIZES)
+    return update(config, {"model.head_dim": derive_known(config).model.head_dim})
+
+
+@pytest.fixture(scope="module")
+def facts(config):
+    return Facts(config)
+
+
+@pytest.fixture(scope="module")
+def priced(config, facts):
+    """Return every priced block of eight devices."""
+    machine, outcome = machine_of("v6e:2x4", 1, config), Outcome()
+    space, legality = Space(config, 8, 1, {}, is_tpu=True), Legality(config, 1)
+    blocks = [
+        block_of(space, legality, grid, engine, schedule, 32, scans=scans)
+        for grid in space.grids()
+        if not legality.of_mesh(grid)
+        for engine, schedule in space.pipelines(grid.size("stage"))
+        for scans in space.scans(engine)
+        if engine != "mpmd"
+    ]
+    return [p for b in blocks if (p := price(b, legality, facts, machine, outcome.fallen))]
+
+
+def block_on(config, engine, schedule, **sizes):
+    """Return the block of a mesh with these axes, and what is legal."""
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    grid = next(g for g in space.grids() if all(g.size(a) == n for a, n in sizes.items()))
+    return block_of(space, legality, grid, engine, schedule, 32), legality
+
+
+def priced_at(config, machine, block, legality, places):
+    """Yield candidates of a block, by their places among the legal ones."""
+    facts = Facts(config)
+    priced = price(block, legality, facts, machine, Outcome().fallen)
+    legal = np.flatnonzero(priced.legal)
+    for place in places:
+        index = int(legal[place % len(legal)])
+        yield candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+
+
+def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
+    assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
+    draw = np.random.default_rng(3)
+    for number in draw.choice(len(priced), 12, replace=False):
+        each = priced[number]
+        legal = np.flatnonzero(each.legal)
+        index = int(draw.choice(legal))
+        candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
+        resolved = resolve(candidate.config(config), 8, 1)
+        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu).total
+        assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
+
+
+def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
+    """What differs is the bubble and the communication, and at most rounding of work by shares."""
+    for schedule in ("lockstep_1f1b", "lockstep_zb"):
+        times = {
+            each.block.grid: float(each.seconds.products[each.legal].min())
+            for each in priced
+            if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
+            and each.block.schedule == schedule
+        }
+        assert len(times) > 1, schedule
+        assert max(times.values()) < 1.1 * min(times.values()), schedule
+
+
+EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+FIRST = EXPERTS | {"model.num_layers": 10, "model.first_dense_layers": 2}
+ENGINES = [("sequential", "circular"), ("scheduled", "lockstep_1f1b"), ("circular", "circular")]
+
+
+@pytest.mark.parametrize(("engine", "schedule"), ENGINES)
+def test_memory_with_layers_before_and_outside_the_pipeline_is_the_estimate(
+    config, engine, schedule
+):
+    mixture = update(config, FIRST | {"model.num_layers": 13})
+    machine = machine_of("v6e:2x4", 1, mixture)
+    stages = 1 if engine == "sequential" else 2
+    block, legality = block_on(mixture, engine, schedule, stage=stages, fsdp=2, tensor=2)
+    places = np.random.default_rng(5).integers(0, 10**6, 3)
+    for candidate in priced_at(mixture, machine, block, legality, places):
+        expected = estimate(resolve(candidate.config(mixture), 8, 1), machine.tpu).total
+        assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
+
+
+def products(config, engine, schedule, outside):
+    """Return the seconds of products of two stages, with so many layers outside the pipeline.
+
+    A chunk has one layer, whose backward begins with what its forward has left.
+    """
+    block, _ = block_on(config, engine, schedule, stage=2, data=4)
+    one = np.array([1])
+    block = block._replace(repeats=one, chunk=one, outside=outside * one)
+    sizes = BlockSizes(block, Facts(config), None)
+    return step_seconds(sizes, machine_of("v6e:2x4", 1, config)).products
+
+
+@pytest.mark.parametrize(("engine", "schedule"), [("circular", "circular"), ("mpmd", "1f1b")])
+def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
+    config, engine, schedule
+):
+    """On one stage, or shared by both."""
+    mixture, first = update(config, EXPERTS), update(config, FIRST)
+    with_first = products(first, engine, schedule, 0) - products(mixture, engine, schedule, 0)
+
+    def two_outside(config):
+        more = update(config, {"model.num_layers": 10})
+        return products(more, engine, schedule, 2) - products(config, engine, schedule, 0)
+
+    assert with_first == pytest.approx(two_outside(config), rel=1e-3)
+    # Which the expected equality could tell apart from layers with experts.
+    assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.02)
+
+
+def test_modes_of_gathers_are_tried_where_they_differ(config):
+    for engine, schedule, dtype, axes in (
+        # It sums up gradients as often.
+        ("circular", "circular", "bfloat16", ("fsdp", "data", "context")),
+        ("scheduled", "lockstep_1f1b", "float32", ("stage",)),  # which share the head
+        ("mpmd", "1f1b", "float32", ("fsdp",)),
+        ("mpmd", "1f1b", "bfloat16", ("stage",)),  # whose units cast weights
+    ):
+        config = update(config, {"model.dtype": dtype})
+        space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+        grids = [grid for grid in space.grids() if grid.size("stage") == 2]
+        for grid in grids:
+            differ = any(grid.size(axis) > 1 for axis in axes)
+            offered = block_of(space, legality, grid, engine, schedule, 32).gathers
+            assert offered == ("per_iteration", *(("per_repeat", "once") if differ else ()))
+        assert {grid.size("fsdp") for grid in grids} == {1, 2, 4}, (engine, schedule)
+
+
+def test_more_stages_have_a_longer_bubble(priced):
+    def bubble(stages):
+        return min(
+            float((each.seconds.bubble / each.seconds.step)[each.legal].min())
+            for each in priced
+            if each.block.schedule == "lockstep_1f1b" and each.block.grid.size("stage") == stages
+        )
+
+    assert bubble(2) < bubble(4) < bubble(8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "engine", "repeats"),
+    [
+        ("lockstep_1f1b", "scheduled", 2),
+        ("lockstep_zb", "scheduled", 2),
+        ("1f1b", "mpmd", 1),
+        ("interleaved_1f1b", "mpmd", 2),
+        ("zb_v", "mpmd", 2),
+        ("gpipe", "mpmd", 1),
+    ],
+)
+def test_pattern_of_many_microbatches_is_that_of_the_whole_table(
+    schedule, engine, repeats, monkeypatch
+):
+    stages, loaded = 4, []
+
+    def load(name, stages, microbatches, *sizes, **options):
+        loaded.append(microbatches)
+        return load_schedule(name, stages, microbatches, *sizes, **options)
+
+    monkeypatch.setattr("maxpipe.plan.search.patterns.load_schedule", load)
+    forwards = Costs(forward=1.0, backward=0.0, input_gradient=0.0, weight_gradient=0.0)
+    for many in (20, 33, 34, 35):
+        loaded.clear()
+        extrapolated = pattern(schedule, engine, stages, many, repeats)
+        assert max(loaded, default=0) < many  # whole tables of many microbatches are slow
+        table = load_schedule(schedule, stages, many, repeats)
+        if engine == "mpmd":
+            run = simulate(table, Costs())
+            assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
+            in_flight = extrapolated.in_flight
+            first_stage = in_flight.saved[FIRST_STAGE] + in_flight.handed_over[FIRST_STAGE]
+            assert first_stage.max() == run.peak_in_flight[0]
+        else:
+            makespan = simulate(table, forwards).makespan
+            assert extrapolated.idle_forward == makespan - many * repeats
+
+
+def test_every_candidate_is_kept_priced_or_counted_as_fallen(config, facts):
+    choices = {"pipeline.schedule": ["lockstep_1f1b", "circular", "1f1b"]}
+    space, machine = Space(config, 8, 1, choices), machine_of("v5p:2x2x2", 1, config)
+    everything = search(space, machine, facts, [32], None)
+    nothing = search(space, machine, facts, [32], 0.0)
+    fell = "memory: more than the limit"
+    assert fell not in everything.fallen
+    assert not nothing.fitting
+    assert nothing.tried == everything.tried == nothing.fallen.total()
+    assert nothing.fallen[fell] == everything.tried - everything.fallen.total()
+    orders = [candidate.order for candidate in everything.fitting]
+    assert orders == sorted(orders)
+    assert any(ONE_HOST in reason for reason in nothing.fallen)
+
+
+def test_without_a_limit_of_memory_the_smallest_of_those_nearly_as_fast_is_kept(config, facts):
+    space, machine = Space(config, 8, 1, {}), machine_of("cpu:8", 1, config)
+
+    def first_of_blocks(limit):
+        fitting = search(space, machine, facts, [32], limit).fitting
+        return {(c.grid, c.engine, c.schedule, c.scans): c for c in reversed(fitting)}
+
+    small, fast = first_of_blocks(None), first_of_blocks(1e15)
+    assert small.keys() == fast.keys()
+    for block, candidate in small.items():
+        assert candidate.memory <= fast[block].memory
+        assert candidate.per_sequence <= 1.01 * fast[block].per_sequence
+    assert any(c.memory < 0.9 * fast[block].memory for block, c in small.items())
+
+
+def test_sizes_vary_along_their_own_dimension(config, facts):
+    block, _ = block_on(config, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
+    memory = memory_bytes(BlockSizes(block, facts, None))
+    assert np.broadcast_to(memory, block.shape).shape == block.shape
+    # More microbatches need less memory at a time.
+    assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
+
+
+def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
+    values = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+
+    def priced(mode):
+        config = resolve(replace(Config(), **SIZES, **values, **{"pipeline.fsdp_gather": mode}), 8)
+        request = SimpleNamespace(machine=machine_of("v5p:2x2x2", 1, config))
+        return priced_configuration(config, request)
+
+    auto, once, iteration = map(priced, ("auto", "once", "per_iteration"))
+    assert auto.gather == once.gather == "once"
+    assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
+
+
+def test_own_configuration_with_uneven_chunks_is_priced_as_if_all_were_the_largest():
+    machine = machine_of("v6e:2x4", 1, replace(Config(), **SIZES))
+
+    def priced(schedule, keys):
+        values = {"pipeline.schedule": schedule, "mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+        config = resolve(replace(Config(), **{**SIZES, **values, **keys}), 8)
+        return config, priced_configuration(config, SimpleNamespace(machine=machine))
+
+    for schedule, keys, most in (
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [4, 2, 1, 1]}, 4),
+        ("1f1b", {"pipeline.layers_per_stage": [5, 1, 1, 1]}, 5),
+        ("1f1b", {"pipeline.parallel_layers": 4}, 5),
+    ):
+        config, own = priced(schedule, keys)
+        assert update(config, own.layout) == config, keys  # the user's own stages
+        # Of one program all stages hold as many, of several the fullest decides.
+        chosen = on_platform(with_gather_mode(config, machine.tpu), "tpu")
+        if config.pipeline.engine == "scheduled":
+            known = estimate(chosen, machine.tpu).total
+        else:
+            known = fullest_stage_bytes(chosen, on_tpus=True)
+        assert own.memory == pytest.approx(known, rel=0.01), keys
+        even = {"model.num_layers": 4 * most, "pipeline.layers_per_stage": [most] * 4}
+        seconds = float(priced(schedule, even)[1].seconds.step)
+        # In separate programs the optimizer updates fewer layers.
+        assert float(own.seconds.step) == pytest.approx(seconds, rel=0.03), keys
+
+
+def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config):
+    for topology, does in (("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)):
+        machine = machine_of(topology, 1, config)
+        there = placed(config, machine)
+        block, legality = block_on(there, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
+        (found,) = priced_at(there, machine, block, legality, [0])
+        resolved = update(resolve(found.config(there), 8, 1), {GATHER_MODE: "per_iteration"})
+        assert gathers_in_steps(resolved, machine.tpu) is does, topology
+        expected = estimate(on_platform(resolved, platform_of(there)), machine.tpu).total
+        assert found.memory == pytest.approx(expected, rel=1e-9), topology

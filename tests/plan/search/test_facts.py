@@ -1,0 +1,106 @@
+"""What closed forms know of a model: the kernel of attention, which the devices decide."""
+
+from maxpipe.config import Config, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.sections import MESH_AXES
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality
+from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.request import placed
+from maxpipe.plan.search.space import Grid
+
+HEADS, TOKENS = 4, 512
+# Heads and lengths that the TPU's kernel takes.
+SIZES = {
+    "model.num_layers": 4,
+    "model.embed_dim": 256,
+    "model.num_query_heads": HEADS,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 128,
+    "model.dtype": "bfloat16",
+    "data.sequence_length": TOKENS,
+}
+NO_PACKING = {"data.packing": False}
+
+
+def placed_on(topology, **values):
+    config = replace(Config(), **(SIZES | values))
+    config = replace(config, **{"model.head_dim": derive_known(config).model.head_dim})
+    return placed(config, machine_of(topology, 1, config))
+
+
+def mesh(**sizes):
+    return tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+
+
+def test_scores_are_held_where_the_kernel_of_a_run_holds_them():
+    for topology, values, axes, holds in (
+        ("H100:8", {}, {}, True),  # the default packs documents
+        ("H100:8", NO_PACKING, {}, False),
+        ("H100:8", NO_PACKING, {"context": 2}, True),
+        ("v5e:2x2", {}, {}, False),
+        ("v5e:2x2", {}, {"context": 2}, False),
+        ("v5e:2x2", {}, {"context": 4}, True),  # parts of 128 tokens, and kernels take two
+        ("v5e:2x2", {"model.head_dim": 64}, {}, True),
+        ("v5e:2x2", {"model.attention_sinks": True}, {}, True),
+        ("v5e:2x2", {"data.sequence_length": 500}, {}, True),
+        ("v5e:2x2", {"model.attention": "dot_product"}, {}, True),
+        ("cpu:4", {}, {}, True),
+    ):
+        facts = Facts(placed_on(topology, **values))
+        length = facts.config.data.sequence_length
+        for tensor in (1, 2):
+            layer = facts.layer(mesh(tensor=tensor, **axes))
+            assert layer.scores == holds * HEADS / tensor * length, (topology, values)
+
+
+def test_a_kernel_that_holds_scores_needs_memory_for_them():
+    for topology, arrays in (
+        ("H100:8", 2),  # in float32 and in bfloat16, each with its gradient
+        ("v5e:2x2", 1),  # gradients are made where they are read
+    ):
+        flash, scores = (
+            Facts(placed_on(topology, **NO_PACKING, **values))
+            for values in ({}, {"model.attention": "dot_product"})
+        )
+        widths = {
+            name: [getattr(facts.layer(mesh()), name) for facts in (flash, scores)]
+            for name in ("working", "made", "results")
+        }
+        more = {name: after - before for name, (before, after) in widths.items()}
+        of_token = HEADS * TOKENS
+        assert more == {"working": arrays * 3 * of_token, "made": 3 * of_token, "results": 0}
+
+
+def test_probabilities_are_kept_where_everything_is():
+    """In float32, which is two values of bfloat16."""
+    for scans in (True, False):
+        for policy, kept in (("none", 2), ("minimal", 0), ("full", 0)):
+            flash, scores = (
+                Facts(placed_on("v5e:2x2", **values)).saving(
+                    mesh(), "sequential", policy, scans=scans
+                )
+                for values in ({}, {"model.attention": "dot_product"})
+            )
+            assert scores.residuals - flash.residuals == kept * HEADS * TOKENS, (scans, policy)
+
+
+def test_a_kernel_that_holds_scores_computes_masked_ones_too():
+    flash, scores = (
+        Facts(placed_on("v5e:2x2", **values)).layer(mesh())
+        for values in ({}, {"model.attention": "dot_product"})
+    )
+    assert scores.attention_flops == 2 * flash.attention_flops
+    assert scores.weight_flops == flash.weight_flops
+
+
+def test_meshes_that_a_configured_kernel_does_not_run_on_are_not_legal():
+    for topology, kernel, axes, words in (
+        ("H100:8", "splash", {}, "model.attention: splash cannot be used"),
+        ("H100:8", "cudnn", {}, ""),
+        ("H100:8", "cudnn", {"context": 2}, "model.attention: cudnn cannot be used"),
+        ("v5e:2x2", "splash", {"context": 2}, ""),
+        ("v5e:2x2", "cudnn", {}, "model.attention: cudnn cannot be used"),
+    ):
+        config = placed_on(topology, **NO_PACKING, **{"model.attention": kernel})
+        assert Legality(config, 1).of_mesh(Grid(mesh(**axes), mesh())) == words, (topology, kernel)

@@ -1,0 +1,149 @@
+"""The filters of the search agree with the configuration's own checks."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.plan.search.block import block_of
+from maxpipe.plan.search.candidate import candidate_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality, layout_of
+from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.pricing import legal_mask
+from maxpipe.plan.search.search import Outcome
+from maxpipe.plan.search.seconds import Seconds
+from maxpipe.plan.search.space import MOST_UNROLLED, SCANS, Space
+
+SEED = 19
+SIZES = {
+    "model.num_layers": 12,
+    "model.embed_dim": 64,
+    "model.num_query_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 128,
+    "data.sequence_length": 48,
+    "data.global_batch_size": 48,
+    "eval.every": 0,
+}
+# Values that are often illegal, next to those that the search tries by itself.
+CHOICES = {
+    "pipeline.num_microbatches": [1, 2, 3, 4, 5, 6, 8, 12, 16],
+    "pipeline.num_repeats": [1, 2, 3, 4, 5],
+    "pipeline.remat_policy": ["full", "minimal", "none", "minimal_offloaded", "save_qkv_proj"],
+}
+
+
+def candidates(config, topology, slices, seed):
+    """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
+    machine = machine_of(topology, slices, config)
+    space = Space(config, machine.devices, slices, CHOICES, is_tpu=True)
+    legality, facts, draw = Legality(config, machine.hosts), Facts(config), random.Random(seed)
+    blocks = [
+        (grid, engine, schedule, scans)
+        for grid in space.grids()
+        for engine, schedule in space.pipelines(grid.size("stage"))
+        for scans in space.scans(engine)
+    ]
+    masks = {}
+    while True:
+        grid, engine, schedule, scans = key = draw.choice(blocks)
+        if key not in masks:
+            block = block_of(space, legality, grid, engine, schedule, 48, scans=scans)
+            mask = legal_mask(block, legality, Outcome().fallen)
+            masks[key] = block, mask & (not legality.of_mesh(grid))
+        block, mask = masks[key]
+        index = draw.randrange(mask.size)
+        nothing = np.zeros(mask.size)
+        yield candidate_of(block, index, nothing, Seconds(*[nothing] * 3), facts), mask.flat[index]
+
+
+EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("count", "topology", "slices", "overrides"),
+    [
+        (400, "cpu:12", 1, {}),
+        (300, "cpu:12", 1, {"pipeline.delay_activation_forwarding": True}),
+        (300, "cpu:12", 1, EXPERTS | {"model.first_dense_layers": 2, "model.num_layers": 14}),
+        (300, "v6e:2x2", 3, EXPERTS),
+    ],
+)
+def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(
+    count, topology, slices, overrides
+):
+    config = replace(Config(), **(SIZES | overrides))
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    outcomes = []
+    drawn = candidates(config, topology, slices, SEED)
+    for candidate, is_legal in itertools.islice(drawn, count):
+        try:
+            resolve(candidate.config(config), 12, slices)
+            passes, why = True, ""
+        except ConfigError as error:
+            passes, why = False, str(error)
+        assert passes == is_legal, f"seed {SEED}: {candidate.updates()}: {why}"
+        outcomes.append(passes)
+    assert 20 < sum(outcomes) < count - 20  # both kinds are drawn
+
+
+def test_a_batch_of_evaluations_that_the_devices_do_not_divide_is_a_reason_of_its_own():
+    sizes = SIZES | {"eval.every": 10, "eval.global_batch_size": 3}
+    config = replace(Config(), **sizes)
+    legality, space = Legality(config, 1), Space(config, 4, 1, {})
+    reason = "eval.global_batch_size: no multiple of the devices that divide it"
+    for grid in (grid for grid in space.grids() if grid.size("stage") == 1):
+        fallen = Outcome().fallen
+        block = block_of(space, legality, grid, "sequential", "gpipe", 48)
+        assert legal_mask(block, legality, fallen).any() == (grid.batch_shards == 1)
+        assert [*fallen] == [reason] * (grid.batch_shards > 1)
+
+
+def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
+    assert layout_of("scheduled", 126, 8, 3).updates(126)["pipeline.parallel_layers"] == 120
+    assert layout_of("mpmd", 126, 8, 1).is_uneven
+    assert layout_of("mpmd", 126, 8, 16).chunk == 0
+    assert layout_of("scheduled", 4, 8, 1).chunk == 0
+
+
+def test_uneven_layers_are_legal_with_first_dense_layers():
+    sizes = SIZES | {"model.num_layers": 14, "model.first_dense_layers": 1}
+    legality = Legality(replace(Config(), **sizes), 1)
+    for engine, schedule in (("mpmd", "1f1b"), ("scheduled", "lockstep_1f1b")):
+        assert legality.of_layers(engine, schedule, 4, np.array([1]))[0].all()
+
+
+def test_meshes_that_split_no_sequence_evenly_are_refused():
+    config = replace(Config(), **(SIZES | {"data.sequence_length": 6}))
+    space = Space(config, 4, 1, {})
+    legality = Legality(config, 1)
+    refused = {grid.size("context") for grid in space.grids() if legality.of_mesh(grid)}
+    assert refused == {2, 4}
+
+
+def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
+    moe = {"experts": 4, "per_token": 2, "mlp_dim": 64, "capacity_factor": 1.25}
+    config = replace(Config(), **(SIZES | {f"model.moe.{key}": n for key, n in moe.items()}))
+    legality = Legality(config, 1)
+    grids = [grid for grid in Space(config, 4, 1, {}).grids() if grid.size("context") > 1]
+    assert {grid.size("context") for grid in grids} == {2, 4}
+    reasons = {legality.of_mesh(grid) for grid in grids}
+    assert len(reasons) == 1
+    assert "which mesh.ici.context above 1 splits" in reasons.pop()
+
+
+def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for():
+    for is_tpu, layers, choices, tried in (
+        (True, MOST_UNROLLED, {}, [True, False]),
+        (True, MOST_UNROLLED + 1, {}, [True]),
+        (False, 8, {}, [True]),
+        (False, MOST_UNROLLED + 1, {SCANS: [False]}, [False]),
+    ):
+        space = Space(replace(Config(), **{"model.num_layers": layers}), 4, 1, choices, is_tpu)
+        assert space.scans("sequential") == tried, (is_tpu, layers)
+        assert space.scans("scheduled") == [True], "it takes no other value"

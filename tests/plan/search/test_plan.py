@@ -1,0 +1,137 @@
+"""A search becomes rows: the best of each sort that is sound, and faster ones that do not fit."""
+
+import itertools
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, Problem, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.config.sections import MESH_AXES
+from maxpipe.devices.chips import GIB
+from maxpipe.plan.search import plan as module
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.plan import MISFITS, WORTH, make_plan
+from maxpipe.plan.search.request import Request
+
+
+def requested(topology="v5p:2x2x1", batch=16, margin=0.1, capacity=None, **choices):
+    """Return a request for a small model, on devices with so many bytes."""
+    config = replace(Config(), **{"model.num_layers": 4, "eval.every": 0})
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of(topology, 1, config)
+    if capacity is not None:
+        machine = machine._replace(capacity=capacity)
+    tried = {f"pipeline.{key}": values for key, values in choices.items()}
+    return Request("base", config, config, machine, (batch,), tried, margin)
+
+
+def planned(request):
+    return make_plan(request, Facts(request.config))
+
+
+@pytest.fixture(scope="module")
+def free():
+    """Return a plan for eight devices, where everything fits."""
+    return planned(requested("v5p:2x2x2", batch=64))
+
+
+@pytest.fixture(scope="module")
+def tight(free):
+    """Return a request for smaller devices, where most of that does not fit, and its plan."""
+    sizes = sorted(candidate.memory for candidate in free.outcome.fitting)
+    least = sizes[len(sizes) // 8]
+    request = requested("v5p:2x2x2", batch=64, capacity=least, margin=0.0)
+    return request, planned(request)
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Refuse configurations by a test of them; a list of those that were checked."""
+    checked = []
+
+    def refuse(test):
+        def resolve(config, devices, slices):
+            checked.append(config)
+            if test(config):
+                raise ConfigError(Problem("mesh.ici.fsdp", "is refused"))
+            return config
+
+        monkeypatch.setattr(module, "resolve", resolve)
+        return checked
+
+    return refuse
+
+
+def test_every_mesh_that_fits_is_a_row_however_near_the_candidates_of_the_best_ones_are(free):
+    plan = free
+    sorts = {candidate.sort for candidate in plan.outcome.fitting}
+    assert len(plan.rows) == min(len(sorts), module.ROWS) > 50
+    assert len({row.candidate.sort for row in plan.rows}) == len(plan.rows)
+    assert len(plan.outcome.fitting[: module.ROWS]) > len(
+        {candidate.sort for candidate in plan.outcome.fitting[: module.ROWS]}
+    )
+
+
+def test_layers_in_a_loop_are_a_row_of_their_own_and_shown_with_those_compiled_one_by_one():
+    plan = planned(requested(engine=["sequential"]))
+    twins = [row for row in plan.rows if row.candidate.is_twin(plan.winner.candidate)]
+    assert len(twins) == 1
+    many = [*(row for row in plan.rows if row not in twins)] * 10
+    shown = module.replace(plan, rows=[*many, *twins]).shown
+    assert shown[: module.SHOWN] == many[: module.SHOWN]
+    assert shown[module.SHOWN :] == twins
+
+
+def test_rows_are_those_that_pass_the_checks_where_the_best_hundred_fail(free, refused):
+    request = requested("v5p:2x2x2", batch=64)
+    best = {candidate.grid for candidate in free.outcome.fitting[:100]}
+    checked = refused(
+        lambda config: tuple(config.mesh.size(axis) for axis in MESH_AXES) in {g.ici for g in best}
+    )
+    plan = planned(request)
+    assert len(checked) > 100
+    assert plan.rows
+    assert not {row.candidate.grid for row in plan.rows} & best
+    assert plan.outcome.fallen["mesh.ici.fsdp: is refused"] == len(checked) - len(plan.rows)
+
+
+def test_candidates_that_fit_and_all_fail_the_checks_are_an_error_and_not_too_large(refused):
+    refused(lambda config: True)
+    with pytest.raises(ConfigError, match=r"mesh.ici.fsdp: is refused; so none of the \d+ fastest"):
+        planned(requested())
+
+
+def test_checks_end_where_too_many_fail(refused, monkeypatch):
+    monkeypatch.setattr(module, "CHECKS", 20)
+    checked = refused(lambda config: len(checked) > 1)
+    assert len(planned(requested()).rows) == 1
+    assert len(checked) == 20
+
+
+def test_misfits_are_the_faster_ones_that_need_least_memory(free, tight):
+    request, plan = tight
+    limit, best = request.limit, plan.rows[0]
+    faster = [
+        candidate
+        for candidate in free.outcome.fitting
+        if candidate.memory > limit
+        and candidate.per_sequence < (1 - WORTH) * best.candidate.per_sequence
+    ]
+    assert len(plan.misfits) == MISFITS
+    least = min(candidate.memory for candidate in faster)
+    assert limit < plan.misfits[0].memory <= least
+    assert plan.misfits[0].memory <= plan.misfits[1].memory
+    for row in plan.misfits:
+        above = f"{(row.memory - limit) / GIB:.3g} GiB above the usable {limit / GIB:.3g}"
+        assert row.reason.endswith(f"% faster, {above}")
+
+
+def test_misfits_of_a_search_are_faster_and_none_of_a_block_beats_another(tight):
+    outcome = tight[1].outcome
+    assert outcome.misfits
+    assert all(c.per_sequence < outcome.fastest for c in outcome.misfits)
+    for one, other in itertools.combinations(outcome.misfits, 2):
+        if one.sort == other.sort:  # the first is the faster one
+            assert one.memory > other.memory

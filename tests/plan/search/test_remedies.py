@@ -1,0 +1,69 @@
+"""What would fit where nothing does: each tried by a search, in a time, and said to be tried."""
+
+import dataclasses
+
+from maxpipe.plan.search.attempts import more_chips
+from maxpipe.plan.search.plan import make_plan
+from maxpipe.plan.search.remedies import refusing_margin, remedies
+from maxpipe.plan.search.rows import Proof
+
+
+def on_capacity(request, share, facts):
+    """Return the request on devices with so much of what the least candidate needs."""
+    least = make_plan(request, facts).outcome.least
+    machine = request.machine._replace(capacity=share * least.memory)
+    return dataclasses.replace(request, machine=machine)
+
+
+def test_remedies_say_what_is_tried(request_and_facts):
+    request, facts = request_and_facts
+    lines = []
+    plan = make_plan(on_capacity(request, 0.9, facts), facts)
+    found = remedies(plan, facts, lines.append).lines
+    assert plan.winner is None
+    assert lines[0] == "trying      data.global_batch_size=32"
+    assert lines[-1].startswith("trying      --topology v5e:")
+    assert found[0].startswith("fewer tokens: data.global_batch_size=")
+    assert found[1].startswith("more chips: --topology v5e:")
+
+
+def test_more_chips_are_larger_slices_and_then_several_of_the_largest(request_and_facts):
+    request, _ = request_and_facts
+    machines = [*more_chips(request.on("v5e:8x8"))]
+    slices = [("v5e:16x16", 2), ("v5e:16x16", 4), ("v5e:16x16", 8)]
+    assert [(on.machine.topology, on.machine.slices) for _, on in machines] == [
+        ("v5e:8x16", 1),
+        ("v5e:16x16", 1),
+        *slices,
+    ]
+    assert machines[2][0] == "--topology v5e:16x16 compile.num_slices=2"
+    assert machines[2][1].config.compile.num_slices == 2
+    of_cubes = [on.machine for _, on in more_chips(request.on("v5p:2x2x1"))]
+    assert [m.num_chips for m in of_cubes[:3]] == [8, 16, 32]
+    assert [m.num_chips for m in of_cubes[-4:]] == [6144 * n for n in (1, 2, 4, 8)]
+    several = [on.machine for _, on in more_chips(request.on("v5e:16x16", 2))]
+    assert [(m.topology, m.slices) for m in several] == [("v5e:16x16", 2 * n) for _, n in slices]
+    gpus = [words for words, _ in more_chips(request.on("H100:2"))]
+    assert gpus == ["--topology H100:4", "--topology H100:8"]
+    assert [*more_chips(request.on("cpu:2"))] == []
+
+
+def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compiler_did(
+    request_and_facts,
+):
+    for share, margin in ((0.97, 0.05), (0.95, 0.1), (0.6, 0.45), (0.04, None)):
+        request, facts = request_and_facts
+        plan = make_plan(request, facts)
+        refusal = Proof(1e12, None, False, "", 1.0)
+        least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
+        machine = request.machine._replace(capacity=least.memory / share)
+        misfits = [
+            dataclasses.replace(more, proof=refusal),
+            dataclasses.replace(least, proof=refusal),
+        ]
+        request = dataclasses.replace(request, machine=machine)
+        compiled = dataclasses.replace(plan, request=request, misfits=misfits)
+        assert refusing_margin(compiled) == margin, (share, margin)
+        crashed = dataclasses.replace(least, proof=Proof(None, None, False, "killed", 1.0))
+        for others in ([least], [crashed]):
+            assert refusing_margin(dataclasses.replace(compiled, misfits=others)) is None

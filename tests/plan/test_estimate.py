@@ -1,0 +1,371 @@
+"""Memory from shapes: what grows with what, and agreement with the sharded state."""
+
+import jax
+import pytest
+from helpers.shard_bytes import shard_bytes
+
+from maxpipe.builder import build_trainer
+from maxpipe.compile.step import compile_step, memory_of
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import NAMED
+from maxpipe.config.terminal import ignore_note
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.plan.estimate import Memory, estimate, traffic
+from maxpipe.plan.footprint import (
+    device_parameters,
+    itemsize,
+    layer_of,
+    on_platform,
+    residual_width,
+    total_parameters,
+    weights_of,
+)
+
+ONE_REPEAT = {"pipeline.num_repeats": 1}
+PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
+
+
+def config_of(**values):
+    return resolve(replace(Config(), **(PIPELINE | values)), 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        ("lockstep_1f1b", {}),
+        ("circular", {"model.lora.rank": 8}),
+        # A row of two layers on each of four stages, and one more for three outside.
+        ("circular", {"model.num_layers": 11, "pipeline.parallel_layers": 8} | ONE_REPEAT),
+        # A row of one layer, and three more for nine outside.
+        ("lockstep_1f1b", {"model.num_layers": 13, "pipeline.parallel_layers": 4} | ONE_REPEAT),
+        # All stages have room for the largest chunk.
+        ("lockstep_1f1b", {"pipeline.layers_per_stage": [3, 1, 1, 3]} | ONE_REPEAT),
+    ],
+)
+def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule, values):
+    config = config_of(**{"pipeline.schedule": schedule}, **values)
+    state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
+    memory = estimate(config, None)
+    # Norms are not sharded, and the optimizer counts its steps.
+    assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
+    assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
+
+
+def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler():
+    """Weights take most of it; in a loop the compiler does not gather layers ahead."""
+    sizes = {"embed_dim": 256, "num_query_heads": 4, "num_kv_heads": 4, "mlp_dim": 1024}
+    values = {f"model.{key}": size for key, size in (sizes | {"vocab_size": 512}).items()}
+    config = config_of(
+        **values,
+        **{
+            "model.num_layers": 5,
+            "pipeline.parallel_layers": 4,
+            "pipeline.schedule": "lockstep_1f1b",
+            "pipeline.num_repeats": 1,
+            "pipeline.num_microbatches": 4,
+            "pipeline.fsdp_gather": "once",
+            "pipeline.remat_policy": "full",
+            "pipeline.scan_layers_per_stage": True,
+            "data.sequence_length": 16,
+            "data.global_batch_size": 8,
+        },
+    )
+    mesh = build_mesh(config, jax.devices())
+    step = compile_step(config, mesh, build_trainer(config, mesh), ignore_note)
+    assert estimate(config, None).total == pytest.approx(
+        memory_of(step.executable, mesh).total, rel=0.1
+    )
+
+
+def test_activations_against_the_number_of_microbatches():
+    def activations(schedule, count):
+        values = {"pipeline.num_microbatches": count, "data.global_batch_size": 2 * count}
+        return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
+
+    assert activations("circular", 32) > 1.5 * activations("circular", 8)
+    assert activations("lockstep_1f1b", 32) < 1.5 * activations("lockstep_1f1b", 8)
+
+
+def test_layers_outside_the_pipeline_are_priced_with_their_inputs():
+    """In lockstep those of a stage's rows of one microbatch, otherwise those of all its rows."""
+
+    def inputs(schedule, count):
+        without, four = (
+            config_of(
+                **{
+                    "pipeline.schedule": schedule,
+                    "pipeline.num_microbatches": count,
+                    "data.global_batch_size": 8 * count,  # four rows on each device
+                    "pipeline.parallel_layers": 8,
+                    "model.num_layers": 8 + outside,
+                }
+            )
+            for outside in (0, 4)
+        )
+        return estimate(four, None).activations - estimate(without, None).activations
+
+    row = 4 * Config().data.sequence_length * Config().model.embed_dim  # bytes, in float32
+    found = {(name, n): inputs(name, n) for name in ("circular", "lockstep_1f1b") for n in (8, 16)}
+    shares = {("circular", 8): 8, ("circular", 16): 16}
+    shares |= {("lockstep_1f1b", 8): 1, ("lockstep_1f1b", 16): 1}
+    assert found == {case: 4 * rows * row for case, rows in shares.items()}
+
+
+def test_split_backwards_are_priced_with_their_stash():
+    def activations(schedule, **values):
+        values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values
+        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8}), None).activations
+
+    extra = activations("lockstep_zb") - activations("lockstep_1f1b")
+    delay = {"pipeline.delay_activation_forwarding": True}
+    delayed = activations("lockstep_zb", **delay) - activations("lockstep_1f1b", **delay)
+    # One slot for what is masked, and d(S-1)+1 for units.
+    assert delayed / extra == pytest.approx((1 + 7) / (1 + 4))
+
+
+def test_activations_against_the_policy():
+    def activations(policy):
+        return estimate(
+            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy}), None
+        ).activations
+
+    assert activations("full") < activations("minimal") < activations("none")
+    assert activations("minimal_offloaded") == activations("full")
+
+
+def test_activations_of_split_sequences():
+    """Half as large, but for the keys and values of the other half."""
+
+    def activations(context):
+        axes = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "mesh.ici.context": context}
+        return estimate(resolve(replace(Config(), **axes), 4 * context), None).activations
+
+    half = activations(1) / 2
+    assert half < activations(2) < 1.1 * half
+
+
+def test_weights_gathered_once_are_whole_over_fsdp_and_the_head_over_stages():
+    config = config_of(**{"pipeline.schedule": "lockstep_1f1b"})
+    apart, once = (
+        estimate(replace(config, **{"pipeline.fsdp_gather": gather}), None)
+        for gather in ("per_iteration", "once")
+    )
+    table = config.model.vocab_size * config.model.embed_dim
+    devices = config.mesh.size("stage") * config.mesh.size("fsdp")
+    # Norms, of two layers a stage and of the head, are on every device anyway.
+    norms = 4.0 * (2 * 2 + 1) * config.model.embed_dim
+    layers = apart.gradients - norms - 2 * 4.0 * table / devices
+    whole = 2 * layers + 4.0 * (table + table / devices)  # the head, and the embedding's part
+    assert once.gradients - norms == pytest.approx(whole)
+    assert once.in_use > apart.in_use
+    assert once.parameters == apart.parameters
+    assert once.optimizer == apart.optimizer
+
+
+def test_first_dense_layers_keep_what_dense_layers_keep():
+    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+
+    def activations(policy, layers, first=0, **values):
+        values |= {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+        values |= {"model.num_layers": layers, "pipeline.remat_policy": policy}
+        values |= {"model.first_dense_layers": first}
+        return estimate(config_of(**values), None).activations
+
+    for policy in ("minimal", "full"):
+        dense = activations(policy, 6) - activations(policy, 5)
+        first = activations(policy, 6, 2, **experts) - activations(policy, 5, 1, **experts)
+        assert first == pytest.approx(dense), policy
+        of_experts = activations(policy, 6, **experts) - activations(policy, 5, **experts)
+        assert policy == "full" or dense != pytest.approx(of_experts, rel=0.1), policy
+
+
+def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_reads():
+    """The input of the next layer, which it saves itself, is made of the last product's result."""
+    for model, unread in (
+        ({}, 32),
+        ({"model.norm_placement": "sandwich"}, 0),
+        ({"model.moe.experts": 4, "model.moe.mlp_dim": 16}, 32),
+        ({"model.moe.experts": 4, "model.moe.mlp_dim": 16, "model.mlp_bias": True}, 0),
+    ):
+        values = {"pipeline.remat_policy": "minimal", "model.embed_dim": 32} | model
+        by_layer = {"pipeline.remat_iterations": False, "pipeline.remat_layers": True}
+        sequential = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+        config = config_of(**values, **sequential)
+        choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
+        named = layer_of(config).saved_width(NAMED)
+        assert residual_width(config) == pytest.approx(named - unread, abs=choice), (model, unread)
+        circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
+        staged = config_of(**values, **circular, **by_layer)
+        # With the layer's input, which is not counted by itself there.
+        assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice)
+
+
+def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():
+    """Seven microbatches in flight, and a slot more for idle ones, but no copies of a chunk."""
+    for policy in (
+        "none",
+        "minimal",
+    ):
+        values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.remat_policy": policy}
+        values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 8}
+        values |= {"data.global_batch_size": 16}
+        configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
+        two, three = (estimate(config, None).activations for config in configs)
+        tokens = configs[0].data.sequence_length
+        layer = tokens * itemsize(configs[0].model.dtype) * residual_width(configs[0])
+        assert (three - two) / layer == pytest.approx(8), policy
+
+
+def test_none_saves_little_but_results_of_products():
+    """Norms, rotations and gates, in float32 or arrays of their own, are computed again.
+
+    Without a TPU's rotations there are sums of halves.
+    """
+    for has_norm, tpu_memory, more in (
+        (False, None, 0.15),
+        (True, None, 0.2),
+        (False, 95e9, 0.01),
+    ):
+        values = {"model.dtype": "bfloat16", "model.qk_norm": has_norm}
+        # Heads of 128 channels go to the TPU's kernel, which holds no scores.
+        values |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}
+        none, minimal = (
+            estimate(
+                config_of(**values, **{"pipeline.remat_policy": policy}), tpu_memory
+            ).activations
+            for policy in ("none", "minimal")
+        )
+        assert minimal <= none <= (1 + more) * minimal, (has_norm, tpu_memory)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mesh", "compiled"),
+    [
+        ("none", {"fsdp": 8}, (8.0, 6.15)),
+        ("none", {"fsdp": 4, "tensor": 2}, (7.3, 6.5)),
+        ("minimal", {"fsdp": 8}, (5.97, 6.15)),
+    ],
+)
+def test_unrolled_layers_keep_what_the_compiler_does_not_make_again(policy, mesh, compiled):
+    """Where nothing must be made again, the compiler keeps all results of products.
+
+    Compiled are the GiB of a device of v5p:2x2x2 without parameters and the optimizer's state, of
+    unrolled layers and of a loop.
+    """
+    sizes = {"embed_dim": 3072, "num_query_heads": 24, "num_kv_heads": 8, "head_dim": 128}
+    sizes |= {"mlp_dim": 8192, "vocab_size": 32768, "num_layers": 8, "dtype": "bfloat16"}
+    values = {f"model.{key}": value for key, value in sizes.items()}
+    values |= {f"mesh.ici.{axis}": size for axis, size in ({"stage": 1} | mesh).items()}
+    values |= {"pipeline.engine": "sequential", "pipeline.remat_policy": policy}
+    values |= {"pipeline.num_repeats": 1, "pipeline.num_microbatches": 1}
+    values |= {"data.sequence_length": 2048, "data.global_batch_size": 32}
+
+    def working(scans):
+        memory = estimate(config_of(**values, **{"pipeline.scan_layers": scans}), 95e9)
+        return (memory.total - memory.parameters - memory.optimizer) / 2**30
+
+    unrolled, looped = working(False), working(True)
+    assert (unrolled, looped) == pytest.approx(compiled, rel=0.2)
+    # A loop has room for all gradients from its start, and copies what a layer kept.
+    if policy == "minimal":
+        assert unrolled < looped
+
+
+def test_an_update_reads_all_gradients_though_unrolled_layers_make_them_late():
+    values = {"pipeline.engine": "sequential", "pipeline.remat_policy": "minimal"}
+    values |= {"pipeline.num_microbatches": 1, "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+    unrolled, looped = (
+        config_of(**values, **{"pipeline.scan_layers": scans}, **ONE_REPEAT)
+        for scans in (False, True)
+    )
+    assert traffic(unrolled, estimate(unrolled, None)) == traffic(looped, estimate(looped, None))
+
+
+def test_traffic_of_weights_counts_products_that_nothing_spares():
+    """An embedding that is no projection as well is looked up, not multiplied with."""
+    config = config_of()
+    size = config.model.vocab_size
+    of_head = config.model.embed_dim * size / config.mesh.size("stage")
+
+    def moved(vocabulary, **values):
+        config = config_of(**{"model.vocab_size": vocabulary}, **values)
+        return traffic(config, Memory(0.0, 0.0, 0.0, 0.0)) / config.pipeline.num_microbatches
+
+    for policy, passes in (("full", 4), ("minimal", 3), ("none", 3)):
+        for tied in (False, True):
+            values = {"pipeline.remat_policy": policy, "model.tie_embeddings": tied}
+            added = moved(2 * size, **values) - moved(size, **values)
+            expected = passes * itemsize(config.model.dtype) * of_head
+            assert added == pytest.approx(expected), values
+
+
+def test_traffic_with_adapters_has_no_gradients_of_the_base():
+    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+    config, adapted = config_of(), config_of(**{"model.lora.rank": 8})
+    count, whole = config.pipeline.num_microbatches, ("fsdp",)
+    base = total_parameters(config, whole) - device_parameters(config, "embed", whole_over=whole)
+    trained = total_parameters(adapted, whole, only_trained=True)
+    # Four passes with full recomputation, of the base and of activations one less.
+    weights, activations = 4 * 4.0 * count * base, traffic(config, nothing) - 4 * 4.0 * count * base
+    expected = 3 / 4 * (weights + activations) + 4 * 4.0 * count * trained
+    assert traffic(adapted, nothing) == pytest.approx(expected, rel=1e-6)
+
+
+def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
+    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+
+    def moved(layers, first=0, **values):
+        values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "model.num_layers": layers}
+        values |= {"model.first_dense_layers": first, "pipeline.num_repeats": 1}
+        return traffic(config_of(**values), nothing)
+
+    two_first = moved(6, 2, **experts) - moved(4, 0, **experts)
+    # Their norms lie on every stage.
+    assert two_first == pytest.approx(moved(6) - moved(4), rel=1e-3)
+
+
+def test_experts_over_devices_are_priced_with_rows_for_every_choice():
+    moe = {"experts": 8, "per_token": 2, "mlp_dim": 64}
+    values = {"mesh.ici.stage": 1, "pipeline.engine": "sequential"}
+    values |= {f"model.moe.{key}": value for key, value in moe.items()}
+
+    def priced(axis):
+        return estimate(resolve(replace(Config(), **values | {f"mesh.ici.{axis}": 4}), 4), None)
+
+    whole, shared = priced("data"), priced("expert")
+    model = replace(Config(), **values).model
+    of_experts = model.num_layers * 8 * 3 * model.embed_dim * 64
+    assert whole.parameters - shared.parameters == 4.0 * of_experts * 3 / 4
+    assert whole.gradients - shared.gradients == 4.0 * of_experts * 3 / 4
+    # Four devices' tokens, of which all may choose the two experts of one.
+    assert shared.activations > 1.5 * whole.activations
+
+
+def test_logits_are_made_of_weights_without_the_first_dense_layers():
+    values = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+    values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "pipeline.num_repeats": 1}
+    for tied in (True, False):
+        values["model.tie_embeddings"] = tied
+        with_first, without = (
+            config_of(**values, **{"model.num_layers": layers, "model.first_dense_layers": first})
+            for layers, first in ((6, 2), (4, 0))
+        )
+        assert weights_of(with_first).projection == weights_of(without).projection
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_scores_that_a_kernel_holds_are_those_of_the_compiled_step(policy):
+    """Eight heads of 512 tokens make scores the most of it; simulated devices hold all of them."""
+    values = {"embed_dim": 64, "num_query_heads": 8, "num_kv_heads": 8, "num_layers": 3}
+    values |= {"mlp_dim": 128, "vocab_size": 256, "head_dim": 16, "dtype": "float32"}
+    values = {f"model.{key}": value for key, value in values.items()}
+    values |= {"mesh.ici.data": 2, "pipeline.engine": "sequential", "eval.every": 0}
+    values |= {"pipeline.num_microbatches": 1, "pipeline.remat_policy": policy}
+    values |= {"data.sequence_length": 512, "data.global_batch_size": 8}
+    config = resolve(replace(Config(), **values), 2)
+    mesh = build_mesh(config, jax.devices()[:2])
+    step = compile_step(config, mesh, build_trainer(config, mesh), ignore_note)
+    compiled = memory_of(step.executable, mesh).total
+    assert estimate(on_platform(config, "cpu"), None).total == pytest.approx(compiled, rel=0.25)
+    assert estimate(config, None).total < 0.3 * compiled  # as of a kernel that holds none

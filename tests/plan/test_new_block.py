@@ -1,0 +1,167 @@
+"""A block that is only in the catalogue is priced right: parameters, FLOPs, MFU, memory, stages."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.engines import make_mesh
+from helpers.shard_bytes import shard_bytes
+
+from maxpipe.builder import build_trainer
+from maxpipe.config import Config, catalog, replace, resolve
+from maxpipe.devices.chips import chip_for
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.parameters import map_specs
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.plan.auto_stages import predict
+from maxpipe.plan.estimate import estimate
+from maxpipe.plan.flops import model_flops_per_token, parameter_count
+from maxpipe.plan.footprint import handed_over_width, layer_of, residual_width, stash_width
+from maxpipe.plan.layer_trace import trace_model
+from maxpipe.plan.stage_times import layer_times
+from maxpipe.training import launch
+
+D, MLP, T, LAYERS = 64, 96, 32, 4
+# Weights that the block has and the Llama block has not: a gated MLP, and D -> 4 D -> D.
+MORE_WEIGHTS = 3 * D * MLP + 8 * D * D
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    monkeypatch.setitem(catalog.BLOCKS, "wide", catalog.Block("helpers.wide_block:WideBlock"))
+    policy = catalog.RematPolicy(device=("wide", "mlp_down"))
+    monkeypatch.setitem(catalog.REMAT_POLICIES, "save_wide", policy)
+
+
+def config_of(block="wide", **values):
+    small = {
+        "model.block": block,
+        "model.num_layers": LAYERS,
+        "model.embed_dim": D,
+        "model.mlp_dim": MLP,
+        "model.vocab_size": 512,
+        "model.num_query_heads": 4,
+        "model.num_kv_heads": 2,
+        "data.sequence_length": T,
+        "data.global_batch_size": 16,
+        "pipeline.num_microbatches": 4,
+        "pipeline.schedule": "lockstep_1f1b",
+        "mesh.ici.stage": 2,
+        "mesh.ici.fsdp": 2,
+        "mesh.ici.tensor": 2,
+        "eval.every": 0,
+    }
+    return resolve(replace(Config(), **(small | values)), 8)
+
+
+def both(function):
+    """The function of a configuration with the new block and with the Llama block."""
+    return function(config_of()), function(config_of("llama"))
+
+
+def test_parameter_count_follows_the_block():
+    new, llama = both(lambda config: parameter_count(config.model))
+    assert new - llama == LAYERS * (MORE_WEIGHTS + D)  # and a norm
+    assert new == ModelProgram(config_of().model).parameter_count()
+
+
+def test_model_flops_follow_the_block():
+    new, llama = both(lambda config: model_flops_per_token(config.model, T))
+    assert new - llama == 6 * LAYERS * MORE_WEIGHTS
+
+
+def test_layer_flops_are_those_of_the_compiled_layer():
+    config = config_of()
+    trace, layer = trace_model(config.model, T), layer_of(config)
+    program = ModelProgram(config.model)
+    shapes = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), program.specs["layers"])
+    x = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
+    side = trace.layer.in_avals[-len(SideInputs._fields) :]
+
+    def run(params, x, *side):
+        return program.block(params, x, SideInputs(*side), None)[0]
+
+    side = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in side]
+    compiled = jax.jit(run).lower(shapes, x, *side).compile().cost_analysis()["flops"]
+    # The kernel that runs here computes the masked half too; norms and activations are left out.
+    counted = T * (layer.weight_flops + 2 * layer.activation_flops)
+    assert counted == pytest.approx(compiled, rel=0.05)
+
+
+def test_mfu_follows_the_block_through_the_run(monkeypatch):
+    chip = chip_for("TPU v5")
+    monkeypatch.setattr(launch, "chip_for", lambda kind: chip)
+    mesh = make_mesh(config_of())
+    wide, llama = (launch.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
+    more = 16 * T * 6 * LAYERS * MORE_WEIGHTS
+    assert wide - llama == pytest.approx(more / (chip.peak_flops["float32"] * mesh.size))
+
+
+def test_layer_is_not_traced_for_mfu_where_the_chip_is_unknown(monkeypatch):
+    monkeypatch.setattr(launch, "model_flops_per_token", lambda *_: pytest.fail("traced"))
+    config = config_of()
+    assert launch.peak_seconds(config, make_mesh(config)) is None
+
+
+def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():
+    config = config_of()
+    state = build_trainer(config, make_mesh(config)).abstract_state()
+    memory = estimate(config, None)
+    assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=1e-3)
+    assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=1e-3)
+
+
+def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over():
+    """A layer more in a chunk is so much more."""
+    config = config_of(
+        **{
+            "model.num_layers": 6,
+            "model.dtype": "bfloat16",
+            "pipeline.schedule": "zb_h1",
+            "pipeline.num_repeats": 1,
+            "pipeline.layers_per_stage": [1, 1, 3, 1],
+            "pipeline.remat_policy": "save_wide",
+            "mesh.ici.stage": 4,
+            "mesh.ici.tensor": 1,
+        }
+    )
+    computations = build_trainer(config, make_mesh(config)).engine.training.program.computations
+    column = 2 * T * 2  # of a device's half of a microbatch of 4
+
+    def width(values):
+        long, short = (
+            sum(v.aval.size * v.aval.dtype.itemsize for v in values(chunk)) for chunk in (2, 1)
+        )
+        return (long - short) / 2 / column
+
+    forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
+    late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
+    assert residual_width(config) == pytest.approx(forward, rel=0.01)
+    assert handed_over_width(config) == pytest.approx(late, rel=0.15)
+
+
+def test_activations_and_stash_grow_with_the_block():
+    new, llama = both(lambda config: estimate(config, None).activations)
+    assert new > 1.3 * llama
+    new, llama = both(stash_width)
+    # Full rematerialisation on one of two tensor shards: gradients of the second MLP's hidden
+    # values (one for gate and up) and output, of its norm, of `wide` and its output; and what is
+    # recomputed of these to make operands.
+    gradients = MLP / 2 + D + D + 4 * D / 2 + D
+    recomputed = 2 * MLP / 2 + D + 4 * D / 2 + D
+    assert new - llama == gradients + recomputed
+
+
+def test_times_of_stages_follow_the_block():
+    new, llama = both(layer_times)
+    layer = layer_of(config_of("llama"))
+    forward = layer.weight_flops + layer.activation_flops
+    assert llama.head / new.head == pytest.approx((forward + 2 * MORE_WEIGHTS) / forward)
+    assert predict(config_of(), [1, 1, 1, 1]).times == new
+
+
+def test_a_saved_tensor_of_the_block_is_not_recomputed():
+    layer = layer_of(config_of())
+    everything = layer.recomputed_flops(())
+    assert everything - layer.recomputed_flops(("wide",)) == 2 * 4 * D * D
+    assert layer.saved_width(("wide",)) == 4 * D / 2

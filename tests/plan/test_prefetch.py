@@ -1,0 +1,79 @@
+"""When weights are gathered in steps on auto, and what is said about it."""
+
+from helpers.fsdp_stages import V5P, Device, config_of
+
+from maxpipe.devices.chips import tpu_of
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.plan import prefetch
+
+
+def decided(device=V5P, **values):
+    """Return (decision, notes)."""
+    notes = []
+    return prefetch.gathers_in_steps(config_of(**values), tpu_of([device]), notes.append), notes
+
+
+def test_prefetch_on_auto_is_on_with_short_rings_of_tpus_and_says_so():
+    for kind, size in (("TPU v5p", 2), ("TPU v5p", 8), ("TPU v6 lite", 8), ("TPU v5 lite", 2)):
+        does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
+        assert does, (kind, size)
+        assert note.startswith("pipeline.fsdp_prefetch=true: "), (kind, size)
+        assert f"the {size} devices" in note, (kind, size)
+
+
+def test_prefetch_on_auto_avoids_rings_that_are_long_for_the_chip_and_says_so():
+    for kind, size, longest in (("TPU v5p", 16, 8), ("TPU v6 lite", 16, 8), ("TPU v5 lite", 4, 2)):
+        does, (note,) = decided(Device(kind), **{"mesh.ici.fsdp": size})
+        assert not does, (kind, size)
+        assert (
+            f"mesh axis fsdp has {size} devices, and steps are chosen for up to {longest} " in note
+        )
+
+
+def test_prefetch_is_off_without_a_word_where_nothing_is_decided():
+    for values in (
+        {"device": Device("cpu", "cpu")},
+        {"device": Device("TPU v99")},
+        {"mesh.ici.fsdp": 1},
+        {"pipeline.fsdp_gather": "once"},
+        {"pipeline.scan_layers_per_stage": True},
+        {
+            "pipeline.engine": "circular",
+            "pipeline.schedule": "circular",
+            "pipeline.num_microbatches": 4,
+        },
+        {"pipeline.fsdp_prefetch": "false"},
+    ):
+        values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
+        assert decided(**values) == (False, []), values
+        assert decided(**{"pipeline.fsdp_prefetch": "true"}) == (True, []), values
+
+
+def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
+    def noted(kind="TPU v99", platform="tpu", **values):
+        notes = []
+        config = config_of(**values)
+        assert prefetch.tpu_for_gathers(config, [Device(kind, platform)], notes.append) is None
+        return notes
+
+    told = {"pipeline.fsdp_gather": "once", "pipeline.fsdp_prefetch": "false"}
+    (note,) = noted()
+    assert note.endswith("the memory of TPU v99 is unknown")
+    assert noted(**told) == noted("cpu", "cpu") == []
+    assert noted(**{"mesh.ici.fsdp": 1}) == [note]  # the head lies over the stages
+    circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
+    whole = {"mesh.ici.fsdp": 1, "mesh.ici.data": 2, "pipeline.num_microbatches": 4}
+    assert noted(**circular, **whole) == [note]
+    assert noted(**circular, **whole | {"mesh.ici.data": 1}) == []
+
+
+def test_a_table_from_a_file_tells_whether_backwards_are_split(tmp_path):
+    minimal = {"pipeline.remat_policy": "minimal"}
+    for schedule, splits in (("lockstep_1f1b", False), ("lockstep_zb", True)):
+        path = tmp_path / "own.csv"
+        path.write_text(
+            to_csv(build_table(config_of(**{"pipeline.schedule": schedule, **minimal})))
+        )
+        config = config_of(**{"pipeline.schedule": str(path), **minimal})
+        assert prefetch.splits_backward(config) is splits

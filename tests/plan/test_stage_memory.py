@@ -1,0 +1,252 @@
+"""Memory of stages from shapes: what the engine holds, and what passes between its programs."""
+
+import pytest
+from helpers.engines import make_mesh
+from helpers.shard_bytes import shard_bytes
+
+from maxpipe.builder import build_trainer
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.model import parameters
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.load import build_table, load_schedule
+from maxpipe.plan.flops import parameter_count
+from maxpipe.plan.footprint import (
+    handed_over_width,
+    logits_bytes,
+    microbatch_tokens,
+    offloaded_width,
+    residual_width,
+)
+from maxpipe.plan.layer_trace import model_program
+from maxpipe.plan.simulate import simulate
+from maxpipe.plan.stage_memory import StageMemory, units_in_flight
+
+FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
+
+
+def test_as_many_units_are_in_flight_as_the_simulator_says():
+    for S, M, V in ((2, 3, 1), (4, 9, 1), (3, 8, 2)):
+        for name in FREE_RUNNING:
+            table = load_schedule(name, S, M, SCHEDULES[name].repeats_for(V))
+            counts = units_in_flight(table)
+            assert [stage.sum(axis=1).max() for stage in counts] == simulate(
+                table
+            ).peak_in_flight.tolist()
+            assert all(stage.min() >= 0 for stage in counts), (S, M)
+            assert any(stage[:, table.num_repeats :].any() for stage in counts) == (
+                "W" in table.kinds
+            )
+
+
+TWO_STAGES = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2}
+
+
+def config_of(**values):
+    small = {
+        "model.embed_dim": 64,
+        "model.mlp_dim": 192,
+        "model.num_query_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.vocab_size": 512,
+        "data.sequence_length": 16,
+        "data.global_batch_size": 16,
+        "pipeline.engine": "mpmd",
+        "pipeline.num_microbatches": 4,
+        "eval.every": 0,
+    }
+    return resolve(replace(Config(), **(small | values)), 8)
+
+
+def trainer_of(**values):
+    config = config_of(**values)
+    return config, build_trainer(config, make_mesh(config))
+
+
+@pytest.mark.parametrize(
+    ("tied", "gather"), [(False, "per_iteration"), (True, "per_iteration"), (True, "once")]
+)
+def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather):
+    values = {"model.num_layers": 5, "pipeline.layers_per_stage": [3, 2], "mesh.ici.tensor": 2}
+    values |= {"model.tie_embeddings": tied, "pipeline.fsdp_gather": gather}
+    config, trainer = trainer_of(**values, **TWO_STAGES, **{"mesh.ici.fsdp": 2})
+    memory = StageMemory(config, build_table(config))
+    for stage, owned in enumerate(trainer.engine.abstract):
+        state = (
+            shard_bytes(owned) * 4
+        )  # parameters, their gradients and two moments, all of them float32
+        if tied and stage == 1:
+            state += 2 * shard_bytes(
+                trainer.engine.abstract[0]["embed"]
+            )  # a copy, and its gradient
+        if gather == "once":
+            # The gathered weights, and whole sums of gradients instead of halves.
+            copied = shard_bytes(trainer.engine.abstract[0]["embed"]) if stage == 1 else 0
+            state += 3 * (shard_bytes(owned) + copied)
+        # Norms are on every device.
+        assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
+
+
+def test_weights_that_no_axis_splits_are_not_gathered():
+    values = {"mesh.ici.data": 2, "mesh.ici.context": 2, "pipeline.fsdp_gather": "once"}
+    config, trainer = trainer_of(**TWO_STAGES, **values)
+    assert trainer.engine.training.runner.gathers == {}
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage in range(2):
+        state = StageMemory(plain, table).state_bytes(stage, 2)
+        assert StageMemory(config, table).state_bytes(stage, 2) == state
+
+
+def test_weights_that_are_cast_once_a_step_are_there_in_both_dtypes():
+    values = {"mesh.ici.data": 4, "model.dtype": "bfloat16", "pipeline.fsdp_gather": "once"}
+    config, trainer = trainer_of(**TWO_STAGES, **values)
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage, layers in enumerate(map(len, trainer.engine.layer_index())):
+        inputs, _ = trainer.engine.training.runner.gathers[stage]
+        each, once = (StageMemory(c, table).state_bytes(stage, layers) for c in (plain, config))
+        assert once - each == pytest.approx(sum(2 * v.aval.size for v in inputs), rel=0.02)
+
+
+def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
+    values = {"model.num_layers": 4, "model.tie_embeddings": True, "pipeline.fsdp_gather": "once"}
+    values |= {"pipeline.schedule": "zb_v", "pipeline.remat_policy": "none"}
+    values |= {"pipeline.num_repeats": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+    config, trainer = trainer_of(**values)
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage, owned in enumerate(trainer.engine.abstract):
+        gathered = sum(
+            4 * v.aval.size
+            for chunk, (inputs, _) in trainer.engine.training.runner.gathers.items()
+            if table.stage_of_chunk[chunk] == stage
+            for v in inputs
+        )
+        # Sums of gradients are whole instead of a fourth.
+        more = gathered + 3 * shard_bytes(owned)
+        once = StageMemory(config, table).state_bytes(stage, 2)
+        state = StageMemory(plain, table).state_bytes(stage, 2)
+        assert once - state == pytest.approx(more, rel=0.02)
+
+
+def test_the_ends_are_whole_while_units_compute_with_them():
+    """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
+
+    def bytes_of(stage, vocabulary):
+        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
+        # Logits are less than what a backward works with.
+        values |= {"model.dtype": "bfloat16", "model.logit_tiles": 16}
+        config = config_of(**TWO_STAGES, **values, **{"model.vocab_size": vocabulary})
+        memory = StageMemory(config, build_table(config))
+        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1)
+
+    table = 512 * 64
+    assert bytes_of(0, 1024) - bytes_of(0, 512) == pytest.approx(2 * table)
+    assert bytes_of(1, 1024) - bytes_of(1, 512) == pytest.approx((2 + 4) * table)
+
+
+def test_the_last_stage_works_with_logits_or_with_a_unit():
+    """A forward's logits are gone before a backward begins."""
+
+    def bytes_of(stage, tiles):
+        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
+        values |= {"model.vocab_size": 16384, "model.logit_tiles": tiles}
+        config = config_of(**TWO_STAGES, **values)
+        logits = logits_bytes(config, microbatch_tokens(config))
+        return StageMemory(config, build_table(config)).bytes(stage, [1]), logits
+
+    assert bytes_of(0, 1)[0] == bytes_of(0, 16)[0]
+    (many, many_logits), (most, most_logits) = bytes_of(1, 2), bytes_of(1, 1)
+    assert most - many == most_logits - many_logits
+    assert bytes_of(1, 16)[0] == bytes_of(1, 8)[0]
+
+
+def test_a_chunk_is_whole_where_it_is_gathered():
+    def working(fsdp):
+        values = {"model.num_layers": 4, "mesh.ici.fsdp": fsdp, "mesh.ici.data": 4 // fsdp}
+        config = config_of(**TWO_STAGES, **values)
+        memory = StageMemory(config, build_table(config))
+        layer = parameters.count(model_program(config.model).specs["layers"])
+        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer
+
+    (gathered, layer), (whole, _) = working(4), working(1)
+    assert gathered - whole == pytest.approx(2 * layer * 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "keeps", "dtype"),
+    [("full", 0.01, "float32"), ("minimal", 0.01, "bfloat16"), ("none", 0.2, "float32")],
+)
+def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
+    """Two more layers cost this much; what norms of bfloat16 models keep is known less exactly."""
+    values = {"model.num_layers": 6, "model.dtype": dtype, "pipeline.schedule": "zb_h1"}
+    values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": policy}
+    config, trainer = trainer_of(**values, **{"pipeline.layers_per_stage": [1, 1, 3, 1]})
+    computations = trainer.engine.training.program.computations
+    # Bytes of a device's rows of a microbatch.
+    column = 2 * 16 * (4 if dtype == "float32" else 2)
+
+    def width(values):
+        long, short = (
+            sum(v.aval.size * v.aval.dtype.itemsize for v in values(chunk)) for chunk in (2, 1)
+        )
+        return (long - short) / 2 / column
+
+    forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
+    late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
+    assert residual_width(config) == pytest.approx(forward, rel=keeps)
+    assert handed_over_width(config) == pytest.approx(late, rel=0.15)
+
+
+def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
+    def first_unit(first):
+        values = {"model.num_layers": 4 + first, "model.first_dense_layers": first}
+        values |= {"model.moe.experts": 4, "model.moe.mlp_dim": 32, "pipeline.schedule": "1f1b"}
+        values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.remat_policy": "minimal"}
+        config, trainer = trainer_of(**values)
+        unit = trainer.engine.training.program.computations[UnitName("F", 0)]
+        kept = sum(v.aval.size * v.aval.dtype.itemsize for v in unit.writes)
+        memory = StageMemory(config, build_table(config))
+        return kept, [memory.in_flight_bytes(stage, [1]) for stage in range(4)]
+
+    (one_kept, one), (two_kept, two) = first_unit(1), first_unit(2)
+    # The backward of a sum does not look at its last term, the output of the layer's MLP.
+    last = 64 * 2 * 16 * 4
+    # Four microbatches are in flight on the first stage.
+    assert two[0] - one[0] == pytest.approx(4 * (two_kept - one_kept + last))
+    assert two[1:] == one[1:]
+
+
+def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight():
+    values = {"model.num_layers": 8, "pipeline.schedule": "1f1b", "pipeline.num_microbatches": 8}
+    values |= {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2}
+    plain = config_of(**values, **{"pipeline.remat_policy": "minimal"})
+    config, trainer = trainer_of(**values, **{"pipeline.remat_policy": "minimal_offloaded"})
+    on_device, on_host = (StageMemory(c, build_table(c)) for c in (plain, config))
+    moved = trainer.engine.training.runner.executables[UnitName("F", 0)].moved
+    column = microbatch_tokens(config) * 4
+    residuals = 2 * offloaded_width(config) * column
+    # The backward of a sum does not look at its last term, the output of the chunk's last MLP.
+    last = config.model.embed_dim * column
+    assert sum(v.aval.size * 4 for v in moved) == pytest.approx(residuals - last)
+    for stage, in_flight in enumerate((4, 3, 2, 1)):
+        difference = on_device.bytes(stage, [2]) - on_host.bytes(stage, [2])
+        assert difference == pytest.approx((in_flight - 2) * residuals)
+
+
+def test_stages_update_every_parameter_once():
+    """Tied embeddings are a copy on the stage of the head, which its optimizer leaves out."""
+    for tied in (True, False):
+        config = config_of(
+            **{
+                "model.num_layers": 4,
+                "model.tie_embeddings": tied,
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 4,
+                "mesh.ici.data": 2,
+            }
+        )
+        memory = StageMemory(config, build_table(config))
+        updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
+        assert updated == parameter_count(config.model), tied
