@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from maxpipe.config import maxtext
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import OPTIONS, SECTIONS, Option
-from maxpipe.config.rules.engines import refusals_of
+from maxpipe.config.rules.effects import conditions_of, refusals_of
 from maxpipe.config.sections import Config
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -69,7 +69,9 @@ def rows_of(options: Sequence[Option]) -> Iterator[str]:
     yield "|" + "---|" * len(titles)
     for option in options:
         cells = [f"`{option.key}`", default_of(option), legal_values(option)]
-        cells.append(option.bounds.help.replace("<", "&lt;").replace("*", "\\*"))
+        needs = [f"no effect {condition}" for condition in conditions_of(option.key)]
+        meaning = "; ".join([option.bounds.help, *needs])
+        cells.append(meaning.replace("<", "&lt;").replace("*", "\\*"))
         if has_engines:
             cells.append(engines_of(option.key))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -62,6 +62,11 @@ class Schedule:
     timed: bool = False
     summary: str = ""
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of `pipeline.*` that have no effect."""
+        return () if self.timed else ("unit_times",)
+
     def repeats_for(self, num_repeats: int) -> int:
         """Return the chunks per stage when `pipeline.num_repeats` is `num_repeats`."""
         return self.repeats or num_repeats
@@ -196,6 +201,11 @@ class RematPolicy:
     everything: bool = False
     by_tensor: bool = False
     on_device: str = ""
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Return the keys of `pipeline.*` that have no effect."""
+        return ("remat_layers",) * self.everything + ("remat_tensors",) * (not self.by_tensor)
 
     @property
     def saves_nothing(self) -> bool:

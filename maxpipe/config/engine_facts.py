@@ -12,12 +12,14 @@ class Refusal:
       values: refused values; empty = all values except the default.
       reason: why the engine cannot take them.
       remedy: what to write instead.
+      reads_others: whether the key's other values have an effect.
     """
 
     key: str
     values: tuple[object, ...]
     reason: str
     remedy: str
+    reads_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Engine:
     Attributes:
       implementation: "module:class".
       summary: a phrase for `--help`.
-      unused: keys of `pipeline.*` that it does not read, without the section; setting one is
-        refused or has no effect.
+      reads: the only keys of `pipeline.*` that it reads, without the section; empty = all but
+        those below.
+      unused: further keys that have no effect; a note says so if one is set.
       refusals: values that it refuses.
       no_offloading: why it cannot save tensors in the host's memory; empty if it can.
       has_stages: whether it divides layers into stages; otherwise it needs no schedule.
@@ -42,6 +45,7 @@ class Engine:
 
     implementation: str
     summary: str
+    reads: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     no_offloading: str = ""
@@ -54,8 +58,14 @@ class Engine:
 
     def takes(self, key: str) -> bool:
         """Return whether it reads a key; True for every key outside `pipeline.*`."""
-        section, _, name = key.partition(".")
-        return section != "pipeline" or name not in self.unused
+        section, _, inner = key.partition(".")
+        name = inner.partition(".")[0]
+        if section != "pipeline":
+            return True
+        if self.reads:
+            return name in ("engine", *self.reads)
+        refused = {r.key for r in self.refusals if not r.reads_others}
+        return name not in self.unused and key not in refused
 
     @property
     def is_differentiated(self) -> bool:
@@ -82,40 +92,13 @@ ENGINES: dict[str, Engine] = {
     "sequential": Engine(
         _ENGINES + "sequential:SequentialEngine",
         "the whole model on every device, without stages",
-        unused=(
-            "schedule",
-            "num_repeats",
-            "num_layers_per_stage",
-            "layers_per_stage",
-            "unit_times",
-            "parallel_layers",
-            "outside_layers",
-            "delay_activation_forwarding",
-            "overlap_slots",
-            "skip_idle",
-            "fsdp_gather",
-            "fsdp_prefetch",
-            "scan_iterations",
-            "scan_repeats",
-            "scan_layers_per_stage",
-            "remat_iterations",
-            "remat_layers",
-            "remat_cheap",
-            "memory_limit_gib",
-        ),
+        reads=("num_microbatches", "scan_layers", "remat_policy", "remat_tensors"),
         has_stages=False,
     ),
     "circular": Engine(
         _ENGINES + "circular.engine:CircularEngine",
         "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=(
-            "overlap_slots",
-            "skip_idle",
-            "fsdp_prefetch",
-            "scan_layers",
-            "unit_times",
-            "memory_limit_gib",
-        ),
+        unused=("unit_times", "memory_limit_gib"),
         refusals=(
             _CHUNKS,
             Refusal(
@@ -143,13 +126,7 @@ ENGINES: dict[str, Engine] = {
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
         "one program whose ticks follow the table of a lockstep schedule",
-        unused=(
-            "scan_iterations",
-            "scan_repeats",
-            "scan_layers",
-            "unit_times",
-            "memory_limit_gib",
-        ),
+        unused=("unit_times", "memory_limit_gib"),
         refusals=(
             _CHUNKS,
             Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
@@ -159,6 +136,7 @@ ENGINES: dict[str, Engine] = {
                 ("per_repeat",),
                 "F and B of a tick are in different repeats, so 4 to 6 would be kept gathered",
                 "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
+                reads_others=True,
             ),
         ),
         no_offloading="its loop updates buffers of residuals in place, and libtpu 0.0.42 aborts "
@@ -169,16 +147,7 @@ ENGINES: dict[str, Engine] = {
     "mpmd": Engine(
         _ENGINES + "mpmd.engine:MpmdEngine",
         "a program per stage and kind of unit, dispatched in the schedule's order",
-        unused=(
-            "delay_activation_forwarding",
-            "overlap_slots",
-            "skip_idle",
-            "fsdp_prefetch",
-            "scan_iterations",
-            "scan_repeats",
-            "scan_layers",
-            "remat_cheap",
-        ),
+        unused=("remat_cheap",),
         refusals=(
             _CHUNKS,
             Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
@@ -195,6 +164,7 @@ ENGINES: dict[str, Engine] = {
                 ("per_repeat",),
                 "each chunk of a stage has weights of its own",
                 "use once, which gathers them for all its units, or per_iteration",
+                reads_others=True,
             ),
             Refusal("pipeline.scan_iterations", (False,), _SINGLE_UNITS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _SINGLE_UNITS, _CIRCULAR),

@@ -6,8 +6,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES, RematPolicy, Schedule
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
-from maxpipe.config.printing import unused_keys
-from maxpipe.config.rules.engines import refusals_of
+from maxpipe.config.rules.effects import conditions_of, refusals_of
 from maxpipe.config.rules.stages import schedules_of
 from maxpipe.config.values import as_written, example
 
@@ -35,8 +34,9 @@ def describe(key: str) -> str:
             f"{option.key:<40} {_facts(option)}\n    {option.bounds.help}\n" for option in inside
         )
     option = OPTIONS[key]
-    titled = (_value_lines(option), _variant_lines(option), _engine_lines(key), _unused_lines(key))
-    lines = [f"  {title:<11} {text}" for titles in titled for title, text in titles]
+    titled = [*_value_lines(option), *_variant_lines(option), *_engine_lines(key)]
+    titled += [("no effect", condition) for condition in conditions_of(key)]
+    lines = [f"  {title:<11} {text}" for title, text in titled]
     return "\n".join([f"{key}: {option.bounds.help}", *lines]) + "\n"
 
 
@@ -99,7 +99,7 @@ def _policy(policy: RematPolicy) -> str:
 
 
 def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts on the engines that take a key, and why others do not."""
+    """Yield titles and texts on the engines that take a key, and on values that they refuse."""
     if key == "pipeline.schedule":
         for name in ENGINES:
             if schedules := schedules_of(name):
@@ -107,31 +107,9 @@ def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
     elif key.startswith("pipeline.") and key != "pipeline.engine":
         yield "engines", ", ".join(name for name, engine in ENGINES.items() if engine.takes(key))
         for name in ENGINES:
-            for sentence in _reasons(name, key):
-                yield "", sentence
-
-
-def _reasons(engine: str, key: str) -> list[str]:
-    """Return which values of a key an engine refuses, or that it ignores the key, and why."""
-    values_by_reason: dict[str, list[str]] = {}
-    for refusal in refusals_of(engine, key):
-        values_by_reason.setdefault(refusal.reason, []).extend(map(as_written, refusal.values))
-    if values_by_reason or ENGINES[engine].takes(key):
-        return [
-            f"{engine} refuses {', '.join(values)}: {reason}"
-            for reason, values in values_by_reason.items()
-        ]
-    if not ENGINES[engine].has_stages:
-        return [f"{engine} ignores it: it has no stages"]
-    if key in ("pipeline.parallel_layers", "pipeline.outside_layers"):
-        return [f"{engine} has no layers outside the pipeline"]
-    return [f"{engine} ignores it"]
-
-
-def _unused_lines(key: str) -> Iterator[tuple[str, str]]:
-    """Yield a title and text on the values of other keys with which a key has no effect."""
-    switches = [
-        f"{switch}={value}" for (switch, value), keys in unused_keys().items() if key in keys
-    ]
-    if switches:
-        yield "unused", f"with {', '.join(switches)}"
+            values_by_reason: dict[str, list[str]] = {}
+            for refusal in refusals_of(name, key):
+                values = map(as_written, refusal.values)
+                values_by_reason.setdefault(refusal.reason, []).extend(values)
+            for reason, refused in values_by_reason.items():
+                yield "", f"{name} refuses {', '.join(refused)}: {reason}"

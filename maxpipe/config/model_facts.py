@@ -124,9 +124,17 @@ class Router(Variant):
 
     Attributes:
       takes_bias: whether it takes a selection bias, and keeps to groups.
+      is_normalised: whether the weights of a token's experts add up to 1 in any case.
     """
 
     takes_bias: bool = False
+    is_normalised: bool = False
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Return the keys of `model.moe.*` that have no effect."""
+        of_bias = ("groups", "groups_per_token", "selection_bias", "bias_rate")
+        return ("normalise",) * self.is_normalised + of_bias * (not self.takes_bias)
 
 
 ROUTERS: dict[str, Router] = {
@@ -139,7 +147,9 @@ ROUTERS: dict[str, Router] = {
         summary="the softmax over all experts, then the choice",
     ),
     "topk_softmax": Router(
-        _EXPERTS + "router:topk_softmax", summary="the choice, then the softmax over it"
+        _EXPERTS + "router:topk_softmax",
+        is_normalised=True,
+        summary="the choice, then the softmax over it",
     ),
 }
 

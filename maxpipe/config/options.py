@@ -96,17 +96,22 @@ class Option:
         return [str(choice) for choice in self.bounds.choices or ()]
 
 
-def _walk(section: type, prefix: str) -> Iterator[tuple[str, Option | type]]:
+def _walk(section: type, prefix: str, needs: str = "") -> Iterator[tuple[str, Option | type]]:
     for field in dataclasses.fields(section):
         key = prefix + field.name
         if dataclasses.is_dataclass(field.type):
             yield key, typing.cast(type, field.type)
-            yield from _walk(typing.cast(type, field.type), key + ".")
+            yield from _walk(
+                typing.cast(type, field.type), key + ".", field.metadata.get("needs", "")
+            )
         else:
             default = field.default
             if field.default_factory is not dataclasses.MISSING:
                 default = field.default_factory()
-            yield key, Option(key, field.type, default, field.metadata["bounds"])
+            bounds = field.metadata["bounds"]
+            if needs and not bounds.needs and needs != key:
+                bounds = dataclasses.replace(bounds, needs=needs)
+            yield key, Option(key, field.type, default, bounds)
 
 
 _TABLE = dict(_walk(Config, ""))

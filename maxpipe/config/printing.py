@@ -5,20 +5,20 @@ from contextlib import suppress
 
 import yaml
 
-from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS, SCHEDULES
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.batches import data_shards, least_microbatches
+from maxpipe.config.rules.effects import idle_notes
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.config.values import AUTO, as_written, nearest, number
+from maxpipe.config.values import AUTO, nearest, number
 
 DERIVED = "  # derived"  # ends a line of config.yml
 _SOURCE_COLUMN = 44
-_PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
 _REASONS = {
     "model.head_dim": "model.embed_dim / model.num_query_heads",
     "data.tokenizer": "data.source=synthetic needs no text, only ids that the model has",
@@ -27,21 +27,6 @@ _REASONS = {
     "eval.global_batch_size": "data.global_batch_size",
     "eval.batches_per_source": "eval.batches over the sources of data.mixture",
 }
-
-
-def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
-    """Return, for a key and a value of it, the keys that have no effect with that value."""
-    unused: dict[tuple[str, str | int], tuple[str, ...]] = {
-        ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
-        ("eval.every", 0): ("eval.batches", "eval.batches_per_source", "eval.prompts"),
-        ("model.qk_norm", False): ("model.qk_norm_scope",),
-        ("model.attention_window", 0): ("model.rope_theta_local",),
-    }
-    for name, optimizer in OPTIMIZERS.items():
-        unused["optimizer.name", name] = tuple(f"optimizer.{key}" for key in optimizer.unused)
-    for name, schedule in LR_SCHEDULES.items():
-        unused["optimizer.schedule", name] = tuple(f"optimizer.{key}" for key in schedule.unused)
-    return unused
 
 
 def to_yaml(
@@ -103,49 +88,11 @@ def notes(
             for key in changed
             if (verbose or not OPTIONS[key].bounds.derived) and (reason := _reason(resolved, key))
         ]
-        lines += _unused_options(before, resolved)
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
-    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved, before or resolved)]
+    lines = [*remarks, *lines, *_outside(resolved), *_third_repeat(resolved)]
+    lines += [*idle_notes(resolved, before), *_in_vain(resolved)]
     if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
         lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
-    return lines
-
-
-def _unused_options(before: Config, resolved: Config) -> list[str]:
-    """Return a line for options of `pipeline.*` that the engine does not read."""
-    name = resolved.pipeline.engine
-    engine = ENGINES[name]
-    unused = [
-        f"{key}={_shown(key, get(before, key))}"
-        for key in _PIPELINE_KEYS
-        if is_set(before, key) and not engine.takes(key)
-    ]
-    lines = []
-    if unused:
-        reason = f" on the {name} engine"
-        if not engine.has_stages:
-            reason = ": there is one stage; mesh.ici.stage=2 or more makes a pipeline"
-        verb = "has" if len(unused) == 1 else "have"
-        lines.append(f"{', '.join(unused)} {verb} no effect{reason}")
-    if (
-        before.pipeline.memory_limit_gib
-        and engine.takes("pipeline.memory_limit_gib")
-        and before.pipeline.layers_per_stage != AUTO
-    ):
-        lines.append(
-            "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
-        )
-    schedule = resolved.pipeline.schedule
-    if (
-        before.pipeline.unit_times
-        and engine.takes("pipeline.unit_times")
-        and not (schedule in SCHEDULES and SCHEDULES[schedule].timed)
-    ):
-        timed = " and ".join(name for name, facts in SCHEDULES.items() if facts.timed)
-        lines.append(
-            f"pipeline.unit_times has no effect with pipeline.schedule={schedule}; "
-            f"the orders of {timed} follow it"
-        )
     return lines
 
 
@@ -208,39 +155,15 @@ def _reason(c: Config, key: str) -> str:
     }.get(key, "")
 
 
-def _without_effect(c: Config, before: Config) -> list[str]:
-    """Return a line for every key that was set `before`, and that another leaves without effect."""
-    lines = _pipeline_notes(c)
-    for (switch, value), keys in unused_keys().items():
-        if get(c, switch) == value:
-            lines += [
-                f"{key} has no effect with {switch}={as_written(value)}"
-                for key in keys
-                if is_set(before, key)
-            ]
-    lines += [*_idle_scaling(c), *_idle_axis_rules(c)]
+def _in_vain(c: Config) -> list[str]:
+    """Return a line for each value that comes to nothing for a reason of its own."""
+    lines = [*_idle_axis_rules(c)]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
-    if not (c.checkpoint.every or c.checkpoint.every_minutes):
-        if c.checkpoint.resume in ("auto", "must"):
-            lines.append("this run cannot be resumed, since checkpoint.every=0 saves nothing")
-        if is_set(c, "checkpoint.keep"):
-            lines.append("checkpoint.keep has no effect with checkpoint.every=0")
+    is_saved = c.checkpoint.every or c.checkpoint.every_minutes
+    if not is_saved and c.checkpoint.resume in ("auto", "must"):
+        lines.append("this run cannot be resumed, since checkpoint.every=0 saves nothing")
     return lines
-
-
-def _idle_scaling(c: Config) -> list[str]:
-    """Return a line for each key of `model.rope_scaling` that its type does not read."""
-    scaling, key = c.model.rope_scaling, "model.rope_scaling"
-    reason = f"{key}.type={scaling.type}"
-    if scaling.factor == 1 and scaling.type != "longrope":
-        reason = f"{key}.factor=1"
-    return [
-        f"{name} has no effect with {reason}"
-        for name in OPTIONS
-        if name.startswith(f"{key}.") and is_set(c, name)
-        if not scaling.reads(name.rpartition(".")[2])
-    ]
 
 
 def _idle_axis_rules(c: Config) -> list[str]:
@@ -254,21 +177,16 @@ def _idle_axis_rules(c: Config) -> list[str]:
     ]
 
 
-def _pipeline_notes(c: Config) -> list[str]:
-    """Return a line on prefetching that has no effect, or on a third repeat in memory."""
-    if not ENGINES[c.pipeline.engine].has_stages:
+def _third_repeat(c: Config) -> list[str]:
+    """Return a line if three gathered repeats are in memory at once."""
+    p, least = c.pipeline, least_microbatches(c)
+    if p.fsdp_gather != "per_repeat" or p.num_repeats < 3 or p.num_microbatches != least:
         return []
-    if c.pipeline.fsdp_prefetch == "true" and c.mesh.size("fsdp") == 1:
-        return ["pipeline.fsdp_prefetch=true has no effect: with fsdp=1 weights are whole"]
-    microbatches, least = c.pipeline.num_microbatches, least_microbatches(c)
-    is_third_needed = c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2
-    if is_third_needed and microbatches == least:
-        return [
-            "pipeline.fsdp_gather=per_repeat: three gathered repeats are in memory, since with "
-            f"num_microbatches={microbatches} there is no time for a fetch within a repeat; "
-            f"{least + num_stages(c)} or more need two"
-        ]
-    return []
+    return [
+        "pipeline.fsdp_gather=per_repeat: three gathered repeats are in memory, since with "
+        f"num_microbatches={least} there is no time for a fetch within a repeat; "
+        f"{least + num_stages(c)} or more need two"
+    ]
 
 
 def _lines(

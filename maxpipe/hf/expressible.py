@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from maxpipe.config.sections import ModelConfig, RopeScalingConfig
-
-_SCALING = {f"rope_scaling.{f.name}": f.name for f in fields(RopeScalingConfig)}
+from maxpipe.config.rules.effects import idleness
+from maxpipe.config.sections import Config, ModelConfig
 
 
 def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: str) -> None:
@@ -21,11 +20,12 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
     Raises:
       ValueError: the type cannot express an option of the model; the message names it.
     """
+    config = replace(Config(), model=m)
     for key, value in meaning.items():
         actual: Any = m
         for name in key.split("."):
             actual = getattr(actual, name)
-        if key in _SCALING and not m.rope_scaling.reads(_SCALING[key]):
+        if key.startswith("rope_scaling.") and idleness(config, f"model.{key}"):
             continue
         if key == "mlp_dim" and m.moe.experts and not m.first_dense_layers:
             continue  # no layer has a dense MLP

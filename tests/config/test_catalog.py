@@ -7,12 +7,11 @@ from functools import partial
 
 import pytest
 
-from maxpipe.config import ConfigError, catalog, load, notes, resolve
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, TOKENIZERS
+from maxpipe.config import ConfigError, catalog, load
+from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.help import describe
 from maxpipe.config.imports import implementation
-from maxpipe.config.options import OPTIONS, get
-from maxpipe.config.rules.stages import engines_of
+from maxpipe.config.options import OPTIONS
 
 # Every table of the catalogue whose entries name an implementation, without what other tests add.
 TABLES = {
@@ -177,119 +176,15 @@ class TestAddedRematPolicy:
         assert message.startswith("mine keeps no result of a matrix product")
 
 
-class TestAddedOptimizerAndSource:
-    def test_optimizer_notes_and_help_name_unused_keys(self, add, base):
-        add("OPTIMIZERS", "mine", catalog.Optimizer("module:mine", moments=0, unused=("beta2",)))
-        config = resolve(load(base, ["optimizer.name=mine", "optimizer.beta2=0.9"]), 4)
-        assert "optimizer.beta2 has no effect with optimizer.name=mine" in notes(config)
-        assert "optimizer.name=mine" in describe("optimizer.beta2")
-
-    def test_source_without_path_refuses_a_path(self, add, problems):
-        add("SOURCES", "mine", catalog.DataSource("module:mine", needs_path=False))
-        message = problems("data.source=mine", "data.path=a.txt")["data.path"]
-        assert message.startswith("data.source=mine reads no path")
+def test_added_source_without_path_refuses_a_path(add, problems):
+    add("SOURCES", "mine", catalog.DataSource("module:mine", needs_path=False))
+    message = problems("data.source=mine", "data.path=a.txt")["data.path"]
+    assert message.startswith("data.source=mine reads no path")
 
 
-class TestAddedEngine:
-    ENTRY = catalog.Engine(
-        "module:Mine",
-        "a test's engine",
-        unused=("skip_idle",),
-        refusals=(catalog.Refusal("pipeline.skip_idle", ("true",), "it is new", "use false"),),
-    )
-
-    def test_runs_its_schedules(self, add, resolved, problems):
-        add("ENGINES", "mine", self.ENTRY)
-        add("SCHEDULES", "mine", catalog.Schedule("module:mine", engines=("mine",)))
-        assert resolved("pipeline.schedule=mine").pipeline.engine == "mine"
-        message = problems("pipeline.engine=mine", "pipeline.schedule=1f1b")["pipeline.engine"]
-        assert message.endswith("it runs mine")
-
-    def test_refusals_reach_errors_and_help(self, add, problems):
-        add("ENGINES", "mine", self.ENTRY)
-        add("SCHEDULES", "mine", catalog.Schedule("module:mine", engines=("mine",)))
-        message = problems("pipeline.schedule=mine", "pipeline.skip_idle=true")[
-            "pipeline.skip_idle"
-        ]
-        assert message == "true is not for the mine engine: it is new; use false"
-        assert "mine refuses true: it is new" in describe("pipeline.skip_idle")
-
-
-# A value of each key that is not its default, with what it needs.
-VALUES = {
-    "num_microbatches": ["pipeline.num_microbatches=4"],
-    "num_repeats": ["pipeline.num_repeats=1"],
-    "num_layers_per_stage": ["pipeline.num_layers_per_stage=1"],
-    "layers_per_stage": ["pipeline.layers_per_stage=[2,2,2,2]"],
-    "unit_times": ["pipeline.unit_times=[1,1.4,0.9]"],
-    "memory_limit_gib": ["pipeline.memory_limit_gib=8"],
-    "parallel_layers": ["pipeline.parallel_layers=4"],
-    "outside_layers": ["pipeline.outside_layers=before", "pipeline.parallel_layers=4"],
-    "delay_activation_forwarding": ["pipeline.delay_activation_forwarding=true"],
-    "overlap_slots": ["pipeline.overlap_slots=true"],
-    "skip_idle": ["pipeline.skip_idle=true"],
-    "fsdp_gather": ["pipeline.fsdp_gather=once"],
-    "fsdp_prefetch": ["pipeline.fsdp_prefetch=true"],
-    "scan_iterations": ["pipeline.scan_iterations=false"],
-    "scan_repeats": ["pipeline.scan_repeats=false", "pipeline.fsdp_gather=once"],
-    "scan_layers": ["pipeline.scan_layers=false"],
-    "scan_layers_per_stage": ["pipeline.scan_layers_per_stage=true"],
-    "remat_policy": ["pipeline.remat_policy=minimal"],
-    "remat_cheap": ["pipeline.remat_cheap=false"],
-    "remat_iterations": ["pipeline.remat_iterations=false"],
-    "remat_layers": ["pipeline.remat_layers=true"],
-    "remat_tensors": ["pipeline.remat_policy=custom", "pipeline.remat_tensors.context=device"],
-}
-ENGINE_WORDS = {
-    "sequential": ["mesh.ici.stage=1", "mesh.ici.fsdp=4"],
-    "circular": ["pipeline.schedule=circular"],
-    "scheduled": ["pipeline.schedule=lockstep_1f1b"],
-    "mpmd": ["pipeline.schedule=interleaved_1f1b"],
-}
-
-
-class TestEngines:
-    def test_every_schedule_has_an_engine(self):
-        assert all(engines_of(name) for name in [*SCHEDULES, "file.csv"])
-        assert {engine for facts in SCHEDULES.values() for engine in facts.engines} <= {*ENGINES}
-
-    def test_keys_of_facts_exist(self):
-        for engine in ENGINES.values():
-            assert {f"pipeline.{key}" for key in engine.unused} <= {*OPTIONS}
-            assert {refusal.key for refusal in engine.refusals} <= {*OPTIONS}
-        policies = {policy.on_device for policy in REMAT_POLICIES.values()} - {""}
-        assert policies <= {*REMAT_POLICIES}
-
-    def test_every_pipeline_key_has_an_engine(self):
-        keys = [key for key in OPTIONS if key.startswith("pipeline.")]
-        assert [key for key in keys if not any(e.takes(key) for e in ENGINES.values())] == []
-        names = {key.split(".")[1] for key in keys}
-        assert {*VALUES} == names - {"engine", "schedule"}
-
-    def test_unused_is_what_rules_refuse_and_notes_call_without_effect(self, base):
-        def is_read(name, engine):
-            try:
-                loaded = load(base, [*ENGINE_WORDS[engine], *VALUES[name]])
-                config = resolve(loaded, 4)
-            except ConfigError as error:
-                return {problem.key.partition(".")[0] for problem in error.problems} != {"pipeline"}
-            assert get(config, "pipeline.engine") == engine
-            lines = [line.partition(" no effect") for line in notes(config, loaded)]
-            return not any(
-                f"pipeline.{name}" in named for named, no_effect, _ in lines if no_effect
-            )
-
-        takes = {(key, e): ENGINES[e].takes(f"pipeline.{key}") for key in VALUES for e in ENGINES}
-        # With layers_per_stage=auto, and with the schedules that follow times
-        takes |= {("memory_limit_gib", "mpmd"): False, ("unit_times", "mpmd"): False}
-        assert {case: is_read(*case) for case in takes} == takes
-
-    def test_help_names_the_engines_that_take_a_key(self):
-        keys = [f"pipeline.{name}" for name in VALUES if name != "remat_tensors"]
-        named = {
-            key: {name.strip() for name in line.split("engines")[1].split(",")}
-            for key in keys
-            for line in describe(key).splitlines()
-            if "  engines " in line
-        }
-        assert named == {k: {e for e, facts in ENGINES.items() if facts.takes(k)} for k in keys}
+def test_added_engine_runs_its_schedules(add, resolved, problems):
+    add("ENGINES", "mine", catalog.Engine("module:Mine", "a test's engine"))
+    add("SCHEDULES", "mine", catalog.Schedule("module:mine", engines=("mine",)))
+    assert resolved("pipeline.schedule=mine").pipeline.engine == "mine"
+    message = problems("pipeline.engine=mine", "pipeline.schedule=1f1b")["pipeline.engine"]
+    assert message.endswith("it runs mine")

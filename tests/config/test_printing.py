@@ -74,59 +74,6 @@ def test_values_derived_as_their_help_says_are_listed_only_if_asked_for():
     assert "data.tokenizer" in surprising
 
 
-def test_notes_name_keys_that_the_optimizer_does_not_use(noted):
-    words = ["optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.eps=1e-6"]
-
-    def named(optimizer):
-        lines = noted(*words, f"optimizer.name={optimizer}")
-        return [line.partition(" ")[0] for line in lines if " has no effect" in line]
-
-    assert {o: named(o) for o in ("adafactor", "sgd", "adamw", "muon")} == {
-        "adafactor": ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
-        "sgd": ["optimizer.beta2", "optimizer.eps"],
-        "adamw": [],
-        "muon": [],
-    }
-
-
-YARN = "model.rope_scaling.type=yarn model.rope_scaling.factor=2"
-WITHOUT_EFFECT = {  # word, the word that switches it off, others: words with which it acts
-    ("optimizer.final_fraction=0.5", "optimizer.schedule=constant", ""): "optimizer.schedule=wsd",
-    ("optimizer.stable_fraction=0.5", "optimizer.schedule=constant", ""): "optimizer.schedule=wsd",
-    ("optimizer.stable_fraction=0.5", "optimizer.schedule=linear", ""): "optimizer.schedule=wsd",
-    ("optimizer.spike_deviations=4", "optimizer.spike_window=0", ""): "optimizer.spike_window=100",
-    ("eval.batches=8", "eval.every=0", ""): "eval.every=100",
-    ("checkpoint.keep=5", "checkpoint.every=0", ""): "checkpoint.every_minutes=5",
-    ("model.qk_norm_scope=full", "model.qk_norm=false", ""): "model.qk_norm=true",
-    ("model.rope_theta_local=500", "model.attention_window=0", ""): "model.attention_window=64",
-    ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=1", ""): YARN,
-    (
-        "model.rope_scaling.beta_fast=16",
-        "model.rope_scaling.type=llama3",
-        "model.rope_scaling.factor=2",
-    ): YARN,
-    (
-        "model.rope_scaling.length=long",
-        "model.rope_scaling.type=llama3",
-        "model.rope_scaling.factor=2",
-    ): YARN,
-}
-
-
-def test_notes_name_keys_that_another_key_switches_off(noted):
-    for (word, off, others), on in WITHOUT_EFFECT.items():
-        line = f"{word.partition('=')[0]} has no effect with {off}"
-        assert line in noted(word, off, *others.split())
-        assert line not in noted(off, *others.split())
-        assert line not in noted(word, *on.split())
-
-
-def test_notes_name_no_key_without_effect_that_was_only_derived(noted):
-    line = "eval.batches_per_source has no effect with eval.every=0"
-    assert line not in noted("eval.every=0", "eval.batches=4")
-    assert line in noted("eval.every=0", "eval.batches_per_source=0")
-
-
 def test_notes_name_steps_that_are_never_reached(noted):
     lines = noted("stop_after=100")
     assert max(map(len, lines)) < 100
@@ -139,14 +86,6 @@ def test_notes_a_rule_of_a_logical_axis_that_no_array_has(noted):
     (line,) = [line for line in lines if "logical axis" in line]
     assert "the rule of 'activation_lenght' has no effect" in line
     assert line.endswith("; did you mean activation_length?")
-
-
-def test_notes_prefetch_without_shards_has_no_effect(noted):
-    words = ["pipeline.engine=scheduled", "pipeline.schedule=lockstep_1f1b"]
-    words.append("pipeline.fsdp_prefetch=true")
-    line = "pipeline.fsdp_prefetch=true has no effect: with fsdp=1 weights are whole"
-    assert line in noted(*words, "mesh.ici.fsdp=1", "mesh.ici.data=2")
-    assert line not in noted(*words)
 
 
 def test_notes_topology_is_for_compile_only(noted):

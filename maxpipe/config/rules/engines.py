@@ -1,96 +1,12 @@
-"""Refuse options that an engine lacks or that have nothing to act on, and give the reason."""
+"""Check options of the engine against each other, and against processes and devices."""
 
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.rule import Rule, rule
+from maxpipe.config.options import get
+from maxpipe.config.rules.effects import REMAT_TENSORS, offloading
+from maxpipe.config.rules.rule import rule
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO, as_written
-
-_REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
-
-
-def refusals_of(engine: str, key: str) -> list[Refusal]:
-    """Return the values of a key that an engine refuses, offloading policies included."""
-    facts = ENGINES[engine]
-    refusals = [refusal for refusal in facts.refusals if refusal.key == key]
-    if facts.no_offloading:
-        elsewhere = ", or pipeline.schedule=circular or 1f1b, whose engines offload"
-        refusals += _offloading(key, facts.no_offloading, elsewhere)
-    return refusals
-
-
-def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
-    """Return refusals of the values of a key that save tensors in the host's memory.
-
-    Args:
-      key: full key of an option.
-      reason: the reason that the refusals give.
-      elsewhere: remedies other than saving on the device, as a text to append.
-    """
-    if key in _REMAT_TENSORS:
-        return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
-    if key != "pipeline.remat_policy":
-        return []
-    any_other = "a policy that saves on the device, such as minimal"
-    return [
-        Refusal(key, (name,), reason, f"use {policy.on_device or any_other}{elsewhere}")
-        for name, policy in REMAT_POLICIES.items()
-        if policy.host
-    ]
-
-
-def _refuse_values(key: str) -> Rule:
-    """Return the rule that refuses the values of a key that the engine does not take.
-
-    Each key has a rule of its own, so that a broken key leaves the others' refusals in place.
-    """
-
-    @rule("pipeline.engine", key)
-    def refuse(c: Config) -> None:
-        value = get(c, key)
-        for refusal in refusals_of(c.pipeline.engine, key):
-            if value in refusal.values or (not refusal.values and is_set(c, key)):
-                message = (
-                    f"{as_written(value)} is not for the {c.pipeline.engine} engine: "
-                    f"{refusal.reason}; {refusal.remedy}"
-                )
-                raise ConfigError(Problem(key, message))
-
-    return refuse
-
-
-@rule("pipeline.remat_policy", "pipeline.remat_tensors", "pipeline.remat_layers")
-def check_remat(c: Config) -> None:
-    """Check `remat_tensors` and `remat_layers` against the policy."""
-    name = c.pipeline.remat_policy
-    policy = REMAT_POLICIES[name]
-    problems = []
-    changed = [key for key in _REMAT_TENSORS if is_set(c, key)]
-    if changed and not policy.by_tensor:
-        message = f"needs pipeline.remat_policy=custom; {name} decides about every tensor itself"
-        problems += [Problem(key, message) for key in changed]
-    if policy.everything and c.pipeline.remat_layers:
-        message = (
-            f"true has nothing to recompute with pipeline.remat_policy={name}; "
-            "choose full or another policy"
-        )
-        problems.append(Problem("pipeline.remat_layers", message))
-    if problems:
-        raise ConfigError(*problems)
-
-
-@rule("pipeline.engine", "pipeline.scan_repeats", "pipeline.fsdp_gather")
-def check_scan_repeats(c: Config) -> None:
-    """Check that repeats have loops: with gathers per iteration all repeats are one loop."""
-    p = c.pipeline
-    has_loops = ENGINES[p.engine].takes("pipeline.scan_repeats")
-    if has_loops and not p.scan_repeats and not p.gathers_whole:
-        message = (
-            "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration "
-            "all repeats are one loop, which scan_iterations=false unrolls"
-        )
-        raise ConfigError(Problem("pipeline.scan_repeats", message))
+from maxpipe.config.values import AUTO
 
 
 @rule(
@@ -184,7 +100,7 @@ def check_split_backwards(c: Config) -> None:
 def _saves_nothing(c: Config) -> bool:
     """Return whether the backward of a layer starts from nothing but the layer's input."""
     policy = REMAT_POLICIES[c.pipeline.remat_policy]
-    tensors = [get(c, key) for key in _REMAT_TENSORS]
+    tensors = [get(c, key) for key in REMAT_TENSORS]
     return policy.saves_nothing or (policy.by_tensor and set(tensors) == {"remat"})
 
 
@@ -230,20 +146,12 @@ def check_offloading(c: Config, devices: str) -> None:
     reason = f"{devices} devices have no memory of the host (pinned_host)"
     problems = [
         Problem(key, f"{refusal.values[0]} cannot run: {refusal.reason}; {refusal.remedy}")
-        for key in ("pipeline.remat_policy", *_REMAT_TENSORS)
-        for refusal in _offloading(key, reason)
+        for key in ("pipeline.remat_policy", *REMAT_TENSORS)
+        for refusal in offloading(key, reason)
         if get(c, key) in refusal.values
     ]
     if problems:
         raise ConfigError(*problems)
 
 
-_REFUSABLE = (*(key for key in OPTIONS if key.startswith("pipeline.")), "compile.load")
-ENGINE_RULES = (
-    *(_refuse_values(key) for key in _REFUSABLE if key != "pipeline.engine"),
-    check_remat,
-    check_scan_repeats,
-    check_prefetch,
-    check_known_split_backwards,
-    check_unit_times,
-)
+ENGINE_RULES = (check_prefetch, check_known_split_backwards, check_unit_times)

@@ -1,8 +1,8 @@
 """Check the model, and how its arrays and sequences are split."""
 
-from maxpipe.config.catalog import BLOCKS, ROUTERS
+from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.options import OPTIONS, get, is_set
+from maxpipe.config.options import is_set
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.sections.lora import (
@@ -91,39 +91,12 @@ def derive_unpadded_vocab_size(c: Config) -> Updates:
     return {"model.unpadded_vocab_size": c.model.num_token_ids}
 
 
-_NOT_LATENT = (
-    "model.attention_bias",
-    "model.attention_output_bias",
-    "model.attention_sinks",
-    "model.qk_norm",
-    "model.rope_fraction",
-)
-
-
-@rule("model.attention_kind", "model.mla", *_NOT_LATENT)
+@rule("model.attention_kind", "model.mla.qk_rope_head_dim")
 def check_latent_attention(c: Config) -> None:
-    """Check the widths of latent attention, and that no key of attention is idle."""
-    key, kind = "model.mla", "model.attention_kind"
-    if not c.model.is_latent:
-        problems = [
-            Problem(name, f"{get(c, name)} has no effect with {kind}=gqa; set {kind}=mla")
-            for name in OPTIONS
-            if name.startswith(f"{key}.") and is_set(c, name)
-        ]
-    else:
-        problems = [
-            Problem(name, f"{get(c, name)} is no option of {kind}=mla; leave it out")
-            for name in _NOT_LATENT
-            if is_set(c, name)
-        ]
-        if c.model.mla.qk_rope_head_dim % 2:
-            message = (
-                "must be even, since rotary embeddings rotate pairs; got "
-                f"{c.model.mla.qk_rope_head_dim}"
-            )
-            problems.append(Problem(f"{key}.qk_rope_head_dim", message))
-    if problems:
-        raise ConfigError(*problems)
+    """Check that the rotated channels of latent attention make pairs."""
+    if c.model.is_latent and (size := c.model.mla.qk_rope_head_dim) % 2:
+        message = f"must be even, since rotary embeddings rotate pairs; got {size}"
+        raise ConfigError(Problem("model.mla.qk_rope_head_dim", message))
 
 
 @rule("model.rope_fraction", "model.head_dim")
@@ -218,18 +191,15 @@ def check_layer_pattern(c: Config) -> None:
 def check_lora(c: Config) -> None:
     """Check which projections have adapters, and that their rank is below the projections' own."""
     lora, key = c.model.lora, "model.lora.targets"
+    if not lora.rank:
+        return
     legal = [*PROJECTIONS, ALL_LINEAR]
     problems = [
         Problem(key, f"{name!r} is not one of {', '.join(legal)}{nearest(name, legal)}")
         for name in dict.fromkeys(lora.targets)
         if name not in legal
     ]
-    if not lora.rank:
-        message = "has no effect with model.lora.rank=0; set the rank too, such as 8"
-        others = ("alpha", "targets", "dropout")
-        set_keys = [f"model.lora.{name}" for name in others if is_set(c, f"model.lora.{name}")]
-        problems += [Problem(name, message) for name in set_keys]
-    elif c.model.is_latent:
+    if c.model.is_latent:
         message = "model.attention_kind=mla has no adapters; use 0, which trains all parameters"
         problems.append(Problem("model.lora.rank", message))
     elif not c.model.adapted and not problems:
@@ -263,88 +233,56 @@ def _too_narrow(m: ModelConfig) -> list[str]:
     ]
 
 
-@rule("model.quantisation", "model.quantised_passes", "model.block", "model.moe.experts")
+@rule("model.quantisation", "model.block", "model.moe.experts")
 def check_quantisation(c: Config) -> None:
-    """Check that the model has projections that can be quantised, and that no key is idle."""
-    key, passes = "model.quantisation", "model.quantised_passes"
-    form, block = c.model.quantisation, c.model.block
+    """Check that the model has projections that can be quantised."""
+    form, block, experts = c.model.quantisation, c.model.block, c.model.moe.experts
     if form == "none":
-        if is_set(c, passes):
-            message = f"has no effect with {key}=none; set {key} too, such as int8"
-            raise ConfigError(Problem(passes, message))
-    elif c.model.moe.experts:
+        return
+    message = ""
+    if experts:
         message = (
-            f"{form} is not possible with model.moe.experts={c.model.moe.experts}, since no "
-            "kernel of experts multiplies in 8 bits; use none"
+            f"{form} is not possible with model.moe.experts={experts}, since no kernel of experts "
+            "multiplies in 8 bits; use none"
         )
-        raise ConfigError(Problem(key, message))
     elif block in BLOCKS and not BLOCKS[block].quantises:
         able = " or ".join(name for name, facts in BLOCKS.items() if facts.quantises)
         message = f"model.block={block} does not quantise; use none, or model.block={able}"
-        raise ConfigError(Problem(key, message))
+    if message:
+        raise ConfigError(Problem("model.quantisation", message))
 
 
-@rule("model.num_layers", "model.first_dense_layers", "model.moe")
+@rule("model.num_layers", "model.first_dense_layers")
 def check_first_dense_layers(c: Config) -> None:
-    """Check that dense layers differ from others, and that there are others."""
-    first, key = c.model.first_dense_layers, "model.first_dense_layers"
-    if first and not c.model.moe.experts:
-        message = f"{first} has no effect without experts; set model.moe.experts"
-        raise ConfigError(Problem(key, message))
-    if first >= c.model.num_layers:
+    """Check that there are other layers than dense ones."""
+    if (first := c.model.first_dense_layers) >= c.model.num_layers:
         message = f"{first} must be less than model.num_layers={c.model.num_layers}"
-        raise ConfigError(Problem(key, message))
+        raise ConfigError(Problem("model.first_dense_layers", message))
 
 
 @rule("model.moe")
 def check_experts(c: Config) -> None:
-    """Check that a token has experts to choose from, and that no key of experts is idle."""
+    """Check that a token has experts to choose from, in its groups."""
     moe, key = c.model.moe, "model.moe"
-    problems = []
     if not moe.experts:
-        problems = [
-            Problem(name, f"{get(c, name)} has no effect without experts; set {key}.experts")
-            for name in OPTIONS
-            if name.startswith(f"{key}.") and is_set(c, name)
-        ]
-    elif moe.per_token > moe.experts:
-        message = f"{moe.per_token} is more than {key}.experts={moe.experts}; choose at most these"
-        problems.append(Problem(f"{key}.per_token", message))
-    elif moe.router in ROUTERS:  # a record may name one whose module is not imported here
-        problems = _choice_problems(c)
-    if moe.experts and moe.router == "topk_softmax" and not moe.normalise:
-        message = f"has no effect, since weights of {key}.router=topk_softmax add up to 1; use true"
-        problems.append(Problem(f"{key}.normalise", message))
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _choice_problems(c: Config) -> list[Problem]:
-    """Return what is wrong with the groups of experts and with the selection bias."""
-    moe, key = c.model.moe, "model.moe"
-    if not ROUTERS[moe.router].takes_bias:
-        able = " or ".join(name for name, router in ROUTERS.items() if router.takes_bias)
-        return [
-            Problem(name, f"{key}.router={moe.router} does not take it; use router {able}")
-            for name in (
-                f"{key}.{n}" for n in ("groups", "groups_per_token", "selection_bias", "bias_rate")
-            )
-            if get(c, name) != get(Config(), name)
-        ]
+        return
     size, remainder = divmod(moe.experts, moe.groups)
-    if remainder:
-        message = f"{moe.groups} does not divide {key}.experts={moe.experts}; use a divisor"
-        return [Problem(f"{key}.groups", message)]
-    if moe.groups_per_token > moe.groups:
-        message = f"{moe.groups_per_token} is more than {key}.groups={moe.groups}; use at most that"
-        return [Problem(f"{key}.groups_per_token", message)]
-    if moe.per_token > moe.groups_per_token * size:
-        message = (
+    if moe.per_token > moe.experts:
+        name, problem = "per_token", f"{moe.per_token} is more than {key}.experts={moe.experts}"
+    elif remainder:
+        name, problem = "groups", f"{moe.groups} does not divide {key}.experts={moe.experts}"
+    elif moe.groups_per_token > moe.groups:
+        problem = f"{moe.groups_per_token} is more than {key}.groups={moe.groups}"
+        name = "groups_per_token"
+    elif moe.per_token > moe.groups_per_token * size:
+        problem = (
             f"{moe.groups_per_token} of {moe.groups} groups have {moe.groups_per_token * size} "
             f"experts, fewer than {key}.per_token={moe.per_token}; use more groups per token"
         )
-        return [Problem(f"{key}.groups_per_token", message)]
-    return []
+        name = "groups_per_token"
+    else:
+        return
+    raise ConfigError(Problem(f"{key}.{name}", problem))
 
 
 @rule(_AXIS_RULES)

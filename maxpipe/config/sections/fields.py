@@ -1,4 +1,4 @@
-"""Declare dataclass fields that carry their help text and their legal values: `option(...)`."""
+"""Declare fields of the configuration with help, legal values and what gives them an effect."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a value must satisfy by itself; rules across keys are in `maxpipe.config.rules`.
+    """What a value must satisfy by itself, and what it needs; see `maxpipe.config.rules` for more.
+
+    `needs` and `acts_with` are conditions on other keys, joined by `or` and `and`: `KEY=VALUE`,
+    `KEY=VALUE|VALUE`, `KEY>NUMBER`, or `KEY` alone for anything but 0, false and empty. What the
+    field of a section needs (`metadata`), all keys in it need, except one that it names.
 
     Attributes:
       help: one line for users, printed by `--help KEY`.
@@ -18,6 +22,8 @@ class Bounds:
       maximum: inclusive upper bound.
       derived: whether -1 stands for "derive it".
       zero: a word that may be written for 0.
+      needs: without this the key has no effect, and setting it is an error.
+      acts_with: without this the key has no effect, and a note says so.
     """
 
     help: str
@@ -29,6 +35,8 @@ class Bounds:
     maximum: float | None = None
     derived: bool = False
     zero: str = ""
+    needs: str = ""
+    acts_with: str = ""
 
 
 def option(default: object, help: str, **bounds: Any) -> Any:

@@ -1,6 +1,5 @@
 """Configure the model: its shape and the options of its decoder block, `model.*`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
@@ -18,21 +17,9 @@ DTYPES = ("float32", "bfloat16")
 QUANTISATIONS = ("none", "int8", "fp8")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
 
-# Kinds of scaling that read each key of `model.rope_scaling`; all of them read `factor`.
-_READERS: Mapping[str, tuple[str, ...]] = {
-    "type": ("linear", "llama3", "yarn", "longrope"),
-    "original_max_position": ("llama3", "yarn", "longrope"),
-    "low_freq_factor": ("llama3",),
-    "high_freq_factor": ("llama3",),
-    "beta_fast": ("yarn",),
-    "beta_slow": ("yarn",),
-    "truncate": ("yarn",),
-    "attention_factor": ("yarn", "longrope"),
-    "mscale_all_dim": ("yarn",),
-    "short_factor": ("longrope",),
-    "long_factor": ("longrope",),
-    "length": ("longrope",),
-}
+_TYPE = "model.rope_scaling.type"
+_SCALED = "model.rope_scaling.factor>1"
+_GROUPED = "model.attention_kind=gqa"
 
 
 @dataclass(frozen=True)
@@ -51,63 +38,73 @@ class RopeScalingConfig:
         "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast "
         "ones unchanged; longrope divides each frequency by its own number",
         choices=("linear", "llama3", "yarn", "longrope"),
+        acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
     )
     low_freq_factor: float = option(
         1.0,
-        "with type=llama3, wavelengths above original_max_position / this are scaled by the factor",
+        "wavelengths above original_max_position / this are scaled by the factor",
         above=0,
+        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
     )
     high_freq_factor: float = option(
         4.0,
-        "with type=llama3, wavelengths below original_max_position / this are not scaled",
+        "wavelengths below original_max_position / this are not scaled",
         above=0,
+        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
     )
     original_max_position: int = option(
-        8192, "context length that the unscaled frequencies were trained for, in tokens", minimum=1
+        8192,
+        "context length that the unscaled frequencies were trained for, in tokens",
+        minimum=1,
+        acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
     )
     beta_fast: float = option(
         32.0,
-        "with type=yarn, frequencies that turn more often than this within "
-        "original_max_position are not scaled",
+        "frequencies that turn more often than this within original_max_position are not scaled",
         above=0,
+        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
     beta_slow: float = option(
         1.0,
-        "with type=yarn, frequencies that turn less often than this within "
-        "original_max_position are divided by the factor",
+        "frequencies that turn less often than this within original_max_position are divided by "
+        "the factor",
         above=0,
+        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
     truncate: bool = option(
-        True, "with type=yarn, round the bounds between the frequencies to whole numbers"
+        True,
+        "round the bounds between the frequencies to whole numbers",
+        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
     attention_factor: float = option(
         0.0,
-        "with type=yarn or longrope, factor that multiplies rotated queries and keys; 0 = "
-        "computed from factor",
+        "factor that multiplies rotated queries and keys; 0 = computed from factor",
         minimum=0,
+        acts_with=f"{_TYPE}=yarn|longrope",
     )
     mscale_all_dim: float = option(
         0.0,
-        "with type=yarn, m in the factor (0.1 m ln(factor) + 1)^2 that multiplies attention "
-        "scores in DeepSeek's models; 0 = no such factor",
+        "m in the factor (0.1 m ln(factor) + 1)^2 that multiplies attention scores in DeepSeek's "
+        "models; 0 = no such factor",
         minimum=0,
+        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
     short_factor: list[float] = option(  # noqa: RUF009
         [],
-        "with type=longrope, divisor of each frequency for sequences up to original_max_position",
+        "divisor of each frequency for sequences up to original_max_position",
+        acts_with=f"{_TYPE}=longrope",
     )
     long_factor: list[float] = option(  # noqa: RUF009
-        [], "with type=longrope, divisor of each frequency for longer sequences"
+        [],
+        "divisor of each frequency for longer sequences",
+        acts_with=f"{_TYPE}=longrope",
     )
     length: str = option(
         "auto",
-        "with type=longrope, which of the two lists is used; auto decides by data.sequence_length",
+        "which of the two lists is used; auto decides by data.sequence_length",
         choices=("auto", "short", "long"),
+        acts_with=f"{_TYPE}=longrope",
     )
-
-    def reads(self, name: str) -> bool:
-        """Return whether the rotation depends on the key of this name."""
-        return name == "factor" or (self.is_scaled and self.type in _READERS[name])
 
     @property
     def is_scaled(self) -> bool:
@@ -134,6 +131,7 @@ class ModelConfig:
         "number of first layers that have a dense MLP (mlp_dim) in a model of experts; they run "
         "outside the pipeline",
         minimum=0,
+        needs="model.moe.experts",
     )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "number of query heads", minimum=1, maximum=2**20)
@@ -170,9 +168,10 @@ class ModelConfig:
     )
     quantised_passes: str = option(
         "forward",
-        "with quantisation, which products run in 8 bits: forward = those of the forward; full = "
-        "also those for gradients of activations, but not those for gradients of weights",
+        "which products run in 8 bits: forward = those of the forward; full = also those for "
+        "gradients of activations, but not those for gradients of weights",
         choices=("forward", "full"),
+        needs="model.quantisation=int8|fp8",
     )
     tie_embeddings: bool = option(False, "use the embedding table as output projection, too")
     embed_scale: float = option(
@@ -224,14 +223,25 @@ class ModelConfig:
         "model.mla",
         choices=ATTENTION_KINDS,
     )
-    qk_norm: bool = option(False, "RMS-normalise queries and keys; see qk_norm_scope")
-    qk_norm_scope: str = option(
-        "head", "what qk_norm normalises: each head, or all heads at once", choices=("head", "full")
+    qk_norm: bool = option(
+        False, "RMS-normalise queries and keys; see qk_norm_scope", needs=_GROUPED
     )
-    attention_bias: bool = option(False, "add a bias to the query, key and value projections")
-    attention_output_bias: bool = option(False, "add a bias to the attention's output projection")
+    qk_norm_scope: str = option(
+        "head",
+        "what qk_norm normalises: each head, or all heads at once",
+        choices=("head", "full"),
+        acts_with="model.qk_norm",
+    )
+    attention_bias: bool = option(
+        False, "add a bias to the query, key and value projections", needs=_GROUPED
+    )
+    attention_output_bias: bool = option(
+        False, "add a bias to the attention's output projection", needs=_GROUPED
+    )
     attention_sinks: bool = option(
-        False, "add a learned logit per head to the denominator of attention's softmax"
+        False,
+        "add a learned logit per head to the denominator of attention's softmax",
+        needs=_GROUPED,
     )
     attention_soft_cap: float = option(
         0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
@@ -270,12 +280,14 @@ class ModelConfig:
         "base of the rotary frequencies of local layers, to which rope_scaling then does not "
         "apply; 0 = local layers rotate as global ones",
         minimum=0,
+        acts_with="model.attention_window",
     )
     rope_fraction: float = option(
         1.0,
         "share of a head's channels that is rotated, counted from the first",
         above=0,
         maximum=1,
+        needs=_GROUPED,
     )
     rope_interleaved: bool = option(
         False, "rotate pairs of neighbouring channels instead of pairs (c, c + half)"
@@ -295,9 +307,11 @@ class ModelConfig:
         choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    mla: MLAConfig = field(default_factory=MLAConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    mla: MLAConfig = field(
+        default_factory=MLAConfig, metadata={"needs": "model.attention_kind=mla"}
+    )
+    moe: MoEConfig = field(default_factory=MoEConfig, metadata={"needs": "model.moe.experts"})
+    lora: LoRAConfig = field(default_factory=LoRAConfig, metadata={"needs": "model.lora.rank"})
 
     @property
     def is_latent(self) -> bool:

@@ -174,9 +174,9 @@ class PipelineConfig:
     )
     memory_limit_gib: float = option(
         0,
-        "with layers_per_stage=auto, the estimated memory that a device may use, in GiB; "
-        "0 = the chip's memory, if known",
+        "the estimated memory that a device may use, in GiB; 0 = the chip's memory, if known",
         minimum=0,
+        acts_with="pipeline.layers_per_stage=auto",
     )
     parallel_layers: int = option(
         -1,
@@ -219,12 +219,15 @@ class PipelineConfig:
         "to neighbour while it computes; auto = only on TPUs whose memory is known, with fsdp of "
         "at most 8 (on v5e 2), and where layers do not run as a loop",
         choices=("auto", "true", "false"),
+        acts_with="mesh.ici.fsdp>1 or mesh.dcn.fsdp>1",
     )
     scan_iterations: bool = option(
         True, "run iterations as a loop; false = unroll them, which compiles slowly"
     )
     scan_repeats: bool = option(
-        True, "with fsdp_gather=per_repeat or once, run repeats as a loop; false = unroll them"
+        True,
+        "run repeats as a loop; false = unroll them",
+        needs="pipeline.fsdp_gather=per_repeat|once",
     )
     scan_layers: bool = option(
         True,

@@ -101,6 +101,7 @@ class EvalConfig:
         "it, once",
         minimum=0,
         zero="all",
+        acts_with="eval.every",
     )
     batches_per_source: int = option(
         -1,
@@ -108,6 +109,7 @@ class EvalConfig:
         "eval.batches divided by the number of sources, rounded up, or all of each; 0 = none",
         minimum=0,
         derived=True,
+        acts_with="eval.every",
     )
     global_batch_size: int = option(
         -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
@@ -116,6 +118,7 @@ class EvalConfig:
         [],
         "texts that the model continues at each evaluation, by the 40 most likely tokens, for you "
         "to read; runs of one process only",
+        acts_with="eval.every",
     )
 
 
@@ -137,7 +140,7 @@ class OptimizerConfig:
     )
     stable_fraction: float = option(
         0.8,
-        "with schedule=wsd, share of the steps after warm-up at the peak learning rate",
+        "share of the steps after warm-up at the peak learning rate",
         minimum=0,
         maximum=1,
     )
@@ -168,7 +171,10 @@ class OptimizerConfig:
         minimum=0,
     )
     spike_deviations: float = option(
-        6.0, "least distance above the mean that counts as a spike, in standard deviations", above=0
+        6.0,
+        "least distance above the mean that counts as a spike, in standard deviations",
+        above=0,
+        acts_with="optimizer.spike_window",
     )
 
 
@@ -192,7 +198,12 @@ class CheckpointConfig:
         "supervise` restarts; 0 = never",
         minimum=0,
     )
-    keep: int = option(3, "number of newest checkpoints to keep", minimum=1)
+    keep: int = option(
+        3,
+        "number of newest checkpoints to keep",
+        minimum=1,
+        acts_with="checkpoint.every or checkpoint.every_minutes",
+    )
     keep_every: int = option(
         0,
         "also keep, for good, checkpoints whose step is a multiple of this; 0 = none",

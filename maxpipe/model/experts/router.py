@@ -50,7 +50,7 @@ def route(logits: jax.Array, moe: MoEConfig, bias: jax.Array | None = None) -> C
     router: RouterFn = implementation(ROUTERS[moe.router])
     choice = router(logits, moe, bias) if ROUTERS[moe.router].takes_bias else router(logits, moe)
     weights = choice.weights
-    if moe.normalise and moe.router != "topk_softmax":
+    if moe.normalise and not ROUTERS[moe.router].is_normalised:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return choice._replace(weights=weights if moe.scale == 1 else weights * moe.scale)
 

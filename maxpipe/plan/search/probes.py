@@ -146,7 +146,7 @@ class Probing:
         )
         rows = sizes.block.batch // int(sizes.microbatches.flat[0])
         # An option that the mpmd engine does not take does not affect a unit.
-        unused = [f"pipeline.{name}" for name in ENGINES["mpmd"].unused]
+        unused = [key for key in OPTIONS if not ENGINES["mpmd"].takes(key)]
         changes: dict[str, object] = {key: OPTIONS[key].default for key in unused}
         changes |= {
             "pipeline.engine": "mpmd",

@@ -13,12 +13,18 @@ PREFETCH = "pipeline.fsdp_prefetch=true"
 REFUSED = {  # schedule and words: key of `pipeline`, and the remedy or the reason
     f"{CIRCULAR} pipeline.overlap_slots=true": ("overlap_slots", "lockstep_1f1b"),
     f"{CIRCULAR} pipeline.skip_idle=true": ("skip_idle", "pipeline.schedule=lockstep_1f1b"),
-    f"{CIRCULAR} pipeline.remat_tensors.mlp_up=device": ("remat_tensors.mlp_up", "policy=custom"),
+    f"{CIRCULAR} pipeline.remat_tensors.mlp_up=device": (
+        "remat_tensors.mlp_up",
+        "only with custom",
+    ),
     f"{CIRCULAR} pipeline.remat_layers=true pipeline.remat_policy=none": (
         "remat_layers",
-        "nothing to recompute",
+        "no effect with pipeline.remat_policy=none, only with custom, full",
     ),
-    f"{CIRCULAR} pipeline.scan_repeats=false": ("scan_repeats", "fsdp_gather=per_repeat or once"),
+    f"{CIRCULAR} pipeline.scan_repeats=false": (
+        "scan_repeats",
+        "without pipeline.fsdp_gather=per_repeat or once",
+    ),
     f"{CIRCULAR} {PREFETCH}": ("fsdp_prefetch", "use pipeline.fsdp_gather=per_repeat"),
     f"{CIRCULAR} pipeline.outside_layers=before": ("outside_layers", "parallel_layers"),
     f"{CIRCULAR} pipeline.fsdp_gather=once,per_repeat": (

@@ -20,17 +20,6 @@ def test_engine_auto_is_derived(resolved):
     assert {words: resolved(*words.split()).pipeline.engine for words in engines} == engines
 
 
-def test_notes_one_stage_names_unused_pipeline_options(noted):
-    def lines(*words):
-        return [line for line in noted(*words) if "there is one stage; mesh.ici.stage" in line]
-
-    options = ["pipeline.schedule=1f1b", "pipeline.num_repeats=7"]
-    options.append("pipeline.delay_activation_forwarding=true")
-    (line,) = lines(*SEQUENTIAL.split(), *options)
-    assert line.startswith(f"{', '.join(options)} have no effect")
-    assert lines(*SEQUENTIAL.split()) == lines(options[0]) == []
-
-
 def test_schedule_csv_runs_on_the_scheduled_engine(resolved, problems, tmp_path):
     path = tmp_path / "own.csv"
     assert problems(f"pipeline.schedule={path}") == {
@@ -129,21 +118,6 @@ def test_layout_auto_stays_after_resolve(base, resolved):
         pipeline = resolved(*words).pipeline
         assert (pipeline.layers_per_stage, pipeline.num_repeats) == (values.AUTO, repeats)
         assert "  layers_per_stage: auto " in print_config(load(base, words))
-
-
-def test_notes_memory_limit_needs_auto_stages(noted):
-    line = "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
-    words = ["pipeline.schedule=1f1b", "pipeline.memory_limit_gib=16"]
-    assert line in noted(*words)
-    assert line not in noted(*words, AUTO)
-
-
-def test_notes_unit_times_need_a_schedule_that_follows_them(noted):
-    for schedule, has_effect in (("zb_h1", False), ("zb_h2", True)):
-        line = f"pipeline.unit_times has no effect with pipeline.schedule={schedule}; "
-        line += "the orders of zb_h2 and zb_v follow it"
-        lines = noted(f"pipeline.schedule={schedule}", "pipeline.unit_times=auto")
-        assert (line in lines) is not has_effect
 
 
 def test_layers_indivisible_proposals_are_legal(problems):
