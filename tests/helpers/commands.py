@@ -1,8 +1,11 @@
-import importlib.util
+import importlib
+from pathlib import Path
 from types import ModuleType
+
+import maxpipe
 
 
 def command(name: str) -> ModuleType:
     """Return the module that `python -m maxpipe.NAME` runs: a file, or the package's `__main__`."""
-    is_package = importlib.util.find_spec(f"maxpipe.{name}").submodule_search_locations
+    is_package = Path(maxpipe.__file__).with_name(name).is_dir()
     return importlib.import_module(f"maxpipe.{name}" + (".__main__" if is_package else ""))
