@@ -14,5 +14,8 @@ is_editable = "editable_wheel" in sys.argv
 setup(
     packages=find_packages(include=["maxpipe*"]) + ["maxpipe.configs"] * (not is_editable),
     package_dir={"": "."} | ({} if is_editable else {"maxpipe.configs": "configs"}),
-    package_data={"maxpipe": ["py.typed"], "maxpipe.configs": ["*.yml", "*/*.yml"]},
+    package_data={
+        "maxpipe": ["py.typed", "comparison/curves.*", "comparison/uplot/*"],
+        "maxpipe.configs": ["*.yml", "*/*.yml"],
+    },
 )

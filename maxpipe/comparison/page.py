@@ -1,12 +1,15 @@
-"""Draw runs on one HTML page that loads nothing else: figures, differences, curves to zoom into."""
+"""Draw runs on one HTML page that loads nothing else: figures, differences, curves to zoom into.
+
+The curves are drawn by uPlot (MIT), which is in `uplot/` and becomes a part of each page.
+"""
 
 import json
 import math
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 from itertools import accumulate
 
-from maxpipe.comparison.curves_script import SCRIPT, STYLE
 from maxpipe.comparison.recorded import Number, Recorded, differing_keys
 from maxpipe.comparison.table import HEADER, figures, value_text
 from maxpipe.render.html import document
@@ -22,7 +25,7 @@ COLOURS = (
     "#a98b1d",
     "#2aa3b8",
 )
-DASHES = ("", "7 4", "2 3", "9 3 2 3")
+DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3))
 MOST_BUCKETS = 1000  # buckets of steps; three steps of each are drawn
 CHARTS = {
     "loss": "training loss, nats per token",
@@ -36,10 +39,11 @@ CHARTS = {
 
 def page_html(runs: Sequence[Recorded]) -> str:
     """Return the page."""
-    names = ", ".join(run.name for run in runs)
-    title = f"{len(runs)} runs" if len(runs) > 1 else f"Run {names}"
+    title = f"{len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
+    lines = [{"colour": _colour(i), "dash": _dash(i)} for i in range(len(runs))]
+    curves = [run_data(run) | line for run, line in zip(runs, lines, strict=True)]
     # "</script>" in a name must not end the element.
-    data = json.dumps([run_data(run) for run in runs], allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(curves, allow_nan=False).replace("<", "\\u003c")
     charts = "\n".join(
         f'<figure data-metric="{metric}"><figcaption>{text}</figcaption></figure>'
         for metric, text in CHARTS.items()
@@ -61,8 +65,11 @@ everything again.</p>
 <div class="charts">
 {charts}
 </div>
+<!-- uPlot, which draws the charts:
+{_file("uplot/LICENSE")}-->
 <script type="application/json" id="data">{data}</script>"""
-    return document(title, body, STYLE + _line_styles(runs), SCRIPT)
+    style = _file("uplot/uPlot.min.css") + _file("curves.css")
+    return document(title, body, style, _file("uplot/uPlot.iife.min.js") + _file("curves.js"))
 
 
 def run_data(run: Recorded) -> dict[str, object]:
@@ -72,24 +79,19 @@ def run_data(run: Recorded) -> dict[str, object]:
     """
     chosen = _chosen_rows(run.steps["loss"])
     steps = [int(step or 0) for step in run.steps["step"]]
-    tokens_per_step = run.tokens_per_step
-    hours = [*accumulate(value or 0.0 for value in run.steps["step_seconds"])]
+    hours = [*accumulate((value or 0.0) / 3600 for value in run.steps["step_seconds"])]
+    hours_at = dict(zip(steps, hours, strict=True))
     columns = [name for name in CHARTS if name != "eval_loss"]
-    place = {step: number for number, step in enumerate(steps)}
-
-    def hours_at(step: int) -> float:
-        return hours[place[step]] / 3600 if step in place else 0.0
-
     return {
         "name": run.name,
-        "tokensPerStep": tokens_per_step,
+        "tokensPerStep": run.tokens_per_step,
         "step": [steps[row] for row in chosen],
-        "hours": [_rounded(hours[row] / 3600) for row in chosen],
+        "hours": [_rounded(hours[row]) for row in chosen],
         **{name: [_rounded(run.steps[name][row]) for row in chosen] for name in columns},
         "evaluation": {
             "step": [*run.evaluations],
-            "hours": [_rounded(hours_at(step)) for step in run.evaluations],
-            "eval_loss": [_rounded(loss) for loss in run.evaluations.values()],
+            "hours": [_rounded(hours_at.get(step, 0.0)) for step in run.evaluations],
+            "eval_loss": [*map(_rounded, run.evaluations.values())],
         },
     }
 
@@ -120,27 +122,26 @@ def _has(run: Recorded, metric: str) -> bool:
     return any(value is not None for value in run.steps[metric])
 
 
-def _line_styles(runs: Sequence[Recorded]) -> str:
-    """Return the colour and the dashes of every run's lines, as CSS."""
-    return "".join(
-        f".run{number}{{--line-colour:{COLOURS[number % len(COLOURS)]};"
-        f"stroke-dasharray:{DASHES[number // len(COLOURS) % len(DASHES)] or 'none'}}}\n"
-        for number in range(len(runs))
-    )
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _dash(number: int) -> tuple[int, ...]:
+    return DASHES[number // len(COLOURS) % len(DASHES)]
 
 
 def _figures(runs: Sequence[Recorded]) -> str:
-    heads = "".join(f"<th>{text}</th>" for text in HEADER)
     rows = []
     for number, run in enumerate(runs):
-        name, *others = (escape(cell) for cell in figures(run))
-        swatch = f'<svg width="26" height="8"><path class="run{number}" d="M1 4h24"/></svg>'
-        button = (
-            f'<button type="button" data-run="{number}" aria-pressed="true">{swatch}{name}</button>'
+        name, *others = map(escape, figures(run))
+        dash = " ".join(map(str, _dash(number)))
+        swatch = (
+            f'<svg width="26" height="8"><path d="M1 4h24" stroke="{_colour(number)}" '
+            f'stroke-dasharray="{dash}"/></svg>'
         )
-        cells = "".join(f"<td>{cell}</td>" for cell in others)
-        rows.append(f"<tr><td>{button}</td>{cells}</tr>")
-    return f'<table class="figures"><tr>{heads}</tr>{"".join(rows)}</table>'
+        button = f'<button type="button" data-run="{number}" aria-pressed="true">{swatch}{name}'
+        rows.append([f"{button}</button>", *others])
+    return _table(HEADER, rows, "figures")
 
 
 def _differences(runs: Sequence[Recorded]) -> str:
@@ -149,13 +150,17 @@ def _differences(runs: Sequence[Recorded]) -> str:
         num_known = sum(bool(run.settings) for run in runs)
         text = "The configurations are the same, but for names and places."
         return f"<p>{text}</p>" if num_known > 1 else ""
-    heads = "".join(f"<th>{escape(text)}</th>" for text in ("run", *keys))
-    rows = "".join(
-        f"<tr><td>{escape(run.name)}</td>"
-        + "".join(f"<td>{escape(value_text(run, key))}</td>" for key in keys)
-        + "</tr>"
-        for run in runs
-    )
+    rows = [[escape(run.name), *(escape(value_text(run, key)) for key in keys)] for run in runs]
     return f"""<details open><summary>what differs between their configurations</summary>
-<div class="wide"><table>
-<tr>{heads}</tr>{rows}</table></div></details>"""
+<div class="wide">{_table(("run", *keys), rows, "")}</div></details>"""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
+    top = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<table class="{kind}"><tr>{top}</tr>{body}</table>'
+
+
+def _file(name: str) -> str:
+    return files("maxpipe.comparison").joinpath(name).read_text(encoding="utf-8")

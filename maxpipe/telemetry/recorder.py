@@ -9,12 +9,11 @@ from pathlib import Path
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import printable
-from maxpipe.telemetry.background import CLOSE_SECONDS, close_all
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.slow_process import SlowProcess
-from maxpipe.telemetry.trackers import TrackedRun, open_trackers
+from maxpipe.telemetry.trackers import TrackedRun, Trackers
 from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
 SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
@@ -51,7 +50,6 @@ class Recorder:
       is_main: false in all processes but one; if false the recorder does nothing.
       stage_processes: for each stage, the processes that hold it; empty unless stages have programs
         of their own, in different processes.
-      tracker_seconds: how long `close` waits for trackers, all together.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Recorder:
         peak_seconds: float | None,
         is_main: bool = True,
         stage_processes: Sequence[frozenset[int]] = (),
-        tracker_seconds: float = CLOSE_SECONDS,
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
@@ -103,9 +100,8 @@ class Recorder:
             if self._log_every
             else None
         )
-        self._tracker_seconds = tracker_seconds
-        tracked = TrackedRun(config, run_dir, start_step > 0, tracker_seconds)
-        self._trackers = open_trackers(tracked, self._console.print_line) if self._log_every else []
+        tracked = TrackedRun(config, run_dir, start_step > 0)
+        self._trackers = Trackers(tracked, self._console.print_line)
         self._step = start_step
 
     def step(
@@ -166,8 +162,7 @@ class Recorder:
                 points |= _numbered(f"{name}/layer", values)
             points |= _numbered("stage_seconds/stage", stage_seconds)
             self._tensorboard.use(lambda events: events.write(step, points))
-            for tracker in self._trackers:
-                tracker.log(step, points)
+            self._trackers.log(step, points)
         return row
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:
@@ -221,8 +216,7 @@ class Recorder:
             scalars = {f"eval/{name}": value for name, value in values.items()}
             self._tensorboard.use(lambda events: events.write(step, scalars))
             self._tensorboard.use(TensorBoard.flush)
-            for tracker in self._trackers:
-                tracker.log(step, scalars)
+            self._trackers.log(step, scalars)
 
     def samples(self, step: int, pairs: Iterable[tuple[str, str]]) -> None:
         """Show texts and how the model continues them after `step`, on console and TensorBoard."""
@@ -264,9 +258,7 @@ class Recorder:
             return
         is_done = self._step >= self._last_step
         with ExitStack() as closing:  # in reverse order, each whatever the others raise
-            closing.callback(
-                close_all, self._trackers, is_done=is_done, seconds=self._tracker_seconds
-            )
+            closing.callback(self._trackers.close, is_done=is_done)
             if self._tensorboard is not None:
                 closing.callback(self._tensorboard.close, TensorBoard.close)
             closing.callback(self._metrics.close, MetricsFile.close)

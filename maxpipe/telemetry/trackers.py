@@ -1,31 +1,36 @@
 """Send metrics to Weights & Biases and to MLflow, whose libraries are extras.
 
-Accounts, servers and offline modes are up to the libraries: `WANDB_API_KEY` or `wandb login`,
-`WANDB_MODE`, `MLFLOW_TRACKING_URI`. A resumed run continues the tracker's run, whose id is in the
-run's directory.
+Accounts, servers, offline modes and retries are up to the libraries: `WANDB_API_KEY` or `wandb
+login`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`. A resumed run continues the tracker's run, whose id is
+in the run's directory.
 """
 
 import json
 import logging
+import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
 
 from maxpipe.config.errors import redacted
 from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.telemetry.background import Background, Tracker
 from maxpipe.telemetry.writers import Row
 
 IDS = "trackers.json"  # in the run's directory
-_WRITING_IDS = threading.Lock()  # held while a tracker adds its id to those of the others
+CLOSE_SECONDS = 15.0  # limit of the wait for all trackers at the end of a run
+_SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+_COMPLETE = "metrics.jsonl has every step"
 _MOST_PARAMETERS = 100  # that MLflow accepts at once
 _REFUSED = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics
 
@@ -38,13 +43,11 @@ class TrackedRun:
       config: the resolved configuration.
       directory: the run's directory.
       is_resumed: whether it continues from a checkpoint.
-      close_seconds: time limit for sending what is left at the end.
     """
 
     config: Config
     directory: Path
     is_resumed: bool
-    close_seconds: float
 
     def known_id(self, tracker: str, project: str) -> str:
         """Return the id under which a project of a tracker has this run; "" if it is new."""
@@ -52,9 +55,8 @@ class TrackedRun:
 
     def keep_id(self, tracker: str, project: str, run_id: str) -> None:
         """Keep an id for the next start."""
-        with _WRITING_IDS:
-            ids = {**self._ids(), f"{tracker} {project}": run_id}
-            write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
+        ids = {**self._ids(), f"{tracker} {project}": run_id}
+        write_atomically(self.directory / IDS, [json.dumps(ids, indent=2).encode() + b"\n"])
 
     def _ids(self) -> dict[str, str]:
         try:
@@ -62,6 +64,24 @@ class TrackedRun:
         except (OSError, ValueError, RecursionError):
             return {}
         return ids if isinstance(ids, dict) else {}
+
+
+class Tracker(Protocol):
+    """Where metrics are sent to; any method may raise any error.
+
+    Attributes:
+      place: where a user finds the run.
+    """
+
+    place: str
+
+    def log(self, step: int, scalars: Row) -> None:
+        """Send one point for each name that has a value."""
+        ...
+
+    def close(self, *, is_done: bool) -> None:
+        """Send what is left, and report whether the run has made all of its steps."""
+        ...
 
 
 class WandB:
@@ -87,12 +107,12 @@ class WandB:
             id=run_id,
             resume="allow",
             dir=str(run.directory),
-            config=_without_secrets(asdict(run.config)),
+            config=_redacted_tree(asdict(run.config)),
             mode=mode,
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                finish_timeout=run.close_seconds * 2 / 3,
+                finish_timeout=CLOSE_SECONDS * 2 / 3,
                 # There may be another run in this process, such as one of the user's own.
                 reinit="create_new",
                 # Its facts about the machine hold the command line, whose URLs may have secrets.
@@ -107,12 +127,10 @@ class WandB:
             self.place = f"{why}; `wandb sync {self._run.settings.sync_dir}` sends it"
 
     def log(self, step: int, scalars: Row) -> None:
-        """Hand points to the library, which sends them."""
         points = {name: value for name, value in scalars.items() if value is not None}
         self._run.log({**points, "step": step})
 
     def close(self, *, is_done: bool) -> None:
-        """Wait until all is sent, but not for ever; a run that is not done counts as failed."""
         self._run.finish(exit_code=0 if is_done else 1)
 
 
@@ -155,7 +173,6 @@ class MLflow:
         self.place = f"run {self._id} at {mlflow.get_tracking_uri()}"
 
     def log(self, step: int, scalars: Row) -> None:
-        """Send points."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -167,7 +184,6 @@ class MLflow:
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, *, is_done: bool) -> None:
-        """Say that the run has finished, or was stopped early."""
         self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
     def _reopen(self, run_id: str) -> bool:
@@ -201,12 +217,12 @@ class MLflow:
         return run_id
 
 
-def _without_secrets(value: object) -> object:
+def _redacted_tree(value: object) -> object:
     """Return a configuration without the secrets in its URLs."""
     if isinstance(value, Mapping):
-        return {key: _without_secrets(item) for key, item in value.items()}
+        return {key: _redacted_tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_secrets(item) for item in value]
+        return [_redacted_tree(item) for item in value]
     return redacted(value) if isinstance(value, str) else value
 
 
@@ -222,11 +238,73 @@ def require_trackers(telemetry: TelemetryConfig) -> None:
                     raise ModuleNotFoundError(name, name=name)
 
 
-def open_trackers(run: TrackedRun, print_line: Callable[[str], None]) -> list[Background]:
-    """Return the trackers that `telemetry.*` names, each in a thread of its own."""
-    names = {name: getattr(run.config.telemetry, name) for name in TRACKERS}
-    return [
-        Background(f"telemetry.{name}", partial(TRACKERS[name], project, run), print_line)
-        for name, project in names.items()
-        if project
-    ]
+class Trackers:
+    """The trackers that `telemetry.*` names, in a thread, so that none slows or ends training.
+
+    The first error of each is printed. One that cannot be opened is left out; a point that is not
+    accepted is lost.
+
+    Args:
+      run: the run to track.
+      print_line: function that prints a line.
+    """
+
+    def __init__(self, run: TrackedRun, print_line: Callable[[str], None]):
+        self._print_line = print_line
+        self._projects = {
+            name: project for name in TRACKERS if (project := getattr(run.config.telemetry, name))
+        }
+        self._has_failed: set[str] = set()
+        self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        if self._projects:
+            self._thread.start()
+
+    def log(self, step: int, scalars: Row) -> None:
+        """Hand a row of points over, and return at once."""
+        self._calls.put(methodcaller("log", step, scalars))
+
+    def close(self, *, is_done: bool) -> None:
+        """Wait until everything has been sent, for at most `CLOSE_SECONDS`.
+
+        Args:
+          is_done: whether the run has made all of its steps.
+        """
+        self._calls.put(methodcaller("close", is_done=is_done))
+        self._calls.put(None)
+        if not self._projects:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            names = " and ".join(f"telemetry.{name}" for name in self._projects)
+            self._print_line(f"warning: {names}: not everything was sent in time; {_COMPLETE}")
+
+    def _work(self, run: TrackedRun) -> None:
+        trackers: dict[str, Tracker] = {}
+        for name, project in self._projects.items():
+            with self._reporting(name):
+                trackers[name] = TRACKERS[name](project, run)
+                self._print_line(_without_secrets(f"telemetry.{name}: {trackers[name].place}"))
+        while (call := self._calls.get()) is not None:
+            for name, tracker in trackers.items():
+                with self._reporting(name):
+                    call(tracker)
+
+    @contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the libraries raise whatever they like
+            if name not in self._has_failed:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                text = f"warning: telemetry.{name} has failed: {reason}; training continues"
+                self._print_line(_without_secrets(f"{text}, and {_COMPLETE}"))
+            self._has_failed.add(name)
+
+
+def _without_secrets(text: str) -> str:
+    """Hide the trackers' secrets, in URLs and from environment variables."""
+    for name in _SECRETS:
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "***")
+    return redacted(text)

@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.telemetry import trackers
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.sink import TelemetryError
-from maxpipe.telemetry.trackers import IDS, TrackedRun, require_trackers
+from maxpipe.telemetry.trackers import IDS, TrackedRun, Trackers, require_trackers
 
 ENOUGH = 120.0  # seconds, on a busy machine
 
@@ -39,7 +38,6 @@ def _record(tmp_path: Path, steps: range, **telemetry: str) -> str:
         start_step=steps.start - 1,
         tokens_per_step=1,
         peak_seconds=None,
-        tracker_seconds=ENOUGH,
     )
     for step in steps:
         recorder.step(step, 1 / step, 1.0, 1e-3, 0.5)
@@ -47,6 +45,11 @@ def _record(tmp_path: Path, steps: range, **telemetry: str) -> str:
     recorder.close()
     ids = tmp_path / "name" / IDS
     return ids.read_text() if ids.exists() else ""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", ENOUGH)
 
 
 @pytest.fixture
@@ -161,30 +164,83 @@ def test_wandb_with_a_wrong_key_is_offline_and_says_why(
     assert _history(tmp_path)["train/loss"] == [(step, 1 / step) for step in range(1, 5)]
 
 
-def test_ids_of_trackers_that_are_kept_at_once_are_all_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Tracker:
+    """Keeps what it gets; refuses the points of some steps, and waits for `may_go` before each."""
+
+    place = "https://me:secret@server"
+
+    def __init__(self, refused: tuple[int, ...] = ()):
+        self.steps: list[int] = []
+        self.is_done: bool | None = None
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self._refused = refused
+
+    def log(self, step: int, scalars: object) -> None:
+        assert self.may_go.wait(ENOUGH)
+        if step in self._refused:
+            raise RuntimeError("no\nroute to https://me:secret@server")
+        self.steps.append(step)
+
+    def close(self, *, is_done: bool) -> None:
+        self.is_done = is_done
+
+
+def _track(
+    monkeypatch: pytest.MonkeyPatch, open_tracker: Any, num_steps: int = 4
+) -> tuple[Trackers, list[str]]:
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", open_tracker)  # type: ignore[arg-type]
+    lines: list[str] = []
+    config = replace(Config(), **{"telemetry.mlflow": "experiment"})
+    tracking = Trackers(TrackedRun(config, Path(), is_resumed=False), lines.append)
+    for step in range(num_steps):
+        tracking.log(step, {})
+    return tracking, lines
+
+
+def test_trackers_get_all_points_in_order_and_the_first_refusal_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write = trackers.write_atomically
+    monkeypatch.setenv("WANDB_API_KEY", "route")
+    tracker = Tracker(refused=(1, 2))
+    tracking, lines = _track(monkeypatch, lambda *_: tracker)
+    tracking.close(is_done=True)
+    assert tracker.steps == [0, 3]
+    assert tracker.is_done
+    warning = "warning: telemetry.mlflow has failed: RuntimeError: no *** to https://***@server; "
+    assert lines == [
+        "telemetry.mlflow: https://***@server",
+        f"{warning}training continues, and metrics.jsonl has every step",
+    ]
 
-    def write_slowly(path: Path, parts: list[bytes]) -> None:
-        time.sleep(0.2)  # so that the others have read what is there
-        write(path, parts)
 
-    monkeypatch.setattr(trackers, "write_atomically", write_slowly)
-    run = TrackedRun(Config(), tmp_path, is_resumed=True, close_seconds=ENOUGH)
-    threads = [threading.Thread(target=run.keep_id, args=(name, "p", name)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [run.known_id(name, "p") for name in "abc"] == ["a", "b", "c"]
+def test_tracker_that_cannot_be_opened_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Tracker:
+        raise OSError("no server")
+
+    tracking, lines = _track(monkeypatch, refuse)
+    tracking.close(is_done=True)
+    (line,) = lines
+    assert line.startswith("warning: telemetry.mlflow has failed: OSError: no server; training")
+
+
+def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    tracker = Tracker()
+    tracker.may_go.clear()
+    tracking, lines = _track(monkeypatch, lambda *_: tracker)
+    tracking.close(is_done=False)
+    assert lines[1:] == [
+        "warning: telemetry.mlflow: not everything was sent in time; metrics.jsonl has every step"
+    ]
+    tracker.may_go.set()
 
 
 def test_trackers_are_closed_when_the_metrics_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = []
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda name, run: _Closing(closed))  # type: ignore[arg-type]
+    tracker = Tracker()
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda *_: tracker)  # type: ignore[arg-type]
     config = replace(Config(), **{"telemetry.mlflow": "experiment"})
     recorder = Recorder(config, tmp_path, start_step=0, tokens_per_step=1, peak_seconds=None)
 
@@ -194,21 +250,7 @@ def test_trackers_are_closed_when_the_metrics_cannot_be(
     monkeypatch.setattr("maxpipe.telemetry.recorder.MetricsFile.close", fail)
     with pytest.raises(TelemetryError, match="full"):
         recorder.close()
-    assert closed == [False]
-
-
-class _Closing:
-    """A tracker that keeps how it was closed."""
-
-    place = "here"
-
-    def __init__(self, closed: list[bool]):
-        self._closed = closed
-
-    def log(self, step: int, scalars: object) -> None: ...
-
-    def close(self, *, is_done: bool) -> None:
-        self._closed.append(is_done)
+    assert tracker.is_done is False
 
 
 @pytest.fixture
@@ -280,7 +322,7 @@ def test_tracker_without_its_library_names_the_extra(
 def test_trackers_are_left_alone_by_all_processes_but_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxpipe.telemetry.recorder.open_trackers", None)
+    monkeypatch.setattr("maxpipe.telemetry.recorder.Trackers", None)
     config = replace(Config(), **{"telemetry.mlflow": "experiment"})
     recorder = Recorder(
         config, tmp_path, start_step=0, tokens_per_step=1, peak_seconds=None, is_main=False
