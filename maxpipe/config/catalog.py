@@ -373,14 +373,14 @@ SOURCES: dict[str, DataSource] = {
     "datasets": DataSource(
         _SOURCES + "datasets:datasets",
         suffixes=_TABLE_FILES,
-        version="maxpipe.data.dataset_tables:contents_of",
+        version="maxpipe.data.sources.datasets:contents_of",
         has_column=True,
         summary="data sets of Hugging Face's `datasets`: saved ones, files, the hub's",
     ),
     "datasets_chat": DataSource(
         _SOURCES + "datasets:datasets_chat",
         suffixes=_TABLE_FILES,
-        version="maxpipe.data.dataset_tables:contents_of",
+        version="maxpipe.data.sources.datasets:contents_of",
         is_chat=True,
         has_column=True,
         summary="conversations in such data sets",

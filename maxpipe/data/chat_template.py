@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
-from maxpipe.data.template_process import Answer, ProcessEnded, ask
-from maxpipe.data.tokenizer_json import named_tokens
+from maxpipe.data.template_process import ProcessEnded, ask
+from maxpipe.data.tokenizer_json import named_tokens, read_object
 from maxpipe.data.tokenizers import (
     CHAT_TEMPLATE,
     TemplateFiles,
@@ -39,18 +40,13 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_RESERVED = "\ufdd0\ufdd1"  # mark the assistant's turns in `maxpipe.data.template_renderer`
+RESERVED = "\ufdd0\ufdd1"  # mark the assistant's turns in `maxpipe.data.template_renderer`
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template; picklable, compiled once by each process that renders.
-
-    Attributes:
-      source: the template's Jinja text.
-      special_tokens: name and text of the tokens that it may write, such as `bos_token`.
-      name: the template's name in messages.
-      date: the date that `strftime_now` writes, in ISO format; "" is today.
+    """A chat template: Jinja text, the special tokens that it may write (name and text), its name
+    in messages, and the date that `strftime_now` writes, in ISO format; "" is today.
     """
 
     source: str
@@ -60,7 +56,6 @@ class ChatTemplate:
 
     @property
     def writes_date(self) -> bool:
-        """Return whether the template can write a date."""
         return "strftime_now" in self.source
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None) -> MarkedText:
@@ -68,26 +63,25 @@ class ChatTemplate:
         whose `weight` is 0.
 
         Raises:
-          BadDocument: the template refuses the conversation or does not end, or nothing in it is
-            learned.
+          BadDocument: the template refuses the conversation, or nothing in it is learned.
           ConfigError: the template does not show which text is the assistant's.
         """
         answer = self._ask("conversation", messages, tools)
-        return MarkedText(answer.text, tuple((start, end) for start, end in answer.spans))
+        return MarkedText(answer["text"], tuple((start, end) for start, end in answer["spans"]))
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
         """Return a conversation as text that ends where the assistant's answer begins; raises
         BadDocument if the template refuses it.
         """
-        return self._ask("prompt", messages, tools).text
+        text: str = self._ask("prompt", messages, tools)["text"]
+        return text
 
     def end_of_turn(self) -> str:
-        """Return what the template writes after an answer; "" if it writes nothing.
-
-        Raises:
-          BadDocument: the template refuses a conversation of a question and an answer.
+        """Return what the template writes after an answer; raises BadDocument if it refuses a
+        conversation of a question and an answer.
         """
-        return self._ask("end_of_turn").text
+        text: str = self._ask("end_of_turn")["text"]
+        return text
 
     def check(self) -> None:
         """Raise ConfigError if the template cannot be compiled."""
@@ -99,10 +93,8 @@ class ChatTemplate:
         messages: Sequence[Message] = (),
         tools: Sequence[object] | None = None,
         key: str = "data.path",
-    ) -> Answer:
-        """Return what the process that renders templates answers; `key` names what is to blame if
-        it does not.
-        """
+    ) -> dict[str, Any]:
+        """Return what the process that renders templates answers; `key` is to blame otherwise."""
         request = {
             "wanted": wanted,
             "source": self.source,
@@ -115,25 +107,20 @@ class ChatTemplate:
         try:
             answer = ask(request)
         except ProcessEnded as error:
-            answer = Answer(document=f"{self.name} cannot lay it out: {error}")
-        if answer.template:
-            raise ConfigError(Problem(_KEY, answer.template))
-        if answer.document:
+            answer = {"document": f"{self.name} cannot lay it out: {error}"}
+        if problem := answer.get("template"):
+            raise ConfigError(Problem(_KEY, problem))
+        if problem := answer.get("document"):
             kind = ConfigError if key == _KEY else BadDocument
-            raise kind(Problem(key, answer.document))
+            raise kind(Problem(key, problem))
         return answer
 
 
 def load_chat_template(
     value: str, tokenizer: str, cache_dir: str = "", date: str = ""
 ) -> ChatTemplate:
-    """Return the chat template of a run.
-
-    Args:
-      value: `data.chat_template`: "chatml", a file, or "" for the tokenizer's own.
-      tokenizer: `data.tokenizer`.
-      cache_dir: `data.cache_dir`.
-      date: `data.chat_date`.
+    """Return the chat template of a run, from `data.chat_template`, `data.tokenizer`,
+    `data.cache_dir` and `data.chat_date`.
 
     Raises:
       ConfigError: there is no template, it is invalid, or it does not write the given date.
@@ -152,26 +139,20 @@ def load_chat_template(
         )
         raise ConfigError(Problem(_KEY, message))
     if date:
-        _check_date(date, template)
+        try:
+            datetime.fromisoformat(date)
+        except ValueError:
+            message = f"{date!r} is no date such as 2024-07-26"
+            raise ConfigError(Problem("data.chat_date", message)) from None
+        if not template.writes_date:
+            message = f"{template.name} writes no date with strftime_now; leave it out"
+            raise ConfigError(Problem("data.chat_date", message))
     template = replace(template, date=date)
     template.check()
     return template
 
 
-def _check_date(date: str, template: ChatTemplate) -> None:
-    """Raise ConfigError if `data.chat_date` is no date, or the template writes none."""
-    try:
-        datetime.fromisoformat(date)
-    except ValueError:
-        message = f"{date!r} is no date such as 2024-07-26"
-        raise ConfigError(Problem("data.chat_date", message)) from None
-    if not template.writes_date:
-        message = f"{template.name} writes no date with strftime_now; leave it out"
-        raise ConfigError(Problem("data.chat_date", message))
-
-
 def is_chat(data: DataConfig) -> bool:
-    """Return whether a run reads conversations."""
     read = [entry["source"] for entry in data.mixture] or [data.source]
     return any(SOURCES[source].is_chat for source in read)
 
@@ -186,10 +167,8 @@ def trained_template(data: DataConfig) -> ChatTemplate | None:
 
 
 def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
-    """Return the chat template in the files of a tokenizer or a model, None if there is none.
-
-    Raises:
-      ConfigError: it cannot be read, or is invalid.
+    """Return the chat template in the files of a tokenizer or a model, None if there is none;
+    raises ConfigError if it cannot be read, or is invalid.
     """
     template = _template_of(pick_template_files(files))
     if template is not None:
@@ -200,17 +179,14 @@ def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
 def put_chat_template(source: str, folder: Path) -> None:
     """Write a template into a model's folder, for transformers, unless the folder has it already.
 
-    Other templates in the folder are removed: programs disagree on which of several counts.
-
-    Raises:
-      ConfigError: a file in the folder cannot be read.
-      OSError: the folder cannot be written to.
+    Other templates in the folder are removed: programs disagree on which of several counts. Raises
+    ConfigError if a file cannot be read, OSError if the folder cannot be written to.
     """
     files = pick_template_files(sorted(folder.iterdir()))
     present = _template_of(files)
     if present is not None and present.source == source:
         return
-    config = dict(_read_config(files.config))
+    config = dict(read_object(files.config) or {})
     if files.config is not None and config.pop("chat_template", None) is not None:
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         files.config.write_text(text, encoding="utf-8")
@@ -222,29 +198,28 @@ def _template_of(files: TemplateFiles) -> ChatTemplate | None:
     if files.template is not None:
         source, name = _read(files.template), str(files.template)
     else:
-        source = _own_template(_read_config(files.config))
+        source = _own_template(read_object(files.config) or {})
         name = f"the template of {files.config}"
     return _with_tokens(source, name, files) if source else None
 
 
 def _with_tokens(source: str, name: str, files: TemplateFiles) -> ChatTemplate:
     """Return a template that may write the tokens which the files of a tokenizer name."""
-    config = _read_config(files.config)
+    config = read_object(files.config)
     # A run's fingerprint has these tokens. Earlier versions did not read this file, and their runs
     # go on if the template does not write them.
-    names = {key: item for key, item in _read_config(files.names).items() if key in source}
-    return ChatTemplate(source, _special_tokens(named_tokens(config, names) or {}), name)
-
-
-def has_reserved_characters(text: str) -> bool:
-    """Return whether a text has one of the characters that mark the assistant's turns."""
-    return any(character in text for character in _RESERVED)
+    names = {key: item for key, item in (read_object(files.names) or {}).items() if key in source}
+    texts = {
+        key: token.get("content") if isinstance(token, dict) else token
+        for key, token in (named_tokens(config, names) or {}).items()
+        if key.endswith("_token")
+    }
+    tokens = tuple((key, text) for key, text in texts.items() if isinstance(text, str))
+    return ChatTemplate(source, tokens, name)
 
 
 def _read(file: Path) -> str:
     try:
-        if file.exists() and not file.is_file():  # a pipe or a device may never end
-            raise ConfigError(Problem(_KEY, f"{file} is not a regular file"))
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         message = f"{file} is not UTF-8 text: byte {error.start}"
@@ -253,28 +228,14 @@ def _read(file: Path) -> str:
         raise ConfigError(Problem(_KEY, f"{file} cannot be read: {error.strerror}")) from error
 
 
-def _read_config(file: Path | None) -> Mapping[str, object]:
-    """Return the content of a JSON file of a tokenizer; empty without one."""
-    if file is None:
-        return {}
-    try:
-        config = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(Problem("data.tokenizer", f"{file} is not JSON: {error}")) from error
-    return config if isinstance(config, dict) else {}
-
-
 def _own_template(config: Mapping[str, object]) -> str:
     """Return the template in a tokenizer_config.json, "" if there is none."""
     own = config.get("chat_template")
-    if isinstance(own, list):  # several named templates
-        entries = [entry for entry in own if isinstance(entry, dict)]
-        return _one_of({entry.get("name"): entry.get("template") for entry in entries})
-    return own if isinstance(own, str) else ""
-
-
-def _one_of(named: Mapping[object, object]) -> str:
-    """Return the template called default, joined with tool_use for conversations with tools."""
+    if not isinstance(own, list):
+        return own if isinstance(own, str) else ""
+    # Several named templates: default, joined with tool_use for conversations with tools.
+    entries = [entry for entry in own if isinstance(entry, dict)]
+    named = {entry.get("name"): entry.get("template") for entry in entries}
     default, tool_use = named.get("default"), named.get("tool_use")
     if not isinstance(default, str):
         return ""
@@ -283,13 +244,3 @@ def _one_of(named: Mapping[object, object]) -> str:
     # Jinja drops a template's final newline, so each loses its own; `+` keeps space next to a tag.
     with_tools, without = (text.removesuffix("\n") for text in (tool_use, default))
     return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
-
-
-def _special_tokens(config: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return name and text of the tokens that a tokenizer_config.json names."""
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in config.items()
-        if name.endswith("_token")
-    }
-    return tuple((name, text) for name, text in texts.items() if isinstance(text, str))

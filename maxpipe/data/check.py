@@ -25,39 +25,23 @@ _SECONDS_BETWEEN_REPORTS = 5
 
 @dataclass
 class Findings:
-    """What a scan of one split's documents found.
-
-    Attributes:
-      documents, empty: number of documents, and of those that are empty.
-      tokens: number of tokens as the model reads them.
-      targets, learned: number of tokens to predict, and of those that training learns.
-      texts: number of documents that are text rather than token ids.
-      not_utf8: number of documents that cannot be read because they are not UTF-8.
-      bad: number of documents that cannot be read as text or token ids.
-      fatal: number of other errors, which end a run even with data.on_bad_document=skip.
-      problems: messages for users about the first `NAMED` bad documents and other errors.
-    """
+    """What a scan of one split's documents counted, and messages about the first bad ones."""
 
     documents: int = 0
-    empty: int = 0
+    empty: int = 0  # documents
     tokens: int = 0
-    targets: int = 0
-    learned: int = 0
-    texts: int = 0
-    not_utf8: int = 0
-    bad: int = 0
-    fatal: int = 0
+    targets: int = 0  # tokens to predict
+    learned: int = 0  # of these
+    texts: int = 0  # documents that are no token ids
+    not_utf8: int = 0  # documents that cannot be read for this reason
+    bad: int = 0  # documents that cannot be read as text or token ids
+    fatal: int = 0  # other errors, which end a run even with data.on_bad_document=skip
     problems: list[str] = field(default_factory=list)
 
 
 def check(config: Config) -> int:
-    """Read all documents of both splits and print what is wrong with them.
-
-    Returns:
-      `SOUND`, or `FOUND` if a document would end a run of this configuration.
-
-    Raises:
-      ConfigError: files are missing or unusable, or a split is empty.
+    """Read all documents of both splits, print what is wrong with them, and return `FOUND` if one
+    would end a run of this configuration. Raises ConfigError if files are missing or unusable.
     """
     from maxpipe.data.mixture import open_mixture
 
@@ -83,13 +67,8 @@ def scan(
     progress: Callable[[int], None],
     row: int | None = None,
 ) -> Findings:
-    """Read and encode each document once.
-
-    Args:
-      documents: the documents of one split.
-      encoder: encoder that turns them into tokens.
-      progress: function that is called with the number of documents read so far.
-      row: number of tokens to which training cuts a document; None if it reads all of it.
+    """Read and encode each document of a split once; `progress` is called with the number read so
+    far, and `row` is the number of tokens to which training cuts a document.
     """
     findings = Findings(documents=len(documents))
     for index in range(len(documents)):
@@ -105,7 +84,10 @@ def scan(
             findings.learned += int(np.count_nonzero(encoded.weights[1:][:row]))
         except BadDocument as error:
             findings.bad += 1
-            findings.not_utf8 += _is_not_utf8(error)
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, UnicodeDecodeError):
+                cause = cause.__cause__
+            findings.not_utf8 += cause is not None
             problem = str(error)
         except ConfigError as error:
             findings.fatal += 1
@@ -113,13 +95,6 @@ def scan(
         if problem and len(findings.problems) < NAMED:
             findings.problems.append(problem)
     return findings
-
-
-def _is_not_utf8(error: BaseException | None) -> bool:
-    """Return whether an error was raised because bytes are not UTF-8."""
-    while error is not None and not isinstance(error, UnicodeDecodeError):
-        error = error.__cause__
-    return error is not None
 
 
 def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:

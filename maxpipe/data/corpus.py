@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
@@ -17,21 +17,13 @@ HOLDS_TOKENS = "holds token ids already; give texts"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, as `data.source` and `data.path` of a run name them; picklable, for processes.
-
-    Attributes:
-      source: `data.source`.
-      path: `data.path`.
-      files: the files at `path`, in the order of the documents.
-      cache_dir: `data.cache_dir`.
-      sequence_length: `data.sequence_length`, which sets the size of a single text file's pieces.
-    """
+    """Texts, as `data.*` of a run names them; picklable, for processes."""
 
     source: str
     path: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # in the order of the documents
     cache_dir: str = ""
-    sequence_length: int = DataConfig.sequence_length
+    sequence_length: int = DataConfig.sequence_length  # sets the size of a single file's pieces
 
     @property
     def is_cut(self) -> bool:
@@ -39,19 +31,11 @@ class Corpus:
         return self.source == TEXT and len(self.files) == 1
 
     def open(self) -> Documents:
-        """Return all documents, including those that a run holds out.
-
-        Raises:
-          ConfigError: a file is empty, damaged, or of another kind.
-        """
-        config = DataConfig(
-            source=self.source,
-            path=self.path,
-            cache_dir=self.cache_dir,
-            sequence_length=self.sequence_length,
-        )
+        """Return all documents, including those that a run holds out."""
+        keys = asdict(self)
+        del keys["files"]
         with naming_files():
-            return open_all(config)
+            return open_all(DataConfig(**keys))
 
 
 def find_corpus(
@@ -61,8 +45,7 @@ def find_corpus(
 ) -> Corpus:
     """Return the corpus of files, directories, globs and URLs; file endings decide its kind.
 
-    Raises:
-      ConfigError: a word matches no file, or the files are of several kinds.
+    Raises ConfigError if a word matches no file, or the files are of several kinds.
     """
     path = ",".join(words)
     with naming_files():
@@ -89,11 +72,7 @@ def find_corpus(
 
 
 def text_of(documents: Documents, index: int) -> str:
-    """Return a document of a corpus.
-
-    Raises:
-      ConfigError: it cannot be read, or is not text.
-    """
+    """Return a document of a corpus; raises ConfigError if it cannot be read, or is not text."""
     with naming_files():
         document = documents[index]
     if not isinstance(document, str):  # parquet files may have either
@@ -107,8 +86,6 @@ def naming_files() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        problems = [
-            replace(problem, key=FILES if problem.key == "data.path" else problem.key)
-            for problem in error.problems
-        ]
+        keys = {"data.path": FILES}
+        problems = [replace(p, key=keys.get(p.key, p.key)) for p in error.problems]
         raise ConfigError(*problems) from error

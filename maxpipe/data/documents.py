@@ -4,7 +4,8 @@ A document is a file, a stretch of one (`Spans`), or whatever else a data source
 conversation only what the assistant writes is a target (`MarkedText`).
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, cast
@@ -32,15 +33,10 @@ class BadDocument(ConfigError):
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A complete text, begin and end included, of which only some characters are targets.
-
-    Attributes:
-      text: the text as the model reads it.
-      spans: first character and end of each stretch of targets.
-    """
+    """A complete text, begin and end included, of which only some characters are targets."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # first character and end of each stretch of targets
 
     def __len__(self) -> int:
         return len(self.text)
@@ -62,15 +58,10 @@ class Documents(Protocol):
 
 
 class Encoded(NamedTuple):
-    """A document as the model reads it.
+    """A document as the model reads it."""
 
-    Attributes:
-      ids: token ids, int32 [tokens].
-      weights: loss weight of each token as a target, float32 [tokens].
-    """
-
-    ids: np.ndarray
-    weights: np.ndarray
+    ids: np.ndarray  # int32 [tokens]
+    weights: np.ndarray  # loss weight of each token as a target, float32 [tokens]
 
 
 _EMPTY = Encoded(np.empty(0, np.int32), np.empty(0, np.float32))
@@ -79,11 +70,8 @@ _EMPTY = Encoded(np.empty(0, np.int32), np.empty(0, np.float32))
 def read_text(path: str, start: int = 0, end: int | None = None, name: str = "") -> str:
     """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
 
-    Args:
-      path: the file; a mark of byte order at its start is no part of the text.
-      start: first byte.
-      end: end of the bytes; None = of the file.
-      name: the file in messages, if `path` is a copy of it.
+    A mark of byte order at the start of the file is no part of the text. `name` is the file in
+    messages, if `path` is a copy of it.
 
     Raises:
       BadDocument: the bytes are not UTF-8; the message names file and byte.
@@ -105,11 +93,8 @@ def read_text(path: str, start: int = 0, end: int | None = None, name: str = "")
 
 
 class FileDocuments:
-    """One document per UTF-8 text file, read on access.
-
-    Args:
-      paths: the files.
-      originals: the files that the user knows, of which these may be copies.
+    """One document per UTF-8 text file, read on access; `originals` are the files that the user
+    knows, of which `paths` may be copies.
     """
 
     def __init__(self, paths: Sequence[str], originals: Sequence[str]):
@@ -120,33 +105,38 @@ class FileDocuments:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a file; errors are those of `read_text`."""
         return read_text(self._paths[index], name=self._originals[index])
 
 
-class Spans:
-    """The positions of documents that are stretches of files.
+class Parts:
+    """Several parts of given sizes, such as files with documents, one after the other."""
 
-    Args:
-      spans: for each file, start and end of its documents, int64 [documents, 2].
+    def __init__(self, sizes: Iterable[int]):
+        self._firsts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the part that holds document `index`, and the document's index in it."""
+        part = bisect_right(self._firsts, index) - 1
+        return part, int(index) - self._firsts[part]
+
+
+class Spans(Parts):
+    """The positions of documents that are stretches of files: for each file, start and end of its
+    documents, int64 [documents, 2].
     """
 
     def __init__(self, spans: Sequence[np.ndarray]):
+        super().__init__(map(len, spans))
         self._spans = spans
-        self._firsts = np.array([0, *accumulate(len(span) for span in spans)])
 
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def locate(self, index: int) -> tuple[int, int, int]:
+    def stretch(self, index: int) -> tuple[int, int, int]:
         """Return the number of the file that holds document `index`, and start and end in it."""
-        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        start, end = self._spans[file][index - self._firsts[file]]
-        return file, int(start), int(end)
-
-    def number_in_file(self, index: int) -> int:
-        """Return how many documents of the same file precede document `index`."""
-        return index - int(self._firsts[self._firsts <= index].max())
+        file, number = self.locate(index)
+        start, end = self._spans[file][number].tolist()
+        return file, start, end
 
 
 class Subset:
@@ -168,7 +158,7 @@ class Subset:
 
 
 def notes_of(documents: Documents) -> tuple[str, ...]:
-    """Return a source's notes for users about its documents: its attribute `notes`, if any."""
+    """Return the notes for users that a source has about its documents."""
     notes: tuple[str, ...] = getattr(documents, "notes", ())
     return notes
 
@@ -189,8 +179,7 @@ def is_mixed(config: DataConfig, split: Split) -> bool:
 def open_sources(config: DataConfig, split: Split) -> list[Documents]:
     """Return the documents of one split for each source; a single source unless `is_mixed`.
 
-    Raises:
-      ConfigError: see `open_documents`; for a mixture the message names the entry.
+    Errors are those of `open_documents`; for a mixture the message names the entry.
     """
     if not is_mixed(config, split):
         return [open_documents(config, split)]
@@ -201,10 +190,7 @@ def open_sources(config: DataConfig, split: Split) -> list[Documents]:
             source = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
             sources.append(open_documents(source, split))
         except ConfigError as error:
-            for problem in error.problems:
-                problems.append(
-                    Problem("data.mixture", f"entry {number}: {problem.key}: {problem.message}")
-                )
+            problems += [Problem("data.mixture", f"entry {number}: {p}") for p in error.problems]
     if problems:
         raise ConfigError(*problems)
     return sources
@@ -230,10 +216,8 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
 
 
 def open_all(config: DataConfig) -> Documents:
-    """Return the documents of `data.source`, before any are held out.
-
-    Raises:
-      ConfigError: files are missing or unusable, or there is no document.
+    """Return the documents of `data.source`, before any are held out; raises ConfigError if files
+    are missing or unusable, or there is no document.
     """
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
@@ -329,22 +313,14 @@ class EncodedDocuments:
         except BadDocument as error:
             if not self._skips_bad:
                 remedy = "; data.on_bad_document=skip leaves such documents out"
-                raise BadDocument(
-                    *(
-                        replace(problem, message=problem.message + remedy)
-                        for problem in error.problems
-                    )
-                ) from error
+                problems = (replace(p, message=p.message + remedy) for p in error.problems)
+                raise BadDocument(*problems) from error
             self._skipped[index] = str(error)
             return _EMPTY
         return self.encode(document)
 
     def encode(self, document: Document) -> Encoded:
-        """Encode a document that has been read; the result is that of `__getitem__`.
-
-        Raises:
-          ConfigError: a token id is outside the vocabulary.
-        """
+        """Encode a document that has been read, as `__getitem__` does."""
         if isinstance(document, MarkedText):
             encoded = encode_marked(document, self._tokenizer)
             self._check_ids(encoded.ids)
@@ -373,10 +349,8 @@ class EncodedDocuments:
 
 
 def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
-    """Return the tokenizer, after checking that it can encode conversations.
-
-    Raises:
-      ConfigError: it does not know which characters its tokens stand for.
+    """Return the tokenizer; raises ConfigError if it cannot encode conversations, because it does
+    not know which characters its tokens stand for.
     """
     if not hasattr(tokenizer, "encode_with_offsets"):
         message = (
@@ -388,11 +362,7 @@ def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
 
 
 def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of a text; those that overlap one of its spans have weight 1.
-
-    Raises:
-      ConfigError: see `require_offsets`.
-    """
+    """Return the tokens of a text; those that overlap one of its spans have weight 1."""
     ids, offsets = require_offsets(tokenizer).encode_with_offsets(document.text)
     first, end = offsets.T
     weights = np.zeros(len(ids), np.float32)

@@ -52,45 +52,26 @@ class Part(NamedTuple):
 
 
 class EncodedPart(NamedTuple):
-    """The result of encoding a part.
-
-    Attributes:
-      part: the part.
-      num_documents: number of documents without empty ones.
-      num_tokens: number of tokens with ends of documents.
-      skipped: the reason for each document that was left out.
-    """
+    """The result of encoding a part."""
 
     part: Part
-    num_documents: int
-    num_tokens: int
-    skipped: tuple[str, ...]
+    num_documents: int  # without empty ones
+    num_tokens: int  # with ends of documents
+    skipped: tuple[str, ...]  # the reason for each document that was left out
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What to encode, with which tokenizer, and where to.
-
-    Attributes:
-      corpus: the texts to encode.
-      tokenizer: the tokenizer, as in `data.tokenizer`.
-      out: directory of the token files.
-      skips_bad: whether texts that cannot be read are left out instead of ending the command.
-      imports: modules that add variants, such as the tokenizer.
-    """
+    """What to encode, with which tokenizer, and where to."""
 
     corpus: Corpus
-    tokenizer: str
-    out: Path
-    skips_bad: bool = False
-    imports: tuple[str, ...] = ()
+    tokenizer: str  # as in `data.tokenizer`
+    out: Path  # directory of the token files
+    skips_bad: bool = False  # whether texts that cannot be read are left out
+    imports: tuple[str, ...] = ()  # modules that add variants, such as the tokenizer
 
     def parts(self) -> list[Part]:
-        """Return all parts, the same at every call for the same files.
-
-        Raises:
-          ConfigError: a file of the corpus cannot be used.
-        """
+        """Return all parts, the same at every call for the same files."""
         size = sum(os.path.getsize(file) for file in self.corpus.files)
         count = len(self.corpus.open())
         number = max(1, min(-(-size // PART_BYTES), count, MOST_PARTS))
@@ -107,7 +88,15 @@ class Encoding:
         record, file = self._record(), self.out / RECORD
         try:
             if file.is_file():
-                self._compare(json.loads(file.read_bytes()), record)
+                before = json.loads(file.read_bytes())
+                known = before if isinstance(before, dict) else {}
+                changed = [name for name, value in record.items() if known.get(name) != value]
+                if changed:
+                    message = (
+                        f"{self.out} holds tokens of another encoding, which differs in "
+                        f"{', '.join(changed)}: choose another directory, or delete it"
+                    )
+                    raise ConfigError(Problem(_OUT, message))
                 return
             if self.out.is_dir() and any(self.out.iterdir()):
                 message = f"{self.out} has other files; give a new or an empty directory"
@@ -117,9 +106,7 @@ class Encoding:
         except OSError as error:
             message = f"cannot write to {self.out}: {error.strerror}"
             raise ConfigError(Problem(_OUT, message)) from None
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
+        except (json.JSONDecodeError, UnicodeDecodeError):
             raise ConfigError(Problem(_OUT, f"{file} is damaged; delete {self.out}")) from None
 
     def is_done(self, part: Part) -> bool:
@@ -141,27 +128,12 @@ class Encoding:
             "most_parts": MOST_PARTS,
         }
 
-    def _compare(self, before: object, record: dict[str, object]) -> None:
-        known = before if isinstance(before, dict) else {}
-        changed = [name for name, value in record.items() if known.get(name) != value]
-        if changed:
-            message = (
-                f"{self.out} holds tokens of another encoding, which differs in "
-                f"{', '.join(changed)}: choose another directory, or delete it"
-            )
-            raise ConfigError(Problem(_OUT, message))
-
 
 def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[EncodedPart]:
-    """Encode parts in worker processes, and yield each as soon as its file is written.
+    """Encode parts in worker processes, or in this one if `workers` is 1, and yield each as soon as
+    its file is written.
 
-    Args:
-      encoding: what to encode; `begin` has been called.
-      parts: the parts that are not done.
-      workers: number of processes; 1 encodes in this process.
-
-    Raises:
-      ConfigError: a text cannot be read; files of other parts stay.
+    Raises ConfigError if a text cannot be read; files of other parts stay.
     """
     encode = functools.partial(_encode_part, encoding)
     if workers == 1 or len(parts) < 2:

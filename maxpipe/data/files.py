@@ -31,8 +31,7 @@ def find_files(
       path: value of `data.path`. A directory stands for all files below it except hidden ones.
       suffixes: endings that a file in a directory must have; files that are named or matched by a
         glob may have any, unless their contents are packed in a way that the source cannot read.
-      cache_dir: `data.cache_dir`, which holds the copies of remote files.
-      limit: `data.cache_limit`.
+      cache_dir, limit: `data.cache_dir` for copies of remote files, and `data.cache_limit`.
 
     Raises:
       ConfigError: `path` is empty, or one of its parts matches no file, or one that is packed.
@@ -53,9 +52,13 @@ def find_files(
             if "," in path:
                 message += "; commas separate several paths"
             problems.append(Problem("data.path", message))
-    for file in _unreadable([*local, *copies], suffixes):
-        message = f"{file} is packed in a way that this data.source does not read; unpack it"
-        problems.append(Problem("data.path", message))
+    reads_packed = any(suffix.endswith(PACKED) for suffix in suffixes)
+    unreadable = _ARCHIVES if reads_packed else (*_ARCHIVES, *PACKED)
+    for file in [*local, *copies]:
+        # A user's own source that names no endings may read anything.
+        if any(suffixes) and file.lower().endswith(unreadable):
+            message = f"{file} is packed in a way that this data.source does not read; unpack it"
+            problems.append(Problem("data.path", message))
     if problems:
         raise ConfigError(*problems)
     if not local and not copies:
@@ -67,14 +70,6 @@ def find_files(
 def files_of(config: DataConfig, source: str) -> list[str]:
     """Return the files of `data.path` for a source of the catalogue; errors as `find_files`."""
     return find_files(config.path, SOURCES[source].suffixes, config.cache_dir, config.cache_limit)
-
-
-def _unreadable(files: list[str], suffixes: Sequence[str]) -> list[str]:
-    """Return the packed files that a source with these endings cannot read."""
-    packed = any(suffix.endswith(PACKED) for suffix in suffixes)
-    endings = _ARCHIVES if packed else (*_ARCHIVES, *PACKED)
-    # A user's own source that names no endings may read anything.
-    return [file for file in files if any(suffixes) and file.lower().endswith(endings)]
 
 
 def parts_of(path: str) -> list[str]:
@@ -90,9 +85,8 @@ def sorted_parts(path: str) -> list[str]:
 def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
     """Return the files of one entry of `data.path` on this machine; empty if there are none.
 
-    Raises:
-      ConfigError: a directory cannot be read or a file is a link without a target, so part of the
-        data would be missing.
+    Raises ConfigError if part of the data would be missing, because a directory cannot be read or a
+    file is a link without a target.
     """
     path = Path(part).expanduser()
     if isfile(path):  # unlike `Path.is_file`, false also for names that are too long

@@ -9,10 +9,9 @@ the samples goes unnoticed. Imports no JAX.
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,43 +19,24 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import SCHEME
-from maxpipe.config.sections import Config, DataConfig
+from maxpipe.config.sections import Config
 from maxpipe.data.chat_template import trained_template
 from maxpipe.data.files import local_files, parts_of, sorted_parts
 from maxpipe.data.tokenizer_json import SPECIAL_TOKENS_MAP, Frame
-from maxpipe.data.tokenizers import (
-    earlier_frame_of,
-    frame_of,
-    load_tokenizer,
-    tokenizer_files,
-)
-from maxpipe.storage.local_files import (
-    cache_directory,
-    each_once,
-    list_remote,
-    sampled_digest,
-    version_of,
-    write_atomically,
-)
+from maxpipe.data.tokenizers import earlier_frame_of, frame_of, load_tokenizer, tokenizer_files
+from maxpipe.storage.local_files import each_once, list_remote, sampled_digest
 from maxpipe.storage.object_store import is_remote
 
 MOST_READ = 4096  # files read per source; of more files every n-th is read, and all sizes count
 NAMED = 64  # files whose names a fingerprint lists, for messages
-_TEMPLATE = "data.chat_template"
-_CACHED_FROM = 64  # files; fewer are quicker to read than to cache
 
-APPENDED, SHORTENED, REORDERED, CHANGED = "appended", "shortened", "reordered", "changed"
-FRAMED = "other documents"
+APPENDED, CHANGED, FRAMED = "appended", "changed", "other documents"
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a source.
-
-    Attributes:
-      name: file name without its directory.
-      size: size in bytes.
-      digest: digest of its content, or its entity tag; "" if it was not read.
+    """A file of a source: its name without directory, its size in bytes, and a digest of its
+    content or its entity tag, "" if it was not read.
     """
 
     name: str
@@ -71,10 +51,8 @@ class SourceFingerprint:
     Attributes:
       source: `data.source`, or the source of an entry of `data.mixture`.
       weight: share of the documents, 1 without a mixture.
-      count: number of files.
-      size: total size in bytes.
-      digest: digest of all files in order.
-      head: digest of all files but the last.
+      count, size: number of files, and their bytes.
+      digest, head: digests of all files in order, and of all but the last.
       last: the last file; None for a source without files.
       files: the first `NAMED` files.
     """
@@ -88,39 +66,15 @@ class SourceFingerprint:
     last: File | None
     files: tuple[File, ...]
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "SourceFingerprint":
-        """Return the fingerprint whose `asdict` is `data`.
-
-        Raises:
-          TypeError, KeyError: `data` is something else.
-        """
-        last = None if data["last"] is None else File(**data["last"])
-        files = tuple(File(**file) for file in data["files"])
-        return cls(**{**data, "last": last, "files": files})
-
 
 class DataChange(NamedTuple):
-    """A difference between a checkpoint's data and this start's.
-
-    Attributes:
-      key: the configuration key that names the data.
-      kind: `APPENDED`, `SHORTENED`, `REORDERED`, `CHANGED` or `FRAMED`.
-      text: what is different, for users.
+    """A difference between a checkpoint's data and this start's: the key that names the data,
+    `APPENDED`, `CHANGED` or `FRAMED`, and a description for users.
     """
 
     key: str
     kind: str
     text: str
-
-
-class _Listed(NamedTuple):
-    """A file before it is read: name, size, local path or "", and entity tag in a store or ""."""
-
-    name: str
-    size: int
-    path: str
-    etag: str
 
 
 class SourceFiles:
@@ -130,7 +84,7 @@ class SourceFiles:
       source: the source's name in the catalogue.
       path: the source's files, as in `data.path`.
       weight: the source's share of the documents.
-      cache_dir: `data.cache_dir`, where the digests of many files are kept.
+      cache_dir: `data.cache_dir`.
 
     Raises:
       ConfigError: a file cannot be read, or a store does not answer.
@@ -138,20 +92,18 @@ class SourceFiles:
 
     def __init__(self, source: str, path: str, weight: float, cache_dir: str):
         self._files = _list_files(source, path, cache_dir)
-        self._cache = _Cache(cache_dir, source, path)
+        self._digests: dict[str, str] = {}  # by path
         count = len(self._files)
-        last = self._file(count - 1, count) if count else None
         self.fingerprint = SourceFingerprint(
             source=source,
             weight=weight,
             count=count,
-            size=sum(file.size for file in self._files),
+            size=sum(file.size for file, _ in self._files),
             digest=self._digest_of(count),
             head=self._digest_of(count - 1),
-            last=last,
+            last=self._file(count - 1, count) if count else None,
             files=tuple(self._file(i, count) for i in range(min(count, NAMED))),
         )
-        self._cache.save()
 
     def change_since(self, saved: SourceFingerprint) -> tuple[str, str] | None:
         """Return kind and description of the difference from a saved fingerprint; None if equal."""
@@ -166,95 +118,42 @@ class SourceFiles:
         more = ours.count - saved.count
         if more > 0 and self._digest_of(saved.count) == saved.digest:
             return APPENDED, f"{_number(more)} added after the {_number(saved.count)} of then"
-        if more >= 0 and self._has_grown(saved):
-            assert saved.last is not None
+        if more >= 0 and saved.last is not None and self._has_grown(saved, saved.last):
             return APPENDED, f"{saved.last.name} has grown at its end, nothing before it differs"
-        is_complete = saved.count == len(saved.files)
-        if (
-            is_complete
-            and more < 0
-            and self._digest_of(ours.count) == _digest(saved.files[: ours.count])
-        ):
-            return SHORTENED, f"the last {_number(-more)} of {saved.count} are gone"
-        if is_complete and ours.count == len(ours.files):
-            contents = [Counter((f.size, f.digest) for f in s.files) for s in (ours, saved)]
-            if contents[0] == contents[1]:
-                return REORDERED, "the same files have other names or another order"
+        if max(ours.count, saved.count) <= NAMED:
             return CHANGED, _list_differences(saved.files, ours.files)
         then = f"{_number(saved.count)} of {saved.size:,} bytes"
         return CHANGED, f"{then} then, {_number(ours.count)} of {ours.size:,} bytes now"
 
-    def _has_grown(self, saved: SourceFingerprint) -> bool:
+    def _has_grown(self, saved: SourceFingerprint, last: File) -> bool:
         """Return whether only the last saved file differs, and begins with its saved content."""
-        if saved.last is None or self._digest_of(saved.count - 1) != saved.head:
+        file, path = self._files[saved.count - 1]
+        if not (path and last.digest and file.name == last.name and file.size > last.size):
             return False
-        file = self._files[saved.count - 1]
-        is_longer = file.name == saved.last.name and file.size > saved.last.size
-        return bool(is_longer and file.path and saved.last.digest) and (
-            sampled_digest(file.path, saved.last.size) == saved.last.digest
-        )
+        is_same_before = self._digest_of(saved.count - 1) == saved.head
+        return is_same_before and sampled_digest(path, last.size) == last.digest
 
     def _digest_of(self, count: int) -> str:
         """Return the digest of the first `count` files, as if there were no others."""
-        return _digest([self._file(i, count) for i in range(count)])
+        digest = hashlib.blake2b(digest_size=8)
+        for file in (self._file(i, count) for i in range(count)):
+            line = f"{file.name}\0{file.size}\0{file.digest}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
     def _file(self, index: int, count: int) -> File:
         """Return a file as a fingerprint of `count` files describes it."""
-        file = self._files[index]
+        file, path = self._files[index]
         stride = -(-count // MOST_READ)
-        digest = file.etag
-        if file.path and (index % stride == 0 or index == count - 1):
-            digest = self._cache.digest(file.path)
-        return File(file.name, file.size, digest)
-
-
-class _Cache:
-    """Digests of local files by path, size and time of change, kept between starts.
-
-    A cache that cannot be read or written is ignored: it only saves time.
-    """
-
-    def __init__(self, cache_dir: str, source: str, path: str):
-        try:
-            directory = cache_directory(cache_dir)
-        except ConfigError:  # a user without a home, for whom nothing is kept
-            directory = Path(os.devnull)
-        name = hashlib.sha256(
-            f"{source}\0{os.path.abspath(path)}".encode("utf-8", "surrogateescape")
-        ).hexdigest()[:24]
-        self._file = directory / f"{name}.fingerprints.json"
-        self._known: dict[str, list[object]] = {}
-        self._num_read = 0
-        try:
-            known = json.loads(self._file.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            known = None
-        if isinstance(known, dict):
-            self._known = {key: entry for key, entry in known.items() if _is_entry(entry)}
-
-    def digest(self, path: str) -> str:
-        """Return the sampled digest of a file."""
-        try:
-            size, time = version_of(path)
-            entry = self._known.get(path)
-            if entry is None or entry[:2] != [size, time]:
-                self._num_read += 1
-                entry = [size, time, sampled_digest(path, size)]
-                self._known[path] = entry
-        except OSError as error:
-            message = f"{path} cannot be read: {error.strerror}"
-            raise ConfigError(Problem("data.path", message)) from error
-        return str(entry[2])
-
-    def save(self) -> None:
-        """Write the digests, if enough files were read for this to save time."""
-        if self._num_read < _CACHED_FROM:
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, [json.dumps(self._known).encode()])
-        except OSError:
-            pass  # a read-only home costs time, not correctness
+        if not path or (index % stride and index != count - 1):
+            return file
+        if path not in self._digests:
+            try:
+                self._digests[path] = sampled_digest(path, file.size)
+            except OSError as error:
+                message = f"{path} cannot be read: {error.strerror}"
+                raise ConfigError(Problem("data.path", message)) from error
+        return replace(file, digest=self._digests[path])
 
 
 @dataclass(frozen=True)
@@ -285,7 +184,7 @@ class DataFingerprint:
         if self.eval is not None:
             digests["data.eval_path"] = _of_sources([self.eval])
         if self.chat_template:
-            digests[_TEMPLATE] = self.chat_template
+            digests["data.chat_template"] = self.chat_template
         return digests
 
     def to_json(self) -> dict[str, Any]:
@@ -299,16 +198,14 @@ class DataFingerprint:
         }
 
     def changes_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
-        """Return what differs from a checkpoint's fingerprint.
-
-        Args:
-          saved: the checkpoint's fingerprint, from `to_json`.
-
-        Raises:
-          TypeError, KeyError: `saved` is something else.
+        """Return what differs from the `to_json` of a checkpoint; raises TypeError or KeyError if
+        `saved` is something else.
         """
+        return [*self._sources_since(saved), *self._tokens_since(saved)]
+
+    def _sources_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
         differing = []
-        before = [SourceFingerprint.from_json(source) for source in saved["data"]]
+        before = [_from_json(source) for source in saved["data"]]
         if len(before) != len(self.train):
             text = f"{len(before)} sources then, {len(self.train)} now"
             differing.append(DataChange(self.key, CHANGED, text))
@@ -316,27 +213,31 @@ class DataFingerprint:
             for corpus, source in zip(self.train, before, strict=True):
                 if change := corpus.change_since(source):
                     differing.append(DataChange(self.key, *change))
-        eval_before = saved["eval"] and SourceFingerprint.from_json(saved["eval"])
+        eval_before = saved["eval"] and _from_json(saved["eval"])
         if (eval_before is None) != (self.eval is None):
             text = "a validation set of its own now" if self.eval else "no validation set any more"
             differing.append(DataChange("data.eval_path", CHANGED, text))
         elif eval_before and self.eval and (change := self.eval.change_since(eval_before)):
             differing.append(DataChange("data.eval_path", *change))
+        return differing
+
+    def _tokens_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
+        differing = []
         earlier = saved.get("frame") or self.earlier_frame  # of documents, if there are any
-        frame = Frame(*earlier) if earlier else self.frame
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
             differing.append(DataChange("data.tokenizer", CHANGED, text))
-        elif self.frame is not None and frame is not None and frame != self.frame:
+        elif self.frame and earlier and Frame(*earlier) != self.frame:
+            begin, end = earlier
             text = (
-                f"ids {frame.begin} before and {frame.end} after a document have become "
+                f"ids {begin} before and {end} after a document have become "
                 f"{self.frame.begin} and {self.frame.end}"
             )
             differing.append(DataChange("data.tokenizer", FRAMED, text))
-        before_template = saved.get("chat_template", "")  # earlier versions had no conversations
-        if before_template != self.chat_template:
-            text = f"the template has digest {self.chat_template!r}, then {before_template!r}"
-            differing.append(DataChange(_TEMPLATE, CHANGED, text))
+        template = saved.get("chat_template", "")  # earlier versions had no conversations
+        if template != self.chat_template:
+            text = f"the template has digest {self.chat_template!r}, then {template!r}"
+            differing.append(DataChange("data.chat_template", CHANGED, text))
         return differing
 
 
@@ -346,8 +247,7 @@ def fingerprint_data(config: Config) -> DataFingerprint:
     Raises:
       ConfigError: files are missing or cannot be read, or a store does not answer.
     """
-    data = config.data
-    cache = data.cache_dir
+    data, cache = config.data, config.data.cache_dir
     if data.mixture:
         total = sum(entry["weight"] for entry in data.mixture)
         key = "data.mixture"
@@ -360,15 +260,16 @@ def fingerprint_data(config: Config) -> DataFingerprint:
         train = (SourceFiles(data.source, data.path, 1.0, cache),)
     evaluation = SourceFiles(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
     tokenizer = tokenizer_digest(data.tokenizer, cache)
-    read = [entry["source"] for entry in data.mixture] or [data.source]
+    chat_template = ""
+    if template := trained_template(data):
+        content = json.dumps([template.source, sorted(template.special_tokens)])
+        chat_template = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     frame = earlier = None
-    if not all(SOURCES[source].is_chat for source in read):
+    if not all(SOURCES[files.fingerprint.source].is_chat for files in train):
         with suppress(ConfigError):  # the loader refuses it
             loaded = load_tokenizer(data.tokenizer, cache)
             frame, earlier = frame_of(loaded), earlier_frame_of(loaded)
-    return DataFingerprint(
-        key, train, evaluation, tokenizer, _template_digest(data), frame, earlier
-    )
+    return DataFingerprint(key, train, evaluation, tokenizer, chat_template, frame, earlier)
 
 
 def data_digests(config: Config) -> dict[str, str]:
@@ -383,72 +284,58 @@ def data_digests(config: Config) -> dict[str, str]:
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     """Return a digest of a tokenizer's files, or its name if it has no files.
 
-    Arguments are as for `load_tokenizer`.
-
-    Raises:
-      ConfigError: a file cannot be read.
+    Arguments are as for `load_tokenizer`; raises ConfigError if a file cannot be read.
     """
     files = tokenizer_files(name_or_path, cache_dir)
     if not files:
         return name_or_path
-    # What special_tokens_map.json names shows in the recorded frame; earlier versions did not read
-    # it, and their runs go on.
-    files = [file for file in files if file.name != SPECIAL_TOKENS_MAP]
     digest = hashlib.blake2b(digest_size=8)
-    try:
-        for file in files:
-            if file.exists() and not file.is_file():  # reading a pipe or a device may never end
-                raise ConfigError(Problem("data.tokenizer", f"{file} is not a regular file"))
+    for file in files:
+        # What special_tokens_map.json names shows in the recorded frame; earlier versions did not
+        # read it, and their runs go on.
+        if file.name == SPECIAL_TOKENS_MAP:
+            continue
+        try:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
-    except OSError as error:
-        message = f"{file} cannot be read: {error.strerror}"
-        raise ConfigError(Problem("data.tokenizer", message)) from error
+        except OSError as error:
+            message = f"{file} cannot be read: {error.strerror}"
+            raise ConfigError(Problem("data.tokenizer", message)) from error
     return digest.hexdigest()
 
 
-def _template_digest(data: DataConfig) -> str:
-    """Return a digest of the chat template and its special tokens; "" without conversations."""
-    template = trained_template(data)
-    if template is None:
-        return ""
-    content = json.dumps([template.source, sorted(template.special_tokens)])
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+def _from_json(record: Mapping[str, Any]) -> SourceFingerprint:
+    last = None if record["last"] is None else File(**record["last"])
+    files = tuple(File(**file) for file in record["files"])
+    return SourceFingerprint(**{**record, "last": last, "files": files})
 
 
-def _list_files(source: str, path: str, cache_dir: str) -> list[_Listed]:
-    """Return the files of a source in the order in which it reads them."""
+def _list_files(source: str, path: str, cache_dir: str) -> list[tuple[File, str]]:
+    """Return the files of a source in the order in which it reads them, not yet read, and the
+    local path of each, "" in a store.
+    """
     facts = SOURCES[source]
     if not facts.needs_path:
-        return [_Listed(attribute_of(facts.version)(), 0, "", "")] if facts.version else []
+        return [(File(attribute_of(facts.version)(), 0, ""), "")] if facts.version else []
     local: set[str] = set()
-    remote: list[_Listed] = []
+    remote: list[File] = []
     # Sources that name what an entry's rows come from open the entries in sorted order.
     for part in sorted_parts(path) if facts.version else parts_of(path):
         contents = attribute_of(facts.version)(part, cache_dir) if facts.version else None
         if contents:
             local.update(contents.files)
             if contents.name:
-                remote.append(_Listed(contents.name, 0, "", contents.digest))
+                remote.append(File(contents.name, 0, contents.digest))
         elif is_remote(part):
             files = list_remote(part, facts.suffixes)
-            remote += [_Listed(Path(f.name).name, f.size, "", f.etag) for f in files]
+            remote += [File(Path(file.name).name, file.size, file.etag) for file in files]
         else:
             local.update(local_files(part, facts.suffixes))
     local = set(each_once(local))
     if facts.companion:
         companions = {str(Path(file).with_suffix(facts.companion)) for file in local}
         local |= {file for file in companions if os.path.isfile(file)}
-    listed = [_Listed(Path(f).name, os.path.getsize(f), f, "") for f in sorted(local)]
-    return listed + list(dict.fromkeys(remote))
-
-
-def _digest(files: Sequence[File]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        digest.update(
-            f"{file.name}\0{file.size}\0{file.digest}\n".encode("utf-8", "surrogateescape")
-        )
-    return digest.hexdigest()
+    listed = [(File(Path(name).name, os.path.getsize(name), ""), name) for name in sorted(local)]
+    return listed + [(file, "") for file in dict.fromkeys(remote)]
 
 
 def _of_sources(corpora: Sequence[SourceFiles]) -> str:
@@ -484,7 +371,3 @@ def _difference(before: File, now: File) -> str:
 
 def _number(count: int) -> str:
     return f"{count:,} file" + ("" if count == 1 else "s")
-
-
-def _is_entry(entry: object) -> bool:
-    return isinstance(entry, list) and [type(item) for item in entry] == [int, int, str]

@@ -20,7 +20,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Documents, Encoded, EncodedDocuments, is_mixed, open_sources
+from maxpipe.data.documents import Encoded, EncodedDocuments, is_mixed, open_sources
 from maxpipe.data.loader import SKIPPED_NAMED, open_tokenizer, source_names
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
@@ -31,8 +31,7 @@ class Text:
     """The held-out text of one source, in memory, or a sample of its documents.
 
     Args:
-      documents: all held-out documents.
-      encoder: encoder of these documents.
+      encoder: all held-out documents.
       enough: number of tokens after which no further document is read.
       row: tokens of a row, T.
       packing: whether a chunk continues with the next document.
@@ -44,19 +43,12 @@ class Text:
       tokens: number of tokens to predict in the documents that were read.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        encoder: EncodedDocuments,
-        enough: float,
-        row: int,
-        packing: bool,
-    ):
-        self.num_documents = len(documents)
-        order = DocumentOrder(len(documents), 0, shuffle=True)
+    def __init__(self, encoder: EncodedDocuments, enough: float, row: int, packing: bool):
+        self.num_documents = len(encoder)
+        order = DocumentOrder(len(encoder), 0, shuffle=True)
         read: dict[int, Encoded] = {}
         self.tokens = 0
-        while len(read) < len(documents) and self.tokens < enough:
+        while len(read) < len(encoder) and self.tokens < enough:
             index = order(0, len(read))
             read[index] = encoder[index]
             self.tokens += max(len(read[index].ids) - 1, 0)
@@ -69,7 +61,7 @@ class Text:
 
     @property
     def all_tokens(self) -> float:
-        """Return the number of tokens to predict in all documents; an estimate for a sample."""
+        """Return the number of tokens to predict in all documents, estimated from a sample."""
         return self.tokens * self.num_documents / len(self.documents)
 
     def choose(self, count: int) -> list["Chunk"]:
@@ -115,10 +107,6 @@ class HeldOut:
       rows: this process's rows of a batch.
       num_batches: largest number of batches.
       pad_id: token id of padding.
-
-    Attributes:
-      num_documents: number of held-out documents.
-      num_batches: number of batches.
     """
 
     def __init__(
@@ -173,14 +161,9 @@ class HeldOut:
 def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, dict[str, HeldOut]]:
     """Return what evaluations read: of the whole, and of each source of a mixture by its name.
 
-    There is nothing without `eval.every`, and no source without `eval.batches_per_source`.
-
-    Args:
-      config: `data`, `eval` and `model.vocab_size` are read.
-      rows: this process's rows of a batch.
-
-    Raises:
-      ConfigError: files are missing or unusable, the split is empty or a document unreadable.
+    There is nothing without `eval.every`, and no source without `eval.batches_per_source`; `rows`
+    are this process's rows of a batch. Raises ConfigError if files are missing or unusable, the
+    split is empty or a document unreadable.
     """
     if not config.eval.every:
         return None, {}
@@ -193,7 +176,7 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
     for documents in sources:
         skips = data.on_bad_document == "skip"
         encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids, skips)
-        texts.append(Text(documents, encoder, enough, data.sequence_length, data.packing))
+        texts.append(Text(encoder, enough, data.sequence_length, data.packing))
         for reason in [*encoder.take_skipped().values()][:SKIPPED_NAMED]:
             print(f"skipped a held-out document: {reason}", file=sys.stderr, flush=True)
     if not sum(text.tokens for text in texts):

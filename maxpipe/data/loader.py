@@ -54,9 +54,6 @@ class Loader(Iterator["Batch"]):
       state: int64 [R, 3], the state before the first batch.
       num_documents: number of documents of the split, over all sources.
       notes: notes for users about the documents.
-
-    Attributes:
-      num_documents, notes: the arguments.
     """
 
     def __init__(
@@ -111,18 +108,15 @@ class Loader(Iterator["Batch"]):
 def make_loader(
     config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None
 ) -> Loader:
-    """Return a loader of some rows of the global batch.
+    """Return a loader of this process's rows of the global batch, of B rows, see
+    `global_batch_size`.
 
-    Args:
-      config: `seed`, `data`, `eval.global_batch_size` and `model.vocab_size` are read.
-      split: decides B: data.global_batch_size for `train`, eval.global_batch_size for `eval`.
-      rows: this process's rows, each in [0, B), at least one.
-      state: state of these rows, int64 [R, 3], from `Loader.state`; None starts at the beginning.
+    It continues from `state`, int64 [R, 3], the `Loader.state` of these rows; None starts at the
+    beginning. `next(loader)` raises ConfigError if a document cannot be read.
 
     Raises:
       ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small,
-        or `state` does not belong to these documents and rows. `next(loader)` raises it if a
-        document cannot be read.
+        or `state` does not belong to these documents and rows.
     """
     # These import grain, which takes longer than reporting a configuration error should take.
     from maxpipe.data.mixture import open_mixture
@@ -171,10 +165,8 @@ def source_names(data: DataConfig) -> list[str]:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """Return the tokenizer of a run, after checking that it fits the model.
-
-    Raises:
-      ConfigError: it is unusable, or model.vocab_size is too small for it.
+    """Return the tokenizer of a run; raises ConfigError if it is unusable, or model.vocab_size is
+    too small for it.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
@@ -191,10 +183,8 @@ def open_tokenizer(config: Config) -> Tokenizer:
 
 
 def check_base_tokenizer(config: Config) -> None:
-    """Check that a run from a base model gives each of the base's tokens the same id.
-
-    Raises:
-      ConfigError: the tokenizer is another one, and `checkpoint.accept_changes` does not name it.
+    """Raise ConfigError if a run from a base model gives the base's tokens other ids, unless
+    `checkpoint.accept_changes` names the tokenizer.
     """
     data = config.data
     read = [entry["source"] for entry in data.mixture] or [data.source]
@@ -273,7 +263,6 @@ def token_bytes(config: Config) -> np.ndarray | None:
 
 
 def global_batch_size(config: Config, split: Split) -> int:
-    """Return a split's global batch size B."""
     if split == "eval" and config.eval.global_batch_size != -1:
         return config.eval.global_batch_size
     return config.data.global_batch_size
@@ -286,14 +275,10 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
 
 
 def moved_state(state: np.ndarray, num_before: int, num_now: int) -> np.ndarray:
-    """Return the state that continues a run whose number of documents has changed.
+    """Return the state, int64 [R, 3], that continues a run whose number of documents has changed.
 
     Every row keeps the number of documents that it has passed, and so its place among the rows. It
     continues at the start of a document. With the same number of documents the state is unchanged.
-
-    Args:
-      state: int64 [R, 3], from `Loader.state`.
-      num_before, num_now: number of documents of the split then and now.
     """
     if num_before == num_now:
         return state

@@ -14,7 +14,15 @@ from grain.experimental import index_shuffle
 
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Document, Documents, Split, is_mixed, notes_of, open_sources
+from maxpipe.data.documents import (
+    Document,
+    Documents,
+    Parts,
+    Split,
+    is_mixed,
+    notes_of,
+    open_sources,
+)
 from maxpipe.data.rows import DocumentOrder, Order
 
 ROUND = round(1 / LEAST_SHARE)  # draws
@@ -24,10 +32,7 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     """Return the documents of one split and the order in which to visit them.
 
     They come from `data.mixture`, each source split separately, or from `data.source` if there is
-    no mixture, or for `data.eval_path`.
-
-    Raises:
-      ConfigError: see `open_sources`.
+    no mixture, or for `data.eval_path`. Errors are those of `open_sources`.
     """
     sources = open_sources(config, split)
     if not is_mixed(config, split):
@@ -43,14 +48,14 @@ class Concatenation:
 
     def __init__(self, sources: Sequence[Documents]):
         self._sources = sources
-        self._firsts = np.array([0, *accumulate(len(source) for source in sources)])
+        self._parts = Parts(map(len, sources))
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return len(self._parts)
 
     def __getitem__(self, index: int) -> Document:
-        source = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._sources[source][int(index - self._firsts[source])]
+        source, number = self._parts.locate(index)
+        return self._sources[source][number]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,7 +86,6 @@ class MixedOrder:
         self._slots = np.array([0, *accumulate(self._shares)])
 
     def __call__(self, epoch: int, position: int) -> int:
-        """Return the index of the document at `position` of `epoch`."""
         # 1. The shuffled slot of this draw within its round, and the source that owns the slot.
         number, draw = divmod(epoch * self.num_documents + position, ROUND)
         seed = (self._seed + number) % 2**32

@@ -23,7 +23,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -47,12 +47,8 @@ class Order(Protocol):
 
 
 class DocumentOrder:
-    """A permutation of `num_documents` documents per epoch.
-
-    Args:
-      num_documents: number of documents, below 2**32.
-      seed: any non-negative integer.
-      shuffle: whether every epoch has its own permutation instead of visiting documents in order.
+    """A permutation of fewer than 2**32 documents, another in every epoch; without `shuffle` they
+    are visited in order.
     """
 
     def __init__(self, num_documents: int, seed: int, shuffle: bool):
@@ -62,7 +58,6 @@ class DocumentOrder:
         self._shuffle = shuffle
 
     def __call__(self, epoch: int, position: int) -> int:
-        """Return the index of the document at `position` of `epoch`."""
         if not self._shuffle:
             return position
         seed = (self._seed + epoch) % 2**32
@@ -104,11 +99,6 @@ class RowStream:
     def state(self) -> tuple[int, int, int]:
         """Return the position of the next pair: epoch, position, offset."""
         return self._epoch, self._position, self._offset
-
-    @property
-    def offset(self) -> int:
-        """Return the pairs of the current document already used; 0 at the start of a document."""
-        return self._offset
 
     def take(self, limit: int) -> Pairs:
         """Return pairs of one document: at least 1, at most `limit`.
@@ -185,35 +175,20 @@ def fill_row(
         batch["segment_ids"][row, start:end] = segment
         batch["weights"][row, start:end] = pairs.weights
         start = end
-        if not packing and stream.offset:
+        if not packing and stream.state[2]:
             stream.skip_rest()
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Everything except the state that determines a row's contents.
-
-    Attributes:
-      documents: framed token ids.
-      order: order in which documents are visited.
-      global_batch_size: number of rows of all processes; the stride of every row.
-      sequence_length: T.
-      packing: whether a sequence holds several documents or one.
-      pad_id: token id of padding.
-    """
+    """Everything except the state that determines a row's contents."""
 
     documents: EncodedDocuments
     order: Order
-    global_batch_size: int
+    global_batch_size: int  # rows of all processes; the stride of every row
     sequence_length: int
-    packing: bool
+    packing: bool  # whether a sequence holds several documents or one
     pad_id: int
-
-
-class RowStates(TypedDict):
-    """State of a `RowIterator`: int64 [rows, 3] (epoch, position, offset)."""
-
-    rows: np.ndarray
 
 
 class RowDataset(grain.IterDataset):
@@ -233,7 +208,7 @@ class RowDataset(grain.IterDataset):
 
 
 class RowIterator(grain.DatasetIterator):
-    """The iterator of a `RowDataset`."""
+    """The iterator of a `RowDataset`; its state is {"rows": int64 [rows, 3]}."""
 
     def __init__(self, source: RowSource, state: np.ndarray):
         super().__init__()
@@ -248,10 +223,10 @@ class RowIterator(grain.DatasetIterator):
         skipped = source.documents.take_skipped()
         return batch, self.get_state()["rows"], json.dumps(skipped) if skipped else ""
 
-    def get_state(self) -> RowStates:
+    def get_state(self) -> dict[str, np.ndarray]:
         return {"rows": np.array([stream.state for stream in self._streams], np.int64)}
 
-    def set_state(self, state: RowStates) -> None:
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
         source = self._source
         self._streams = [
             RowStream(source.documents, source.order, source.global_batch_size, row)
@@ -262,12 +237,9 @@ class RowIterator(grain.DatasetIterator):
 def prefetched(
     source: RowSource, states: Sequence[np.ndarray], depth: int, processes: bool
 ) -> list[grain.DatasetIterator]:
-    """Return one started iterator over `RowDataset` elements per entry of `states`.
+    """Return a started iterator over `RowDataset` elements for each of `states`, int64 [rows, 3].
 
-    Args:
-      states: start state of each iterator's rows, int64 [rows, 3].
-      depth: number of elements that each iterator prefetches.
-      processes: whether each iterator has a worker process instead of a thread.
+    Each prefetches `depth` elements, in a worker process of its own or in a thread.
     """
     if processes and not flags.FLAGS.is_parsed():
         # grain's workers read absl flags, which only absl.app parses.
@@ -291,12 +263,13 @@ def _start_worker(index: int, count: int) -> None:
     # After a signal to the process group the parent still needs batches to finish its step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # If the parent is killed, only this thread ends the worker.
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
+    sentinel = parent.sentinel
 
+    def exit_with_parent() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
 
-def _exit_after(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
+    # If the parent is killed, only this thread ends the worker.
+    threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxpipe.config.imports import optional
 
@@ -24,21 +24,6 @@ _SCRIPT = Path(__file__).with_name("template_renderer.py")
 
 class ProcessEnded(Exception):
     """The process ended instead of answering; the message says why."""
-
-
-class Answer(NamedTuple):
-    """What the process answers.
-
-    Attributes:
-      text: the rendered text.
-      spans: start and end of each stretch of it that is learned.
-      template, document: what is wrong with the template or the conversation; "" if nothing is.
-    """
-
-    text: str = ""
-    spans: tuple[tuple[int, int], ...] = ()
-    template: str = ""
-    document: str = ""
 
 
 class _Renderer(NamedTuple):
@@ -52,46 +37,48 @@ _lock = threading.Lock()
 _renderer: _Renderer | None = None
 
 
-def ask(request: Mapping[str, object]) -> Answer:
-    """Return the answer to a request, which is that of `maxpipe.data.template_renderer`.
+def ask(request: Mapping[str, object]) -> dict[str, Any]:
+    """Return the answer of `maxpipe.data.template_renderer` to a request: a text and the start and
+    end of its `spans`, or what is wrong under `template` or `document`.
 
     Raises:
       ProcessEnded: it takes too much time, or the process was ended.
       ConfigError: jinja2 is not installed.
     """
     line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
-    code = None
     with _lock:
         for _ in range(2):  # something else may have ended it
-            answer, code = _exchange(line)
-            if answer is not None:
+            process = _start()
+            content = b""
+            try:
+                content = _exchange(process, line)
+            finally:
+                if not content:  # also after Ctrl-C: a late answer would be another's
+                    _stop()
+            if content:
+                answer: dict[str, Any] = json.loads(content)
                 return answer
-            if code == -signal.SIGPROF:
+            if process.returncode == -signal.SIGPROF:
                 raise ProcessEnded(f"more than {SECONDS:g} s of processor time")
     with optional("jinja2", "chat", "data.source"):
         import jinja2  # noqa: F401
-    raise ProcessEnded(f"its process ends with code {code}")
+    raise ProcessEnded(f"its process ends with code {process.returncode}")
 
 
-def _exchange(line: bytes) -> tuple[Answer | None, int | None]:
-    """Return the answer to a line; or None, and the exit code of the process."""
-    process = _start()
+def _exchange(process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
+    """Return the line with which the process answers a line; b"" once it has ended instead."""
     assert process.stdin is not None
     assert process.stdout is not None
-    content = b""
     try:
         process.stdin.write(line)
         process.stdin.flush()
         content = process.stdout.readline()
         if content.endswith(b"\n"):
-            return Answer(**json.loads(content)), None
-        process.wait()
+            return content
     except BrokenPipeError:
-        process.wait()
-    finally:
-        if not content.endswith(b"\n"):  # also after Ctrl-C: a late answer would be another's
-            _stop()
-    return None, process.returncode
+        pass
+    process.wait()
+    return b""
 
 
 def _start() -> "subprocess.Popen[bytes]":
@@ -114,7 +101,6 @@ def _stop() -> None:
     """End the process, if it is one of this process."""
     global _renderer
     if _renderer is not None and _renderer.owner == os.getpid():
-        process = _renderer.process
-        process.kill()
-        process.communicate()
+        _renderer.process.kill()
+        _renderer.process.communicate()
     _renderer = None

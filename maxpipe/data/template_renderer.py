@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -43,12 +43,12 @@ class DocumentProblemError(Exception):
     """A conversation that a template does not lay out."""
 
 
-class Rendering:
-    """One request: a template and a conversation.
+Spans = list[tuple[int, int]]  # start and end of stretches of a text
 
-    Args:
-      request: `source`, `name`, `special_tokens` and `date` of a `ChatTemplate`, `messages` and
-        `tools` of a conversation.
+
+class Rendering:
+    """One request: the `source`, `name`, `special_tokens` and `date` of a `ChatTemplate`, and the
+    `messages` and `tools` of a conversation.
     """
 
     def __init__(self, request: Mapping[str, Any]):
@@ -63,13 +63,8 @@ class Rendering:
             **dict(request["special_tokens"]),
         }
 
-    def conversation(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and start and end of each stretch that the assistant writes.
-
-        Raises:
-          DocumentProblemError: the template refuses the conversation, or nothing is learned in it.
-          TemplateProblemError: the template does not show which text is the assistant's.
-        """
+    def conversation(self) -> tuple[str, Spans]:
+        """Return the text, and each stretch that the assistant writes and training learns."""
         if _GENERATION_TAG.search(_COMMENT.sub("", self._source)):
             text, spans = _without_marks(self._text(self._messages))
         else:
@@ -82,16 +77,16 @@ class Rendering:
             )
         return text, spans
 
-    def compiled(self) -> tuple[str, list[tuple[int, int]]]:
+    def compiled(self) -> tuple[str, Spans]:
         """Return nothing: the template can be compiled."""
         return "", []
 
-    def prompt(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text up to where the assistant's answer begins; no stretches."""
+    def prompt(self) -> tuple[str, Spans]:
+        """Return the text up to where the assistant's answer begins."""
         return _without_marks(self._text(self._messages, add_generation_prompt=True))[0], []
 
-    def end_of_turn(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text after an answer; no stretches."""
+    def end_of_turn(self) -> tuple[str, Spans]:
+        """Return the text after an answer."""
         talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
         return _without_marks(self._text(talk))[0].rpartition(_PROBE)[2], []
 
@@ -137,7 +132,7 @@ class Rendering:
             # Many templates refuse a conversation without messages.
             return self._text([{"role": "assistant", "content": _PROBE}]).rpartition(_PROBE)[0]
 
-    def _learned(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _learned(self, spans: Spans) -> Spans:
         """Return the stretches without those of turns whose `weight` is 0."""
         turns = [message for message in self._messages if message["role"] == "assistant"]
         is_learned = [turn.get("weight", 1) != 0 for turn in turns]
@@ -161,7 +156,7 @@ def _with_reasoning(message: Message) -> Message:
     return message
 
 
-def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def _without_marks(text: str) -> tuple[str, Spans]:
     """Return a rendered text without marks, and start and end of what was between them."""
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", text)
     spans = []
@@ -196,25 +191,21 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compile(source: str, name: str) -> jinja2.Template:
-    """Compile a template in a sandbox, where it sees nothing but its arguments.
-
-    Raises:
-      TemplateProblemError: it cannot be compiled.
-    """
+    """Compile a template in a sandbox, where it sees nothing but its arguments."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _to_json  # jinja2's own filter escapes HTML
+    # Jinja's own filter escapes HTML, and json.dumps the letters outside ASCII.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         message = f"{name} is not a Jinja template: line {error.lineno}: {error.message}"
         raise TemplateProblemError(message) from error
-    # Jinja translates to Python, which has bounds of its own, and `break` for loops only.
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+    except Exception as error:  # of Python, to which Jinja translates
         reason = error.msg if isinstance(error, SyntaxError) else error  # lines are those of Python
         message = f"{name} cannot be compiled: {type(error).__name__}: {reason}"
         raise TemplateProblemError(message) from error
@@ -224,24 +215,8 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rendered text and its stretches, or the problem under the name of its kind."""
+    """Return a text and its spans, or the problem under the name of its kind."""
     try:
         text, spans = getattr(Rendering(request), request["wanted"])()
     except TemplateProblemError as problem:

@@ -1,7 +1,6 @@
 """Read a Hugging Face tokenizer.json, and the files next to it that name its special tokens."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from os.path import isdir, isfile
 from pathlib import Path
@@ -14,10 +13,10 @@ from maxpipe.config.model_places import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-# Names of other formats in a model's folder.
-_OTHERS = ("tekken.json", "tiktoken.model", "spiece.model", "*.model.v*", "vocab.json", "vocab.txt")
-_PIECES = re.compile(rb"\n.\n.[^\n{]{1,99}\x15", re.DOTALL)  # the first piece and its score
-_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+CONVERT = (
+    "convert other formats, such as tekken, tiktoken or vocab.json, with AutoTokenizer"
+    ".from_pretrained(FOLDER).save_pretrained(NEW) of transformers, which writes a tokenizer.json"
+)
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -39,8 +38,8 @@ class HuggingFaceTokenizer:
     `pad_token`); without them, common names are tried, and likewise for an `eos_token` that they
     leave out.
 
-    Truncation and padding lengths that the script that saved the file may have left in it are
-    ignored: a text has all of its tokens and no others.
+    Truncation and padding that the script that saved the file may have left in it are ignored: a
+    text has all of its tokens and no others.
 
     Args:
       path: a tokenizer.json, or the directory that holds it.
@@ -49,8 +48,7 @@ class HuggingFaceTokenizer:
       ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
 
     Attributes:
-      needed_vocab_size: least number of ids that a model needs for texts without added tokens, some
-        of which may have larger ids.
+      needed_vocab_size: least number of ids that a model needs for texts without added tokens.
       special_tokens: the text of each special token.
       frame, earlier_frame: see `frame_of` and `earlier_frame_of`.
     """
@@ -62,23 +60,22 @@ class HuggingFaceTokenizer:
         file = file / TOKENIZER if isdir(file) else file
         if not isfile(file):
             raise _problem(
-                other_format(file.parent if file.name == TOKENIZER else file)
-                or f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
-                "or of a SentencePiece .model"
+                f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
+                f"or of a SentencePiece .model; {CONVERT}"
             )
         try:
             self._tokenizer = FastTokenizer.from_file(str(file))
         # The library raises bare Exception for whatever it cannot parse.
         except Exception as error:
-            message = f"{file} is not a Hugging Face tokenizer.json: {error}"
-            raise _problem(other_format(file) or message) from error
+            message = f"{file} is not a Hugging Face tokenizer.json: {error}; {CONVERT}"
+            raise _problem(message) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self.vocabulary
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        config = _read_object(file.with_name(TOKENIZER_CONFIG))
-        names = _read_object(file.with_name(SPECIAL_TOKENS_MAP))
+        config = read_object(file.with_name(TOKENIZER_CONFIG))
+        names = read_object(file.with_name(SPECIAL_TOKENS_MAP))
         special = _special_tokens(named_tokens(config, names), vocabulary)
         earlier = _special_tokens(config, vocabulary)
         if special["eos_token"] not in vocabulary:
@@ -105,15 +102,12 @@ class HuggingFaceTokenizer:
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each token, added ones included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, int32 [tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int32 [tokens], and the character range of each, int64 [tokens, 2]."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -127,17 +121,10 @@ class HuggingFaceTokenizer:
         return encoding.ids[: encoding.special_tokens_mask.index(0)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`, including special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-    def tokens_from(self, first_id: int) -> list[str]:
-        """Return the tokens whose ids are at least `first_id`, in their order."""
-        tokens = map(self._tokenizer.id_to_token, range(first_id, self.vocab_size))
-        return [token for token in tokens if token is not None]
 
 
 def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
@@ -145,10 +132,6 @@ def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) ->
 
     Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
     Special tokens count as 0 bytes; other added tokens are stored as plain text.
-
-    Args:
-      tokenizer: content of the tokenizer.json.
-      vocabulary: ids by token, added tokens included.
     """
     steps = tokenizer.get("pre_tokenizer") or {}
     levels = [
@@ -169,20 +152,19 @@ def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) ->
 def named_tokens(
     config: Mapping[str, object] | None, names: Mapping[str, object] | None
 ) -> Mapping[str, object] | None:
-    """Return what names a tokenizer's special tokens, as in transformers.
-
-    Args:
-      config: content of tokenizer_config.json, None without one.
-      names: content of special_tokens_map.json, which counts for files of older versions.
+    """Return what names a tokenizer's special tokens, as in transformers: tokenizer_config.json,
+    and special_tokens_map.json next to files of older versions.
     """
     if names is None or "added_tokens_decoder" in (config or {}):
         return config
     return {**(config or {}), **names}
 
 
-def _read_object(file: Path) -> Mapping[str, object] | None:
-    """Return the JSON object in a file, None if there is no file."""
-    if not file.is_file():
+def read_object(file: Path | None) -> Mapping[str, object] | None:
+    """Return the JSON object in a file, None if there is no file; raises ConfigError if it is
+    something else.
+    """
+    if file is None or not file.is_file():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -220,37 +202,6 @@ def _special_tokens(
 
 def _first_of(tokens: Sequence[str], vocabulary: Mapping[str, int]) -> str:
     return next((token for token in tokens if token in vocabulary), "")
-
-
-def other_format(path: Path) -> str:
-    """Return what to do about a tokenizer's file of another format, or a folder with nothing else;
-    "" for anything else.
-    """
-    files = (
-        [file for name in _OTHERS for file in sorted(path.glob(name))] if isdir(path) else [path]
-    )
-    for file in filter(isfile, files):
-        with file.open("rb") as content:
-            start = content.read(4096)
-        if _PIECES.match(start):
-            return (
-                f"{file} is a SentencePiece model: give its path, under a name that ends in .model"
-            )
-        if kind := _kind(file, start):
-            return (
-                f"{file} is a file of {kind}, which is not "
-                "supported: convert it with AutoTokenizer.from_pretrained(FOLDER)"
-                ".save_pretrained(NEW) of transformers, which writes a tokenizer.json"
-            )
-    return ""
-
-
-def _kind(file: Path, start: bytes) -> str:
-    if (file.suffix == ".json" and b'"tekken' in start) or b'"token_bytes"' in start:
-        return "tekken"
-    if _TIKTOKEN_LINE.match(start):
-        return "tiktoken"
-    return "an older tokenizer" if file.name in ("vocab.json", "vocab.txt", "merges.txt") else ""
 
 
 def _problem(message: str) -> ConfigError:

@@ -17,14 +17,9 @@ _OUT = "--out"
 
 
 class Trained(NamedTuple):
-    """The result of training a tokenizer.
+    """The result of training a tokenizer, and what was read for it."""
 
-    Attributes:
-      vocab_size: number of ids, fewer than requested if the texts have no more merges.
-      num_documents, num_bytes: number of documents and bytes that were read.
-    """
-
-    vocab_size: int
+    vocab_size: int  # less than requested if the texts have no more merges
     num_documents: int
     num_bytes: int
 
@@ -48,16 +43,9 @@ def check_target(out: Path) -> None:
 def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progress: bool) -> Trained:
     """Train a tokenizer and write it, next to a tokenizer_config.json that names its eos_token.
 
-    Any text can be encoded, since every byte is a token, and decoding returns the same text.
-
-    Args:
-      corpus: the texts to train on.
-      vocab_size: number of ids, at least `LEAST_SIZE`; one of them ends a document.
-      out: path of the tokenizer.json to write; see `check_target`.
-      shows_progress: whether the library draws bars on stderr.
-
-    Raises:
-      ConfigError: a text cannot be read, or the file cannot be written.
+    Any text can be encoded, since every byte is a token, and decoding returns the same text. One of
+    the `vocab_size` ids, at least `LEAST_SIZE`, ends a document. Raises ConfigError if a text
+    cannot be read, or the file cannot be written.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -24,11 +24,11 @@ from maxpipe.config.model_places import (
 )
 from maxpipe.config.sections import ModelConfig
 from maxpipe.data.tokenizer_json import (
+    CONVERT,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     Frame,
     HuggingFaceTokenizer,
-    other_format,
 )
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
@@ -77,12 +77,8 @@ class OffsetTokenizer(Tokenizer, Protocol):
 def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` selects; one object per value.
 
-    Args:
-      name_or_path: `data.tokenizer`.
-      cache_dir: `data.cache_dir`, to which files of object stores are copied.
-
-    Raises:
-      ConfigError: it is neither a name nor a usable file.
+    Files of object stores are copied to `data.cache_dir`. Raises ConfigError if it is neither a
+    name nor a usable file.
     """
     if name_or_path in TOKENIZERS:
         tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
@@ -96,11 +92,8 @@ def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
 def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     """Return the files that make up a tokenizer, existing or not; empty for one that has none.
 
-    `load_tokenizer` finds them under the same names when they are copied to another directory.
-    Arguments are as for `load_tokenizer`.
-
-    Raises:
-      ConfigError: an object store or the hub cannot be read.
+    `load_tokenizer`, whose arguments and errors these are, finds them under the same names when
+    they are copied to another directory.
     """
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return []
@@ -113,25 +106,15 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
 
 
 class TemplateFiles(NamedTuple):
-    """The files of a tokenizer that may hold its chat template; None for one that is missing.
+    """The files of a tokenizer that may hold its chat template; None for one that is missing."""
 
-    Attributes:
-      config: tokenizer_config.json.
-      template: chat_template.jinja, which takes precedence.
-      names: special_tokens_map.json, which names tokens that it may write.
-    """
-
-    config: Path | None = None
-    template: Path | None = None
-    names: Path | None = None
+    config: Path | None = None  # tokenizer_config.json
+    template: Path | None = None  # chat_template.jinja, which takes precedence
+    names: Path | None = None  # special_tokens_map.json: tokens that the template may write
 
 
 def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
-    """Return where the chat template of a tokenizer may be; arguments as for `load_tokenizer`.
-
-    Raises:
-      ConfigError: an object store or the hub cannot be read.
-    """
+    """Return where the chat template of a tokenizer may be; as `load_tokenizer`."""
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return TemplateFiles()
     if folder := tokenizer_folder(name_or_path):
@@ -181,17 +164,15 @@ def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
 
 def extends(tokenizer: Tokenizer, base: Tokenizer) -> bool:
     """Return whether a tokenizer gives every token of another the same id."""
-    if tokenizer is base:
-        return True
     ours, theirs = (getattr(each, "vocabulary", {}) for each in (tokenizer, base))
-    return bool(theirs) and theirs.items() <= ours.items()
+    return tokenizer is base or (bool(theirs) and theirs.items() <= ours.items())
 
 
 def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
     """Return a fitting tokenizer's added tokens that the model has no ids for."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.tokens_from(model.num_token_ids)
-    return []
+    vocabulary: Mapping[str, int] = getattr(tokenizer, "vocabulary", {})
+    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
+    return [token for token in in_order if vocabulary[token] >= model.num_token_ids]
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
@@ -250,7 +231,7 @@ def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
-    """Return the text of `ids`, including any special tokens that a chat template may write."""
+    """Return the text of `ids`, including special tokens, as a chat template may write."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.decode_with_special_tokens(ids)
     return tokenizer.decode(ids)
@@ -266,7 +247,6 @@ class ByteTokenizer:
     token_bytes: np.ndarray | None = np.array([1] * 256 + [0] * 3, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the bytes of the text, int32 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -276,7 +256,6 @@ class ByteTokenizer:
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         content = bytes(token for token in np.asarray(ids).tolist() if token < 256)
         return content.decode("utf-8", errors="replace")
 
@@ -285,9 +264,6 @@ class PlainIds:
     """Ids that stand for no text, for random data; the last one ends a document.
 
     A text is their numbers, such as `3 1 4`.
-
-    Args:
-      vocab_size: number of ids, at least 2.
     """
 
     bos_id: int | None = None
@@ -298,26 +274,20 @@ class PlainIds:
         self.eos_id = self.pad_id = vocab_size - 1
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids whose numbers are in the text, int32 [ids].
-
-        Raises:
-          ConfigError: the text has words that are not ids.
+        """Return the ids whose numbers are in the text, int32 [ids]; raises ConfigError for words
+        that are not ids.
         """
         words = text.split()
-        other = next((word for word in words if not self._is_id(word)), None)
-        if other is not None:
-            raise _problem(
-                f"{other[:20]!r} is not one of {self.vocab_size} ids, which stand for no text: a "
-                f'text of data.tokenizer=ids:{self.vocab_size} is their numbers, such as "0 1 0"'
-            )
+        for word in words:
+            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+                raise _problem(
+                    f"{word[:20]!r} is not one of {self.vocab_size} ids, which stand for no text: "
+                    f'data.tokenizer=ids:{self.vocab_size} reads their numbers, such as "0 1 0"'
+                )
         return np.array(words, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the numbers of the ids, without ends of documents."""
         return " ".join(str(token) for token in np.asarray(ids).tolist() if token != self.eos_id)
-
-    def _is_id(self, word: str) -> bool:
-        return word.isascii() and word.isdigit() and int(word) < self.vocab_size
 
 
 class SentencePieceTokenizer:
@@ -341,8 +311,7 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
-            message = f"{path} is no SentencePiece model: {error}"
-            raise _problem(other_format(file) or message) from error
+            raise _problem(f"{path} is no SentencePiece model: {error}; {CONVERT}") from error
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()
         if self.eos_id < 0:
@@ -355,18 +324,14 @@ class SentencePieceTokenizer:
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """Return the id of each piece."""
         return {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, int32 [tokens]."""
         return np.array(self._model.encode(text), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids that the model knows."""
-        return self._model.decode(
-            [token for token in np.asarray(ids).tolist() if token < self.vocab_size]
-        )
+        known = [token for token in np.asarray(ids).tolist() if token < self.vocab_size]
+        return self._model.decode(known)
 
 
 def _problem(message: str) -> ConfigError:

@@ -46,6 +46,9 @@ def take(config, count, state=None):
 def test_skipped_documents_leave_the_batches_of_the_others(config, corpus, tmp_path):
     """A document without text takes the same place in the order as one that is skipped."""
     batches, _ = take(config, 30)
+    first, state = take(config, 8)
+    second, _ = take(config, 6, state)
+    np.testing.assert_array_equal(first + second, batches[:14])
     lines = corpus.read_text().splitlines()
     for i in BAD:
         lines[i] = '{"text": ""}'
@@ -53,14 +56,6 @@ def test_skipped_documents_leave_the_batches_of_the_others(config, corpus, tmp_p
     empty.write_text("\n".join(lines) + "\n")
     expected, _ = take(replace(config, **{"data.path": str(empty)}), 30)
     np.testing.assert_array_equal(batches, expected)
-
-
-def test_skipped_documents_do_not_depend_on_workers_or_resume(config):
-    batches, _ = take(config, 20)
-    first, state = take(config, 8)
-    for workers, count in ((0, 12), (1, 6)):
-        second, _ = take(replace(config, **{"data.num_workers": workers}), count, state)
-        np.testing.assert_array_equal(first + second, batches[: 8 + count])
 
 
 def test_skipped_documents_are_named_once_and_counted(config, capfd):
@@ -71,92 +66,75 @@ def test_skipped_documents_are_named_once_and_counted(config, capfd):
     assert said.count("3 of 40 documents were skipped (data.on_bad_document=skip)") == 1
 
 
-def test_corpus_of_bad_documents_only_ends_with_a_reason(config, corpus):
+def test_documents_that_cannot_be_skipped_end_with_a_reason(config, corpus, tmp_path):
+    file = tmp_path / "gone.txt"
+    file.write_text("text")
+    of_text = replace(config, **{"data.source": "text", "data.path": str(file)})
+    documents = open_documents(of_text.data, "train")
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        documents[0]
+    assert type(caught.value) is ConfigError  # it may be there again at the next start
     corpus.write_text("no\n" * 10)
     with pytest.raises(ConfigError, match="hold no tokens"):
         take(config, 1)
 
 
-def test_error_of_reading_is_never_skipped(config, tmp_path):
-    file = tmp_path / "gone.txt"
-    file.write_text("text")
-    config = replace(config, **{"data.source": "text", "data.path": str(file)})
-    documents = open_documents(config.data, "train")
-    file.unlink()
-    with pytest.raises(ConfigError, match="cannot be read") as caught:
-        documents[0]
-    assert type(caught.value) is ConfigError
+def check(*words):
+    return main(["check", "configs/base.yml", *words])
 
 
-class TestCheck:
-    def words(self, corpus, *more):
-        return [
-            "check",
-            "configs/base.yml",
-            "data.source=jsonl",
-            f"data.path={corpus}",
-            *more,
-        ]
+def test_check_names_every_document_that_would_end_the_run(corpus, capsys, tmp_path):
+    words = ("data.source=jsonl", f"data.path={corpus}")
+    assert check(*words) == 1
+    said = capsys.readouterr().out
+    assert all(f"late.jsonl:{line}: not a JSON object" in said for line in (4, 18, 31))
+    assert "3 cannot be read: the run would end there" in said
+    assert said.startswith("train: ")
+    assert "\neval: " in said
+    assert check(*words, "data.on_bad_document=skip") == 0
+    assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out
+    corpus.write_text('{"text": "a"}\n' * 10 + '{"text": ""}\n')
+    assert check(*words, "eval.every=0", "data.eval_fraction=0") == 0
+    assert capsys.readouterr().out == (
+        "train: 11 documents, 1 of them empty; 30 tokens\n  100 % of the documents are UTF-8\n"
+    )
+    corpus.unlink()
+    with pytest.raises(SystemExit) as end:
+        check(*words)
+    assert end.value.code == 2
+    assert "no file at" in capsys.readouterr().err
 
-    def test_check_names_every_document_that_would_end_the_run(self, corpus, capsys):
-        assert main(self.words(corpus)) == 1
-        said = capsys.readouterr().out
-        assert all(f"late.jsonl:{line}: not a JSON object" in said for line in (4, 18, 31))
-        assert "3 cannot be read: the run would end there" in said
-        assert said.startswith("train: ")
-        assert "\neval: " in said
 
-    def test_check_with_skip_or_without_bad_documents_succeeds(self, corpus, capsys):
-        assert main(self.words(corpus, "data.on_bad_document=skip")) == 0
-        assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out
-        corpus.write_text('{"text": "a"}\n' * 10 + '{"text": ""}\n')
-        assert main(self.words(corpus, "eval.every=0", "data.eval_fraction=0")) == 0
-        assert capsys.readouterr().out == (
-            "train: 11 documents, 1 of them empty; 30 tokens\n  100 % of the documents are UTF-8\n"
-        )
+def test_check_counts_what_is_utf8_and_finds_ids_outside_the_vocabulary(tmp_path, capsys):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_bytes(b"ab\xff" if number == 1 else b"ab")
+    whole = ("data.eval_fraction=0", "eval.every=0")
+    assert check("data.source=text", f"data.path={tmp_path}/*.txt", *whole) == 1
+    counts = "train: 3 documents; 8 tokens\n  66.67 % of the documents are UTF-8\n"
+    assert capsys.readouterr().out.startswith(counts)
+    np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))
+    words = ["data.source=token_bin", f"data.path={tmp_path}/ids.npy", *whole]
+    assert check(*words, "data.on_bad_document=skip") == 1
+    assert "a document holds token ids 9999 to 9999" in capsys.readouterr().out
 
-    def test_check_counts_what_is_utf8_and_what_is_learned(self, tmp_path, capsys):
-        for number in range(3):
-            (tmp_path / f"{number}.txt").write_bytes(b"ab\xff" if number == 1 else b"ab")
-        words = ["data.source=text", f"data.path={tmp_path}/*.txt", "data.eval_fraction=0"]
-        assert main(["check", "configs/base.yml", *words, "eval.every=0"]) == 1
-        counts = "train: 3 documents; 8 tokens\n  66.67 % of the documents are UTF-8\n"
-        assert capsys.readouterr().out.startswith(counts)
-        talk = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
-        (tmp_path / "chats.jsonl").write_text(json.dumps(talk))
-        words = ["data.source=chat", f"data.path={tmp_path}/chats.jsonl", "data.eval_fraction=0"]
-        words += ["data.chat_template=chatml", "eval.every=0"]
-        assert main(["check", "configs/base.yml", *words]) == 0
-        text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-        learned = len("a<|im_end|>\n")
-        expected = f"1 documents; {len(text) + learned} tokens, {learned} of them learned\n"
+
+def test_check_counts_what_is_learned_of_conversations_unless_a_row_cuts_it_off(tmp_path, capsys):
+    talks = [
+        {"messages": [{"role": r, "content": t} for r, t in (("user", q), ("assistant", "a"))]}
+        for q in ("q", "q" * 99)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    words = ["data.source=chat", f"data.path={tmp_path}/chats.jsonl", "data.eval_fraction=0"]
+    words += ["data.chat_template=chatml", "eval.every=0"]
+    text = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    learned = len("a<|im_end|>\n")
+    total = 2 * (len(text) + learned) + 100
+    for packing, count in (("true", 2 * learned), ("false", learned)):
+        assert check(*words, f"data.packing={packing}") == 0
+        expected = f"2 documents; {total} tokens, {count} of them learned\n"
         assert expected in capsys.readouterr().out
-
-    def test_check_does_not_count_answers_that_a_row_cuts_off(self, tmp_path, capsys):
-        talks = [
-            {"messages": [{"role": r, "content": t} for r, t in (("user", q), ("assistant", "a"))]}
-            for q in ("q", "q" * 99)
-        ]
-        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-        words = ["data.source=chat", f"data.path={tmp_path}/chats.jsonl", "data.eval_fraction=0"]
-        words += ["data.chat_template=chatml", "eval.every=0", "data.packing=false"]
-        assert main(["check", "configs/base.yml", *words]) == 0
-        learned = len("a<|im_end|>\n")
-        assert f" tokens, {learned} of them learned\n" in capsys.readouterr().out
-        words += ["steps=3", "data.global_batch_size=4"]
-        epochs, note = conversation_notes(load("configs/base.yml", words).config)
-        assert epochs == "steps: 3 steps = 6 epochs of 2 conversations"
-        assert "nothing is learned from 50% of the rows: data.packing=false" in note
-
-    def test_check_finds_token_ids_outside_the_vocabulary(self, tmp_path, capsys):
-        np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))
-        words = ["data.source=token_bin", f"data.path={tmp_path}", "eval.every=0"]
-        words += ["data.eval_fraction=0", "data.on_bad_document=skip"]
-        assert main(["check", "configs/base.yml", *words]) == 1
-        assert "a document holds token ids 9999 to 9999" in capsys.readouterr().out
-
-    def test_check_of_a_missing_file_exits_with_2(self, tmp_path, capsys):
-        with pytest.raises(SystemExit) as end:
-            main(self.words(tmp_path / "gone.jsonl"))
-        assert end.value.code == 2
-        assert "no file at" in capsys.readouterr().err
+    words += ["data.packing=false", "steps=3", "data.global_batch_size=4"]
+    epochs, note = conversation_notes(load("configs/base.yml", words).config)
+    assert epochs == "steps: 3 steps = 6 epochs of 2 conversations"
+    assert "nothing is learned from 50% of the rows: data.packing=false" in note

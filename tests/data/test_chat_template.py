@@ -50,27 +50,23 @@ def _targets(text: MarkedText) -> list[str]:
 
 
 def test_template_without_marks_has_the_assistants_turns() -> None:
-    for source, text, targets in [
-        (
-            CLOSED,
-            "<s><system>Be brief.</s>\n<user>One?</s>\n<assistant>1</s>\n"
-            "<user>Two?</s>\n<assistant>2</s>\n",
-            ["1</s>\n", "2</s>\n"],
-        ),
-        (SPACED, "[INST] One? [/INST] 1</s>[INST] Two? [/INST] 2</s>", [" 1</s>", " 2</s>"]),
+    closed = (
+        "<s><system>Be brief.</s>\n<user>One?</s>\n<assistant>1</s>\n"
+        "<user>Two?</s>\n<assistant>2</s>\n"
+    )
+    spaced = "[INST] One? [/INST] 1</s>[INST] Two? [/INST] 2</s>"
+    asking = "{% if messages[0].role != 'system' %}Be kind.</s>{% endif %}" + CLOSED
+    asked = "Be kind.</s><s><assistant>1</s>\n<user>Two?</s>\n<assistant>2</s>\n"
+    for source, talk, text, targets in [
+        (CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
+        (SPACED, TALK, spaced, [" 1</s>", " 2</s>"]),
+        (asking, TALK[2:], asked, ["1</s>\n", "2</s>\n"]),  # asks for a message of the system
+        ("{# no {% generation %} #}" + CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
+        ("{#-\n{% generation %}\n-#}" + CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
     ]:
-        rendered = _template(source).render(TALK, None)
+        rendered = _template(source).render(talk, None)
         assert rendered.text == text
         assert _targets(rendered) == targets
-
-
-def test_template_that_asks_for_a_first_message_has_the_turn_of_one_that_is_the_assistants() -> (
-    None
-):
-    source = "{% if messages[0].role != 'system' %}Be kind.</s>{% endif %}" + CLOSED
-    rendered = _template(source).render(TALK[2:], None)
-    assert rendered.text.startswith("Be kind.</s><s><assistant>1</s>\n<user>")
-    assert _targets(rendered) == ["1</s>\n", "2</s>\n"]
 
 
 def test_template_with_marks_has_what_is_between_them() -> None:
@@ -83,16 +79,8 @@ def test_template_with_marks_has_what_is_between_them() -> None:
         rendered = pickle.loads(pickle.dumps(_template(source))).render(TALK, None)
         assert rendered.text.endswith("<user>Two?</s><assistant>2</s>")
         assert _targets(rendered) == ["1", "2"]
-
-
-def test_mark_in_a_comment_is_none() -> None:
-    for comment in ["{# no {% generation %} #}", "{#-\n{% generation %}\n-#}"]:
-        assert _targets(_template(comment + CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
-
-
-def test_marks_inside_marks_are_one_stretch() -> None:
-    source = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
-    rendered = _template(source).render(TALK, None)
+    nested = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
+    rendered = _template(nested).render(TALK, None)
     assert (rendered.text, rendered.spans) == ("abcde", ((1, 4),))
 
 
@@ -103,30 +91,23 @@ def test_tools_and_calls_reach_the_template_as_json() -> None:
     assert rendered.text == '[{"name": "<f>"}][{"name": "é", "n": 1}]'
 
 
-def test_bad_conversation_is_explained() -> None:
-    for messages, reason in [
-        (TALK[:2], "the assistant says nothing in it, laid out by the template"),
-        ([{"role": "assistant", "content": 3}], "the template cannot lay it out: TypeError"),
-        ([{"role": "assistant", "content": "stop"}], "TemplateError: no stops"),
+def test_conversation_that_a_template_refuses_is_a_bad_document() -> None:
+    adding = (
+        "{% for m in messages %}{% if m.content == 'stop' %}{{ raise_exception('no stops') }}"
+        "{% endif %}{{ m.role + m.content }}{% endfor %}"
+    )
+    for source, messages, reason in [
+        (adding, TALK[:2], "the assistant says nothing in it, laid out by the template"),
+        (adding, [{"role": "assistant", "content": 3}], "lay it out: TypeError"),
+        (adding, [{"role": "assistant", "content": "stop"}], "lay it out: TemplateError: no stops"),
+        ("{{ 1 // 0 }}", TALK, "lay it out: ZeroDivisionError"),
+        ("{{ range(200000) }}", TALK, "lay it out: OverflowError: Range too big"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", TALK, "SecurityError"),
+        ("{{ messages.append(1) }}", TALK, "SecurityError"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", TALK, "SecurityError"),
     ]:
-        source = (
-            "{% for m in messages %}{% if m.content == 'stop' %}{{ raise_exception('no stops') }}"
-            "{% endif %}{{ m.role + m.content }}{% endfor %}"
-        )
         with pytest.raises(BadDocument, match=reason):
             _template(source).render(messages, None)
-
-
-def test_template_that_fails_makes_a_bad_document() -> None:
-    for source, reason in [
-        ("{{ '{} {}'.format(1) }}", "IndexError"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{{ range(200000) }}", "OverflowError: Range too big"),
-        ("{{ 3 | dictsort }}", "AttributeError"),
-        ("{{ cycler() }}", "RuntimeError"),
-    ]:
-        with pytest.raises(BadDocument, match=f"the template cannot lay it out: {reason}"):
-            _template(source).render(TALK, None)
 
 
 def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
@@ -137,42 +118,21 @@ def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
 
 
-def test_template_stays_in_its_sandbox() -> None:
-    for source in [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-    ]:
-        with pytest.raises(BadDocument, match="SecurityError"):
-            _template(source + "{% generation %}a{% endgeneration %}").render(TALK, None)
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-            " s of",
-        ),
-        ("{{ 'a' | center(10**10) }}", "MemoryError"),
-        ("{{ 'a' * 10**8 }}", "OverflowError: more than"),
-    ],
-    ids=range(3),
-)
 def test_template_without_end_makes_a_bad_document(
-    source: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 0.2 if " s" in reason else 9.0)
-    with pytest.raises(BadDocument, match=f"the template cannot lay it out: .*{reason}"):
-        _template(source + CLOSED).render(TALK, None)
-    assert _targets(_template(CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
-
-
-def test_template_that_never_compiles_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+    for source, reason in [
+        (endless, " s of"),
+        ("{{ 'a' | center(10**10) }}", "MemoryError"),
+        ("{{ 'a' * 10**8 }}", "OverflowError: more than"),
+    ]:
+        monkeypatch.setattr(template_process, "SECONDS", 0.2 if " s" in reason else 9.0)
+        with pytest.raises(BadDocument, match=f"the template cannot lay it out: .*{reason}"):
+            _template(source + CLOSED).render(TALK, None)
+        assert _targets(_template(CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
     monkeypatch.setattr(template_process, "SECONDS", 0.2)
-    (tmp_path / "mine.jinja").write_text("{{ 9**(9**7) }}")
+    (tmp_path / "mine.jinja").write_text("{{ 9**(9**7) }}")  # is computed by the compiler
     with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja .*0\.2 s of"):
         load_chat_template(str(tmp_path / "mine.jinja"), "byte")
 
@@ -231,9 +191,6 @@ def test_date_of_a_template_is_that_of_its_run() -> None:
     source = "{{ strftime_now('%d %b %Y') }}" + CLOSED
     template = ChatTemplate(source, (), "t", date="2024-07-26")
     assert template.render(TALK, None).text.startswith("26 Jul 2024<")
-
-
-def test_date_that_is_of_no_use_is_refused() -> None:
     for date, reason in [("July", "'July' is no date"), ("2024-07-26", "chatml writes no date")]:
         with pytest.raises(ConfigError, match=rf"^data\.chat_date: .*{reason}"):
             load_chat_template("chatml", "byte", date=date)

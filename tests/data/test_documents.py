@@ -28,34 +28,20 @@ def test_split_documents_puts_each_in_exactly_one_split() -> None:
     for fraction in [0.001, 0.1, 0.5]:
         for count in [2, 3, 50, 4000]:
             documents = _documents(count)
-            train = split_documents(documents, "train", fraction)
-            held_out = split_documents(documents, "eval", fraction)
-            read = (
-                [train[i] for i in range(len(train))],
-                [held_out[i] for i in range(len(held_out))],
-            )
-            assert read[0]
-            assert read[1]
+            splits = [split_documents(documents, split, fraction) for split in ("train", "eval")]
+            read = [[split[i] for i in range(len(split))] for split in splits]
+            assert all(read)
             assert sorted(read[0] + read[1]) == sorted(documents)
-
-
-def test_split_documents_eval_has_its_fraction() -> None:
     assert len(split_documents(_documents(10_000), "eval", 0.1)) == pytest.approx(1000, rel=0.1)
-
-
-def test_split_documents_added_documents_move_no_other() -> None:
     before = split_documents(_documents(1000), "eval", 0.1)
     after = split_documents(_documents(1500), "eval", 0.1)
     assert [after[i] for i in range(len(before))] == [before[i] for i in range(len(before))]
 
 
-def test_split_documents_fraction_0_has_no_eval() -> None:
+def test_split_that_would_be_empty_is_refused() -> None:
     assert len(split_documents(_documents(5), "train", 0.0)) == 5
     with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0 .* eval\.every=0"):
         split_documents(_documents(5), "eval", 0.0)
-
-
-def test_split_documents_single_document_raises() -> None:
     for split in ["train", "eval"]:
         with pytest.raises(ConfigError, match=r"data\.path: 1 document .*data\.eval_fraction=0"):
             split_documents(_documents(1), split, 0.1)
@@ -104,14 +90,11 @@ def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_span
     assert weights.tolist() == [0, 1, 1, 0, 1]
 
 
-def test_encode_marked_without_offsets_names_the_tokenizer() -> None:
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
-        encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))
-
-
-def test_encoded_documents_ids_outside_vocabulary_raise() -> None:
+def test_encoded_documents_that_do_not_fit_the_tokenizer_raise() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
         _encode(np.array([5, 300]))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
+        encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))
 
 
 def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
@@ -126,5 +109,5 @@ def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
 
 def test_spans_locate_every_document() -> None:
     spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
-    assert [spans.locate(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]
-    assert [spans.number_in_file(i) for i in range(len(spans))] == [0, 1, 0]
+    assert [spans.stretch(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]
+    assert [spans.locate(i) for i in range(len(spans))] == [(0, 0), (0, 1), (2, 0)]

@@ -105,13 +105,8 @@ def test_find_files_reads_what_links_lead_to_elsewhere_under_their_names(
     assert _names(find_files(f"{tree}", (".txt",)), tree) == expected
 
 
-@pytest.mark.parametrize("refused", ["", "sub", "sub/c.txt"])
-def test_find_files_names_what_it_may_not_read(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    path = str(tree / refused) if refused else str(tree)
-
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+def test_find_files_names_what_it_may_not_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(function: Callable[..., Any], path: str) -> Callable[..., Any]:
         def call(name: Any, *args: Any, **keys: Any) -> Any:
             if str(name) == path:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
@@ -119,28 +114,18 @@ def test_find_files_names_what_it_may_not_read(
 
         return call
 
-    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
-    if refused.endswith(".txt"):  # in a directory that may be listed, but not entered
-        monkeypatch.setattr(os, "stat", refusing(os.stat))
-    with pytest.raises(
-        ConfigError, match=rf"^data\.path: {path} cannot be read: Permission denied"
-    ):
-        find_files(f"{tree}", (".txt",))
-
-
-def test_find_files_leaves_out_lost_and_found_that_only_root_may_read(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tree / "lost+found").mkdir()
-
-    def scandir(path: str) -> Any:
-        if path.endswith("lost+found"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return real(path)
-
-    real = os.scandir
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert _names(find_files(f"{tree}", (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
+    (tree / "lost+found").mkdir()  # of a file system's root; only root may read it
+    scandir = os.scandir
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refusing(scandir, f"{tree}/lost+found"))
+        assert _names(find_files(f"{tree}", (".txt",)), tree) == ["a.txt", "b.txt", "sub/c.txt"]
+    for name in ("", "/sub", "/sub/c.txt"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", refusing(scandir, f"{tree}{name}"))
+            if name.endswith(".txt"):  # in a directory that may be listed, but not entered
+                patch.setattr(os, "stat", refusing(os.stat, f"{tree}{name}"))
+            with pytest.raises(ConfigError, match=rf"{tree}{name} cannot be read: Permission"):
+                find_files(f"{tree}", (".txt",))
 
 
 def test_find_files_names_every_part_without_file(tree: Path) -> None:
@@ -154,15 +139,12 @@ def test_find_files_names_every_part_without_file(tree: Path) -> None:
     assert all(message.endswith("; commas separate several paths") for message in messages)
 
 
-def test_find_files_empty_path_raises() -> None:
+def test_find_files_without_path_or_content_is_named(tmp_path: Path) -> None:
     for path in ["", " , "]:
         with pytest.raises(
             ConfigError, match=r"data\.path: .* needs a file, a directory or a glob"
         ):
             find_files(path)
-
-
-def test_require_content_names_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.bin").touch()
     (tmp_path / "full.bin").write_bytes(b"12")
     with pytest.raises(ConfigError, match=r"data\.path: \S*/empty\.bin is empty$"):

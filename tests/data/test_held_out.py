@@ -100,12 +100,11 @@ def test_rows_of_several_processes_are_those_of_one(make):
     assert not batch["weights"][-1].any()  # padding
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("length", [None, 4 * LENGTH - 1])
+@pytest.mark.parametrize(("packing", "length"), [(True, None), (False, None), (False, 63)])
 def test_the_expected_loss_of_a_sample_is_that_of_the_whole(make, packing, length):
     """The "loss" is high at heads of documents, and in the first half of the corpus."""
     errors = []
-    for seed in range(60):
+    for seed in range(40):
         random = np.random.default_rng(seed)
         lengths = [length or int(n) for n in random.integers(1, 9 * LENGTH, 24)]
         texts = [
@@ -166,8 +165,5 @@ def test_sources_of_a_mixture_weigh_as_in_training(tmp_path):
 def test_held_out_documents_without_tokens_are_an_error(make):
     with pytest.raises(ConfigError, match=r"^data\.eval_path: .*no tokens"):
         open_held_out(make(["", ""]), range(ROWS))
-
-
-def test_all_is_a_word_for_every_batch():
     for word in ["0", "all"]:
         assert load("base", [f"eval.batches={word}"]).config.eval.batches == 0

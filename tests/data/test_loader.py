@@ -38,29 +38,20 @@ def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list
     return batches, states
 
 
-def test_loader_batch_has_shapes_and_dtypes(make_config: Make) -> None:
-    loader = make_loader(make_config(batch=6, length=16), "train", range(2, 5))
-    batch = next(loader)
-    loader.close()
-    dtypes = {name: array.dtype for name, array in batch.items()}
-    integers = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
-    assert dtypes == {**integers, "weights": np.float32}
-    assert {array.shape for array in batch.values()} == {(3, 16)}
-    assert loader.state.dtype == np.int64
-    assert loader.state.shape == (3, 3)
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_loader_resumes_from_every_state(
     make_config: Make, assert_batches_equal: Equal, packing: bool
 ) -> None:
     """There are 23 documents, so some of 40 rows start in the second epoch."""
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
     for batch, positions in ((4, range(12)), (40, (0, 5, 11))):
         config = make_config(batch=batch, packing=packing)
         loader = make_loader(config, "train", range(batch))
         states = [loader.state]
         batches, later = _take(loader, 12)
         states += later
+        assert {name: x.dtype for name, x in batches[0].items()} == dtypes | {"weights": np.float32}
+        assert {x.shape for x in batches[0].values()} == {(batch, 16)}
         assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
         for position in positions:
             loader = make_loader(config, "train", range(batch), states[position])
@@ -109,18 +100,6 @@ def test_loader_num_workers_does_not_change_batches(
     np.testing.assert_array_equal(loaded_states, states[2:])
 
 
-def test_loader_reads_only_documents_of_its_rows(make_config: Make, tmp_path: Path) -> None:
-    directory = tmp_path / "three"
-    directory.mkdir()
-    for name, content in {"a": b"\xff", "b": b"readable", "c": b"\xff"}.items():
-        (directory / name).write_bytes(content)
-    config = make_config(batch=3, length=9, path=str(directory), shuffle=False)
-    loader = make_loader(config, "train", [1])
-    tokens = [next(loader)["tokens"][0] for _ in range(3)]
-    loader.close()
-    assert [bytes(row[1:].tolist()) for row in tokens] == [b"readable"] * 3
-
-
 def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
     config = replace(
         make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5}
@@ -142,29 +121,30 @@ def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Pat
             make_loader(make_config(**change), "train", range(4), state)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loader_read_error_raises_in_caller(
-    tmp_path: Path, make_config: Make, workers: int
+def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(
+    tmp_path: Path, make_config: Make
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "abc"}\nnot json\n')
-    config = make_config(batch=2, source="jsonl", path=str(path), num_workers=workers)
-    loader = make_loader(config, "train", range(2))
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object") as caught:
-        next(loader)
-    assert str(caught.value).endswith("; data.on_bad_document=skip leaves such documents out")
-    loader.close()
-
-
-def test_moved_state_keeps_the_row_and_the_documents_passed() -> None:
-    state = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
-    assert moved_state(state, 9, 9) is state
-    moved = moved_state(state, 9, 7)
-    np.testing.assert_array_equal(moved, [[1, 1, 0], [1, 5, 0], [2, 6, 0], [1, 0, 0]])
-    np.testing.assert_array_equal(moved[:, 0] * 7 + moved[:, 1], state[:, 0] * 9 + state[:, 1])
+    data = {"source": "jsonl", "path": str(path), "shuffle": False}
+    for workers in (0, 1):
+        config = make_config(batch=2, num_workers=workers, **data)
+        _take(make_loader(config, "train", [0]), 3)
+        loader = make_loader(config, "train", range(2))
+        with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object") as caught:
+            next(loader)
+        assert str(caught.value).endswith("; data.on_bad_document=skip leaves such documents out")
+        loader.close()
+        loader.close()
 
 
 def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make) -> None:
+    """A row keeps its place among the rows, and the number of documents it has passed."""
+    before = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
+    assert moved_state(before, 9, 9) is before
+    np.testing.assert_array_equal(
+        moved_state(before, 9, 7), [[1, 1, 0], [1, 5, 0], [2, 6, 0], [1, 0, 0]]
+    )
     config = make_config()
     loader = make_loader(config, "train", range(4))
     state = _take(loader, 7)[1][-1]
@@ -177,15 +157,6 @@ def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make) 
         moved = moved_state(state, loader.num_documents, count)
         batches, _ = _take(make_loader(changed, "train", range(4), moved), 2)
         assert all((batch["weights"] == 1).all() for batch in batches)
-
-
-def test_loader_close_twice_is_allowed(make_config: Make) -> None:
-    loader = make_loader(make_config(), "train", range(4))
-    next(loader)
-    loader.close()
-    loader.close()
-    with pytest.raises(ValueError, match="closed"):
-        next(loader)
 
 
 _PARENT = """

@@ -33,18 +33,13 @@ def test_mixed_order_sources_have_shares_and_epochs(shuffle):
         assert counts.max() - counts.min() <= 1
 
 
-def test_mixed_order_quarter_of_a_round_has_about_its_shares():
+def test_mixed_order_has_its_shares_in_parts_of_a_round_and_in_every_row():
     sources = draws(0, True)[0][:ROUND]
     for part in np.split(sources, 4):
         np.testing.assert_allclose(
             np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08
         )
-
-
-def test_mixed_order_every_row_draws_from_all_sources():
-    """Row r takes draws r, r + B, ..., which must have the shares, too."""
-    sources = draws(0, True)[0][:ROUND]
-    for row in range(10):
+    for row in range(10):  # it takes draws r, r + B, ...
         assert (np.bincount(sources[row::10], minlength=3) > [10, 40, 3]).all()
 
 
@@ -100,7 +95,7 @@ def test_loader_of_mixture_resumes_from_every_state(config):
 
 def test_loader_of_mixture_both_splits_draw_from_all_sources(config):
     for split in ("train", "eval"):
-        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 20, split=split)])
+        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 10, split=split)])
         digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
         assert digits.any(axis=0).all()
         assert letters.any()
@@ -116,37 +111,20 @@ def test_open_mixture_problem_names_entry(config, tmp_path):
 
 def test_config_invalid_mixture_raises():
     for value, message in [
-        (
-            "[{source: txt, weight: 1}]",
-            "entry 1: source 'txt' is not one of .*; did you mean text?",
-        ),
+        ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text"),
         ("[{source: text, weight: 0}]", "entry 1 needs a finite weight above 0; got 0.0"),
-        ("[{source: text, weight: 1e400}]", "entry 1 needs a finite weight above 0; got inf"),
-        ("[{source: text}]", "entry 1 needs a finite weight above 0; got None"),
-        ("[{source: text, weight: lots}]", "entry 1 needs a finite weight above 0; got 'lots'"),
-        (
-            "[{source: text, weight: 1}, {source: jsonl, weight: 2000}]",
-            "entry 1: weight 1.* is 0.0005 of all",
-        ),
-        (
-            "[{source: synthetic, path: a, weight: 1}]",
-            "entry 1: source synthetic reads no path: set source: text",
-        ),
-        (
-            "[{source: text, wait: 1, weight: 1}]",
-            "entry 1 has no 'wait', only source, path, weight",
-        ),
+        ("[{source: text, weight: 1e400}]", "finite weight above 0; got inf"),
+        ("[{source: text}]", "finite weight above 0; got None"),
+        ("[{source: text, weight: lots}]", "finite weight above 0; got 'lots'"),
+        ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "weight 1.* is 0.0005 of"),
+        ("[{source: synthetic, path: a, weight: 1}]", "synthetic reads no path: set source: text"),
+        ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path"),
         ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
         ("text", r"expected a list such as \[\{source"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load("configs/base.yml", [f"data.mixture={value}"])
-
-
-def test_config_path_next_to_mixture_raises():
+    words = ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"]
     with pytest.raises(ConfigError, match=r"data\.path has no effect next to it"):
-        load(
-            "configs/base.yml",
-            ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"],
-        )
+        load("configs/base.yml", words)

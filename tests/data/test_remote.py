@@ -88,17 +88,14 @@ def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path):
             find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
-def test_fetch_without_credentials_names_variables_quickly(without_s3_keys, tmp_path):
+def test_fetch_without_credentials_or_server_fails_quickly(without_s3_keys, monkeypatch, tmp_path):
     pytest.importorskip("s3fs", reason="needs the extra `s3`")
-    began = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     ):
         find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))
-    assert time.monotonic() - began < 30
-
-
-def test_fetch_missing_server_fails_quickly(bucket, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^data\.path: s3://maxpipe/corpus cannot be read"):

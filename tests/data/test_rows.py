@@ -81,7 +81,7 @@ def test_fill_row_packing_fills_rows_without_crossing_documents(
         assert (rows["tokens"][:, 1:][same] % 1000 != 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20)
 )
@@ -136,17 +136,13 @@ def test_document_order_epoch_is_permutation() -> None:
                 assert sorted(order(epoch, i) for i in range(count)) == list(range(count))
 
 
-def test_document_order_epochs_and_seeds_differ() -> None:
-    def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-        order = DocumentOrder(50, seed, shuffle)
-        return [order(epoch, i) for i in range(50)]
-
-    assert visit(0, 0) != visit(0, 1)
-    assert visit(0, 0) != visit(7, 0)
-    assert visit(0, 0, shuffle=False) == visit(0, 1, shuffle=False) == list(range(50))
-
-
 def test_document_order_of_saved_runs_never_changes() -> None:
     """A saved position refers to this order: with another, documents would repeat or be lost."""
-    order = DocumentOrder(10, seed=0, shuffle=True)
-    assert [order(0, i) for i in range(10)] == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2]
+
+    def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+        order = DocumentOrder(10, seed, shuffle)
+        return [order(epoch, i) for i in range(10)]
+
+    assert visit(0, 0) == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2]
+    assert visit(0, 1) == visit(1, 0) != visit(0, 0)
+    assert visit(0, 0, shuffle=False) == visit(0, 1, shuffle=False) == list(range(10))

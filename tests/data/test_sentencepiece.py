@@ -36,31 +36,22 @@ def test_sentencepiece_round_trips_and_has_special_tokens(train):
     assert ids.dtype == np.int32
     assert 0 < len(ids) < len(TEXTS[0])
     assert tokenizer.decode(ids) == TEXTS[0]
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
-        44,
-        1,
-        2,
-        3,
-    )
+    special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    assert (tokenizer.vocab_size, special) == (44, (1, 2, 3))
     assert tokenizer.decode([1, *ids, 2, 50]) == TEXTS[0]
     again = pickle.loads(pickle.dumps(tokenizer))
     np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))
 
 
-def test_sentencepiece_without_bos_and_pad_uses_eos(train):
+def test_sentencepiece_without_special_tokens_or_model_raises(train, tmp_path):
     tokenizer = load_tokenizer(train(bos_id=-1))
     assert tokenizer.bos_id is None
     assert tokenizer.pad_id == tokenizer.eos_id
-
-
-def test_sentencepiece_without_end_of_document_raises(train):
-    with pytest.raises(ConfigError, match="has no end-of-document token"):
-        load_tokenizer(train(eos_id=-1))
-
-
-def test_sentencepiece_other_file_raises(tmp_path):
     (tmp_path / "a.model").write_text("no model")
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: .* is no SentencePiece model"):
-        load_tokenizer(str(tmp_path / "a.model"))
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: there is no file"):
-        load_tokenizer(str(tmp_path / "none.model"))
+    for path, message in [
+        (train(eos_id=-1), r".* has no end-of-document token"),
+        (str(tmp_path / "a.model"), ".* is no SentencePiece model: .*; convert other formats"),
+        (str(tmp_path / "none.model"), "there is no file"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer: {message}"):
+            load_tokenizer(path)

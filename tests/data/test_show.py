@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from helpers.hf_folder import write_byte_pairs
 
@@ -11,27 +10,14 @@ from maxpipe.data.__main__ import describe_row, main
 from maxpipe.data.rows import empty_batch
 from maxpipe.data.tokenizers import load_tokenizer
 
+BASE = ["show", "configs/base.yml", "data.eval_fraction=0", "eval.every=0", "--seconds=0.01"]
+
 
 def test_show_prints_segments_and_speed(tmp_path, capsys):
     for name, text in (("a", "first"), ("b", "second document"), ("c", "3rd")):
         (tmp_path / f"{name}.txt").write_text(text)
-    words = [
-        "data.source=text",
-        f"data.path={tmp_path}",
-        "data.shuffle=false",
-        "data.eval_fraction=0",
-        "eval.every=0",
-    ]
-    main(
-        [
-            "show",
-            "configs/base.yml",
-            *words,
-            "data.sequence_length=24",
-            "--rows=1",
-            "--seconds=0.05",
-        ]
-    )
+    words = ["data.source=text", f"data.path={tmp_path}", "data.shuffle=false", "--rows=1"]
+    main([*BASE, *words, "data.sequence_length=24"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "row 0: 24 tokens, 3 segments, 0 of padding",
@@ -40,18 +26,9 @@ def test_show_prints_segments_and_speed(tmp_path, capsys):
     ]
     assert "tokens/s with a thread of this process" in lines[4]
     assert lines[5].startswith("packing efficiency 100.0%")
-
-
-def test_measure_packing_efficiency_counts_padding(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("12345")
-    words = [
-        "data.source=text",
-        f"data.path={tmp_path}",
-        "data.packing=false",
-        "data.eval_fraction=0",
-        "eval.every=0",
-    ]
-    main(["show", "configs/base.yml", *words, "data.sequence_length=24", "--seconds=0.01"])
+    for name in "bc":
+        (tmp_path / f"{name}.txt").unlink()
+    main([*BASE, *words, "data.sequence_length=24", "data.packing=false"])
     out = capsys.readouterr().out
     assert "row 0: 24 tokens, 1 segments, 18 of padding" in out
     assert "packing efficiency 25.0%" in out
@@ -77,13 +54,12 @@ def test_show_help_lists_flags(capsys):
 
 
 def test_show_invalid_flag_is_named(capsys):
-    for flag in ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=inf", "--seconds=-1"]:
+    for flag in ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=-1"]:
         with pytest.raises(SystemExit) as end:
             main(["show", "configs/base.yml", flag])
         assert end.value.code == 2
         name, value = flag.split("=")
-        error = capsys.readouterr().err
-        assert f"argument {name}: expected a " in error
+        assert f"argument {name}: expected a " in (error := capsys.readouterr().err)
         assert f"got '{value}'" in error
 
 
@@ -98,8 +74,7 @@ def test_show_marks_what_is_learned_of_a_conversation(tmp_path, capsys):
     talk = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two\nthree"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     words = ["data.source=chat", f"data.path={tmp_path}", "data.chat_template=chatml"]
-    more = ["data.eval_fraction=0", "eval.every=0", "data.packing=false", "--rows=1"]
-    main(["show", "configs/base.yml", *words, *more, "--seconds=0.01"])
+    main([*BASE, *words, "data.packing=false", "--rows=1"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "segment 1" in line)
     assert line.endswith(
         r": <|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n⟦two\nthree<|im_end|>\n⟧"
@@ -113,15 +88,6 @@ def test_described_row_has_the_special_tokens_of_the_chat_template(tmp_path):
     batch = empty_batch(1, len(ids) - 1, tokenizer.pad_id)
     batch["tokens"][0], batch["targets"][0] = ids[:-1], ids[1:]
     batch["segment_ids"][0], batch["weights"][0] = 1, [0, 1, 0]
-    lines = [*describe_row(batch, 0, tokenizer)]
-    assert lines[1] == "  segment 1, tokens 0-2: <|im_start|>a⟦<|im_end|>⟧b"
-
-
-def test_described_row_is_green_where_it_is_learned_in_colour():
-    tokenizer = load_tokenizer("byte")
-    ids = np.frombuffer(b"abcde", np.uint8).astype(np.int32)
-    batch = empty_batch(1, 4, tokenizer.pad_id)
-    batch["tokens"][0], batch["targets"][0] = ids[:-1], ids[1:]
-    batch["segment_ids"][0], batch["weights"][0] = 1, [0, 1, 1, 0]
-    lines = [*describe_row(batch, 0, tokenizer, colour=True)]
-    assert lines[1] == f"  segment 1, tokens 0-3: ab{GREEN}cd{RESET}e"
+    for colour, learned in ((False, "⟦<|im_end|>⟧"), (True, f"{GREEN}<|im_end|>{RESET}")):
+        lines = [*describe_row(batch, 0, tokenizer, colour)]
+        assert lines[1] == f"  segment 1, tokens 0-2: <|im_start|>a{learned}b"

@@ -4,12 +4,10 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
-from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
     CHATML,
     LEAST_PLAIN_IDS,
@@ -142,9 +140,10 @@ def _check_tokenizer_folder(value: str) -> None:
     if os.path.isfile(pieces):
         message += f"data.tokenizer={pieces} takes the SentencePiece model that is there"
     else:
-        others = attribute_of("maxpipe.data.tokenizer_json:other_format")(Path(folder_of(value)))
-        remedy = f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
-        message = others or message + remedy
+        message += (
+            f"give hf:DIR with a downloaded folder that has a {TOKENIZER}, as save_pretrained of "
+            "transformers writes"
+        )
     raise ConfigError(Problem("data.tokenizer", message))
 
 

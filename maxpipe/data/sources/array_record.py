@@ -5,7 +5,6 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 {1: name, 2: Feature}, a Feature {1: BytesList}, and a BytesList {1: value}*.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -23,10 +22,8 @@ VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffe
 def array_record(config: DataConfig) -> "ArrayRecords":
     """Return the records of the files of `data.path`, files in sorted order.
 
-    In a directory these are *.array_record and *.arrayrecord.
-
-    Raises:
-      ConfigError: there is no file, one is not an ArrayRecord, or array_record is not installed.
+    In a directory these are *.array_record and *.arrayrecord. Raises ConfigError if there is none,
+    or one is not an ArrayRecord.
     """
     return ArrayRecords(require_content(files_of(config, "array_record")))
 
@@ -42,10 +39,8 @@ class ArrayRecords:
         return len(self._source)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a record.
-
-        Raises:
-          ConfigError: the record is damaged or holds no UTF-8 text; the message says where.
+        """Return the text of a record; raises ConfigError if it is damaged, BadDocument if it holds
+        no UTF-8 text.
         """
         try:
             (record,) = self._source.__getitems__([index])
@@ -79,11 +74,8 @@ def _open(paths: list[str]) -> "ArrayRecordDataSource":
 
 
 def bytes_feature(example: bytes, name: str) -> bytes:
-    """Return the first value of a feature that holds bytes.
-
-    Raises:
-      KeyError: there is no such feature.
-      ValueError: the bytes are not an Example.
+    """Return the first value of a feature that holds bytes; raises KeyError if there is none, and
+    ValueError if the bytes are not an Example.
     """
     for features in _children(example, 1):
         for entry in _children(features, 1):
@@ -97,11 +89,7 @@ def bytes_feature(example: bytes, name: str) -> bytes:
 
 def _children(message: bytes, number: int) -> list[bytes]:
     """Return the contents of the length-delimited fields with this number."""
-    return [content for field, content in _fields(message) if field == number]
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and content of each length-delimited field; skip other fields."""
+    found = []
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -117,9 +105,10 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
             raise ValueError(f"wire type {wire_type}")
         if position + length > len(message):
             raise ValueError("it is cut short")
-        if wire_type == DELIMITED:
-            yield tag >> 3, message[position : position + length]
+        if wire_type == DELIMITED and tag >> 3 == number:
+            found.append(message[position : position + length])
         position += length
+    return found
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:

@@ -6,15 +6,16 @@ and in the data sets of Hugging Face. Parquet files are rewritten once as JSON l
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import BinaryIO, NamedTuple, Protocol
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import (
+    RESERVED,
     ChatTemplate,
     Message,
-    has_reserved_characters,
     load_chat_template,
 )
 from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
@@ -24,7 +25,6 @@ from maxpipe.data.sources.text import JsonLines
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
-_FIELDS = ("messages", "tools")
 _PARQUET = ".parquet"
 _COPY = ".messages.jsonl"  # ending of JSON lines made from a parquet file
 
@@ -42,7 +42,7 @@ class Lines(Protocol):
     def __len__(self) -> int: ...
 
     def line(self, index: int) -> bytes:
-        """Return a line: an object with `messages`, and maybe `tools`."""
+        """Return an object with `messages`, and maybe `tools`."""
         ...
 
     def place(self, index: int) -> str:
@@ -60,12 +60,7 @@ class FileLines(JsonLines):
 
 
 class Conversations:
-    """Conversations, laid out on access.
-
-    Args:
-      lines: lines of JSON, each an object with `messages`.
-      template: the template that lays them out.
-    """
+    """Conversations, laid out on access by a template."""
 
     def __init__(self, lines: Lines, template: ChatTemplate):
         self._lines = lines
@@ -75,47 +70,37 @@ class Conversations:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> MarkedText:
-        """Return a conversation as text in which the assistant's turns are targets.
-
-        Raises:
-          BadDocument: it is not a conversation, or the template refuses it.
-          ConfigError: the template does not show what the assistant says. Both name the place.
+        """Return a conversation as text in which the assistant's turns are targets; errors are
+        those of `parse` and `ChatTemplate.render`, and name the place.
         """
         line = self._lines.line(index)  # its errors name the place
         try:
             return self._template.render(*parse(line))
         except ConfigError as error:
             place = self._lines.place(index)
-            problems = (
-                Problem(problem.key, f"{place}: {problem.message}") for problem in error.problems
-            )
-            kind = BadDocument if isinstance(error, BadDocument) else ConfigError
-            raise kind(*problems) from error
+            raise type(error)(
+                *(
+                    replace(problem, message=f"{place}: {problem.message}")
+                    for problem in error.problems
+                )
+            ) from error
 
 
 def parse(line: bytes) -> Conversation:
-    """Return the conversation in a line of JSON.
-
-    Raises:
-      BadDocument: the line is something else.
-    """
+    """Return the conversation in a line of JSON; raises BadDocument if it is something else."""
     try:
         value = json.loads(line)
-        if not isinstance(value, dict):
-            raise TypeError("it is no object")
-        messages = value["messages"]
+        messages, tools = value["messages"], value.get("tools")
         if not isinstance(messages, list) or not messages:
             raise TypeError("messages is no list of them")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise TypeError("a message has no role")
-        text = json.dumps(value, ensure_ascii=False)
-        text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
-        if has_reserved_characters(text):
-            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
-        tools = value.get("tools")
+        if not all(isinstance(message["role"], str) for message in messages):
+            raise TypeError("a message has no role")
         if not isinstance(tools, list | None):
             raise TypeError("tools is no list")
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
+        if any(character in text for character in RESERVED):
+            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         message = (
             'not a JSON object with a list of {"role": ..., "content": ...} under "messages" '
@@ -134,21 +119,15 @@ def _as_lines(path: str, config: DataConfig) -> str:
         return unpacked(path, cache_dir, limit)
 
     def write(out: BinaryIO) -> None:
-        out.writelines(_lines(path))
+        rows = read_rows(path, ("messages", "tools"), needed="messages")
+        out.writelines(line_of(path, row) for row in rows)
 
     return local_copy(path, version_of(path), _COPY, cache_dir, write, limit)
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    for row in read_rows(path, _FIELDS, needed="messages"):
-        yield line_of(path, row)
-
-
 def line_of(place: str, row: Mapping[str, object]) -> bytes:
-    """Return a row of a table as a line of JSON, without the nulls of objects.
-
-    Raises:
-      ConfigError: the row has a value of a type that JSON lacks.
+    """Return a row of a table as a line of JSON, without the nulls of objects; raises ConfigError
+    if it has a value of a type that JSON lacks.
     """
     try:
         return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
@@ -167,11 +146,8 @@ def _filled(value: object) -> object:
 def chat(config: DataConfig) -> Conversations:
     """Return the conversations in the files of `data.path`, files in sorted order.
 
-    In a directory these are *.jsonl and *.ndjson, also packed, packed *.json, and *.parquet.
-
-    Raises:
-      ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
-        tokenizer cannot encode conversations.
+    In a directory these are *.jsonl and *.ndjson, also packed, packed *.json, and *.parquet. Raises
+    ConfigError if there is none, or one is empty or damaged; see also `template_of`.
     """
     template = template_of(config)
     files = require_content(files_of(config, "chat"))
@@ -180,10 +156,8 @@ def chat(config: DataConfig) -> Conversations:
 
 
 def template_of(data: DataConfig) -> ChatTemplate:
-    """Return the template that lays out conversations.
-
-    Raises:
-      ConfigError: there is no template, or the tokenizer cannot encode conversations.
+    """Return the template that lays out conversations; raises ConfigError if there is none, or the
+    tokenizer cannot encode conversations.
     """
     require_offsets(load_tokenizer(data.tokenizer, data.cache_dir))
     return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir, data.chat_date)

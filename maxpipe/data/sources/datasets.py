@@ -1,31 +1,262 @@
-"""Read rows of Hugging Face data sets: text, token ids or conversations in one column.
+"""Read data sets with Hugging Face's library `datasets`: a column of text, token ids or
+conversations.
 
-They are opened by `maxpipe.data.dataset_tables`, which says what `data.path` may be.
+An entry of `data.path` is a directory that `save_to_disk` wrote, files of tables, or a data set of
+the hub, `hf:NAME@REVISION:CONFIGURATION:SPLIT`, where everything but the name may be left out. The
+library converts other formats to Arrow files once, and maps these into memory.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from os.path import isfile
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from maxpipe.config.catalog import PACKED, SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import is_installed, optional
+from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.dataset_tables import Table, open_tables
-from maxpipe.data.documents import BadDocument
+from maxpipe.data.documents import BadDocument, Parts
+from maxpipe.data.files import find_files, local_files, require_content, sorted_parts
 from maxpipe.data.sources.chat import Conversations, line_of, template_of
 from maxpipe.data.sources.parquet import COLUMNS, document_field
+from maxpipe.storage.local_files import cache_directory, list_remote
+from maxpipe.storage.object_store import is_remote
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _PATH = "data.path"
 _MESSAGES, _TOOLS = "messages", "tools"
+_SUFFIXES = SOURCES["datasets"].suffixes
+_BUILDERS = {  # the library's builders, by file ending
+    ".arrow": "arrow",
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_SECONDS = 10.0  # timeout of a request to the hub
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes
+
+
+class Table(NamedTuple):
+    """A data set and its name in messages."""
+
+    name: str
+    rows: "Dataset"
+
+
+class Contents(NamedTuple):
+    """What the rows of an entry of `data.path` come from: local files, the name of what else they
+    depend on, "" if there is nothing else, and its digest, which begins with a commit of the hub.
+    """
+
+    files: list[str]
+    name: str = ""
+    digest: str = ""
+
+
+class HubName(NamedTuple):
+    """A data set of the hub, or a directory laid out like one; None where nothing is given."""
+
+    name: str
+    revision: str | None
+    configuration: str | None
+    split: str
+
+    @classmethod
+    def of(cls, part: str) -> "HubName":
+        """Return the data set that an entry of `data.path` names."""
+        name, _, rest = part.removeprefix(SCHEME).partition(":")
+        configuration, _, split = rest.partition(":")
+        name, _, revision = name.partition("@")
+        name = os.path.expanduser(name) if name.startswith("~") else name
+        return cls(name, revision or None, configuration or None, split or "train")
+
+
+def open_tables(path: str, cache_dir: str, limit: int = 0) -> list[Table]:
+    """Return the data sets of `data.path`, entries in sorted order, the hub's last.
+
+    Without a `data.cache_dir` the library chooses where Arrow files go. Raises ConfigError if a
+    data set is missing or cannot be read, or the library is not installed.
+    """
+    parts = sorted_parts(path)
+    if not parts:
+        message = (
+            "this data.source needs a file, a directory or a glob here, or hf:NAME, a data set of "
+            "the hub"
+        )
+        raise ConfigError(Problem(_PATH, message))
+    library = _library()
+    return [Table(part, _open(part, cache_dir, limit, library)) for part in parts]
+
+
+def contents_of(part: str, cache_dir: str) -> Contents | None:
+    """Return what an entry of `data.path` has its rows from, downloading it if need be; None for
+    plain files. Raises ConfigError if it cannot be read.
+    """
+    if not part.startswith(SCHEME):
+        directory = Path(part).expanduser()
+        try:
+            entries = json.loads((directory / _SAVED).read_bytes())["_data_files"]
+            files = [directory / entry["filename"] for entry in entries]
+        except Exception:  # not what `save_to_disk` writes; who reads the rows says so
+            return None
+        return Contents([str(file) for file in files if file.is_file()])
+    name = HubName.of(part)
+    selection = f"configuration {name.configuration or 'default'}, split {name.split}"
+    if Path(name.name).is_dir():
+        return Contents(local_files(name.name, ("",)), selection, selection)
+    commits = _commits(_from_hub(part, cache_dir))
+    shown = f"{SCHEME}{name.name}:{name.configuration or ''}:{name.split}"
+    return Contents([], shown, f"{' '.join(commits)} {selection}")
+
+
+def _commits(rows: "Dataset") -> list[str]:
+    """Return the hub commits that rows come from: their files' directories are named after them."""
+    return sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
+
+
+def _open(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Dataset":
+    if part.startswith(SCHEME):
+        return _from_hub(part, cache_dir)
+    directory = Path(part).expanduser()
+    if isfile(directory / _SAVED):
+        with _reading(part):
+            return library.load_from_disk(str(directory))
+    if isfile(directory / _SAVED_SPLITS):
+        with _reading(part):
+            splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
+            choices = ", ".join(str(directory / split) for split in splits)
+        message = f"{part} is a data set of splits; give one of {choices}"
+        raise ConfigError(Problem(_PATH, message))
+    return _from_files(part, cache_dir, limit, library)
+
+
+def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Dataset":
+    """Return the table of an entry's files, which must all be of one kind."""
+    if is_remote(part):
+        stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
+        if stored & {_SAVED, _SAVED_SPLITS}:
+            message = (
+                f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
+            )
+            raise ConfigError(Problem(_PATH, message))
+    files = require_content(find_files(part, _SUFFIXES, cache_dir, limit))
+    builders: dict[str, list[str]] = {}
+    for file in files:
+        builders.setdefault(_builder(file), []).append(file)
+    if len(builders) > 1:
+        kinds = ", ".join(f"{kind} such as {names[0]}" for kind, names in builders.items())
+        message = f"{part} has files of several kinds: {kinds}; give a glob for each"
+        raise ConfigError(Problem(_PATH, message))
+    ((builder, names),) = builders.items()
+    with _reading(part):
+        return library.load_dataset(
+            builder, data_files=names, split="train", cache_dir=_library_cache(cache_dir)
+        )
+
+
+def _builder(file: str) -> str:
+    name = file.lower()
+    ending = Path(name.removesuffix(Path(name).suffix) if name.endswith(PACKED) else name).suffix
+    if ending not in _BUILDERS:
+        message = f"{file} is none of {', '.join(f'*{kind}' for kind in _BUILDERS)}"
+        raise ConfigError(Problem(_PATH, message))
+    return _BUILDERS[ending]
+
+
+def _from_hub(part: str, cache_dir: str) -> "Dataset":
+    name = HubName.of(part)
+    library = _library()
+    with _reading(part):
+        rows = library.load_dataset(
+            name.name,
+            name.configuration,
+            split=name.split,
+            revision=name.revision,
+            cache_dir=_library_cache(cache_dir),
+            keep_in_memory=False,
+        )
+    if name.revision and not Path(name.name).is_dir():
+        _check_revision(part, name.name, name.revision, _commits(rows))
+    return rows
+
+
+def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> None:
+    """Refuse rows of another commit: offline, the library takes the newest one in its cache."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    wanted: str | None = revision
+    if not _COMMIT.fullmatch(revision):  # a branch or tag: its commit at the last download
+        # Loading a data set stores this file in a directory named after the commit.
+        file = try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=revision)
+        if isinstance(file, str):
+            wanted = Path(file).parent.name
+        else:
+            wanted = None
+            with suppress(Exception):  # its type differs between versions
+                wanted = HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS).sha
+    if commits != [wanted]:
+        other = ", ".join(commits)
+        reason = f"the cache of this machine has commit {other}, not {wanted or 'that of it'}"
+        message = f"{part}: {reason}; load it once where there is a network, or name a commit"
+        raise ConfigError(Problem(_PATH, message))
+
+
+@contextmanager
+def _reading(part: str) -> Iterator[None]:
+    """Turn errors of the library into a ConfigError that says what to do."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        yield
+    except DatasetNotFoundError as error:
+        remedy = "correct its name; a private or gated one needs a token in HF_TOKEN"
+        raise ConfigError(Problem(_PATH, f"{part}: {error}; {remedy}")) from error
+    except ConnectionError as error:
+        message = (
+            f"{part} is not in the cache of this machine, and the hub cannot be reached: load it "
+            "once where there is a network, or give the directory of save_to_disk or files"
+        )
+        raise ConfigError(Problem(_PATH, message)) from error
+    except Exception as error:  # of many libraries
+        reason = f"{type(error).__name__}: {error.__cause__ or error}"
+        message = f"{part} cannot be read by datasets: {reason}"
+        # The hub's HTTP client is httpx or httpx2, by version.
+        if type(error).__module__.startswith("httpx"):
+            message = f"{part} could not be downloaded: {reason}; another start goes on"
+        raise ConfigError(Problem(_PATH, message)) from error
+
+
+def _library_cache(cache_dir: str) -> str | None:
+    """Return where the library keeps Arrow files; None leaves it to HF_HOME."""
+    return str(cache_directory(cache_dir) / "datasets") if cache_dir else None
+
+
+def _library() -> ModuleType:
+    with optional("datasets", "datasets", "data.source"):
+        if not is_installed("datasets"):  # a folder `datasets` would be imported, too
+            raise ModuleNotFoundError(name="datasets")
+        import datasets
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
 
 
 class Tables:
-    """The rows of some data sets, one data set after the other; picklable.
-
-    Args:
-      tables: the data sets, at least one.
-      columns: for each table, the columns to read.
-    """
+    """Some columns of each of some data sets, one data set after the other; picklable."""
 
     def __init__(self, tables: Sequence[Table], columns: Sequence[Sequence[str]]):
         self._names = [table.name for table in tables]
@@ -34,14 +265,14 @@ class Tables:
             table.rows.with_format(None).select_columns(list(names))
             for table, names in zip(tables, columns, strict=True)
         ]
-        self._firsts = np.array([0, *accumulate(len(table) for table in self._tables)])
+        self._parts = Parts(map(len, self._tables))
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return len(self._parts)
 
     def row(self, index: int) -> dict[str, object]:
         """Return a row's values by column; raise BadDocument if a text in it is not UTF-8."""
-        table, row = self._locate(index)
+        table, row = self._parts.locate(index)
         try:
             values: dict[str, object] = self._tables[table][row]
         except UnicodeDecodeError as error:
@@ -50,12 +281,8 @@ class Tables:
 
     def place(self, index: int) -> str:
         """Return the data set and the number of its row, from 0, for messages."""
-        table, row = self._locate(index)
+        table, row = self._parts.locate(index)
         return f"{self._names[table]}: row {row}"
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        table = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return table, int(index - self._firsts[table])
 
 
 class TableDocuments:
@@ -68,11 +295,7 @@ class TableDocuments:
         return len(self._tables)
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        """Return text, or token ids; a row without a value is an empty text.
-
-        Raises:
-          BadDocument: there is a null among the token ids.
-        """
+        """Return text, or token ids; a row without a value is an empty text."""
         (value,) = self._tables.row(index).values()
         if isinstance(value, list) and None in value:
             message = f"{self._tables.place(index)}: a null among the token ids"
@@ -91,13 +314,11 @@ class TableLines:
         return len(self._tables)
 
     def line(self, index: int) -> bytes:
-        """Return an object with `messages`, and `tools` if the table has them."""
         row = self._tables.row(index)
         row[_MESSAGES] = row.pop(self._column)
         return line_of(self.place(index), row)
 
     def place(self, index: int) -> str:
-        """Return the data set and the number of its row, from 0, for messages."""
         return self._tables.place(index)
 
 
@@ -118,11 +339,8 @@ def datasets(config: DataConfig) -> TableDocuments:
 
 
 def datasets_chat(config: DataConfig) -> Conversations:
-    """Return the conversations in the data sets of `data.path`, in the order of `datasets`.
-
-    Raises:
-      ConfigError: see `datasets`; or there is no chat template, or the tokenizer cannot encode
-        conversations.
+    """Return the conversations in the data sets of `data.path`, in the order of `datasets`; errors
+    are those of `datasets` and `template_of`.
     """
     template = template_of(config)
     tables = open_tables(config.path, config.cache_dir, config.cache_limit)

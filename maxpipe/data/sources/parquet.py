@@ -5,11 +5,9 @@ therefore rewritten once as an uncompressed Arrow file of that column alone, whi
 see `data.cache_dir`.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -18,7 +16,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument
+from maxpipe.data.documents import BadDocument, Parts
 from maxpipe.data.files import files_of, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
@@ -30,29 +28,21 @@ COLUMNS = ("text", "tokens")
 
 
 class ArrowRows:
-    """The rows of Arrow files that have one column each.
-
-    Args:
-      paths: the Arrow files.
-      originals: the files that the user knows, of which these are copies.
+    """The rows of Arrow files that have one column each; `originals` are the files that the user
+    knows, of which `paths` are copies.
     """
 
     def __init__(self, paths: list[str], originals: Sequence[str]):
         self._paths = paths
         self._originals = originals
-        self._firsts = [0, *accumulate(len(_map_column(path)) for path in paths)]
+        self._parts = Parts(len(_map_column(path)) for path in paths)
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return len(self._parts)
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        """Return text, or token ids; a row without a value is an empty text.
-
-        Raises:
-          BadDocument: the text is not UTF-8.
-        """
-        file = bisect_right(self._firsts, index) - 1
-        row = index - self._firsts[file]
+        """Return text, or token ids; a row without a value is an empty text."""
+        file, row = self._parts.locate(index)
         try:
             value = _map_column(self._paths[file])[row].as_py()
         except UnicodeDecodeError as error:
@@ -101,15 +91,10 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLUMNS) -> "pa.Field":
-    """Return name and type, without dictionary encoding, of the column that holds documents.
+    """Return name and type, without dictionary encoding, of the first of `columns` that exists.
 
-    Args:
-      path: name in messages of what has the columns.
-      schema: schema of the columns.
-      columns: names that the column may have; the first that exists is taken.
-
-    Raises:
-      ConfigError: no such column exists, or it holds neither text nor token ids.
+    `path` names in messages what has the columns. Raises ConfigError if none exists, or if it holds
+    neither text nor token ids.
     """
     pyarrow = _pyarrow()
     types = pyarrow.types
@@ -117,9 +102,8 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
         if name in schema.names:
             stored = schema.field(name).type
             kind = stored.value_type if types.is_dictionary(stored) else stored
-            is_list = (
-                types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-            )
+            are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+            is_list = any(check(kind) for check in are_lists)
             is_text = types.is_string(kind) or types.is_large_string(kind)
             if is_text or (is_list and types.is_integer(kind.value_type)):
                 return pyarrow.field(name, kind)
@@ -132,10 +116,8 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
 
 
 def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[pa.Array]":
-    """Yield the documents' column of each batch of rows.
-
-    Raises:
-      ConfigError: the file is damaged, or a list of token ids has a null in it.
+    """Yield the documents' column of each batch of rows; raises ConfigError if the file is damaged,
+    or a list of token ids has a null in it.
     """
     first = 0
     with _reading(path), file:
@@ -151,16 +133,11 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
 
 
 def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, object]]:
-    """Yield the rows of a parquet file as Python values.
-
-    Args:
-      path: the parquet file.
-      fields: columns to read if they exist.
-      needed: the column that must exist.
+    """Yield the rows of a parquet file as Python values, of those `fields` that exist.
 
     Raises:
-      ConfigError: the file is damaged, has no such column or a text that is not UTF-8, or pyarrow
-        is not installed.
+      ConfigError: the file is damaged, lacks the column `needed` or has a text that is not UTF-8,
+        or pyarrow is not installed.
     """
     with _reading(path):
         file = _pyarrow().parquet.ParquetFile(path)
@@ -188,7 +165,6 @@ def _as_python(path: str, batch: "pa.RecordBatch", first: int) -> list[dict[str,
 
 
 def _pyarrow() -> ModuleType:
-    """Import pyarrow; raise ConfigError if it is not installed."""
     with optional("pyarrow", "data", "data.source"):
         import pyarrow.parquet
     return pyarrow

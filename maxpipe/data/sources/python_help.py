@@ -26,7 +26,6 @@ class Questions:
         return len(_conversations())
 
     def __getitem__(self, index: int) -> MarkedText:
-        """Return a conversation as text in which the answers are targets."""
         return self._template.render(_conversations()[index], None)
 
 
@@ -59,11 +58,8 @@ def _of_module(module: str, source: str) -> Iterator[list[Message]]:
 
 
 def python_help(config: DataConfig) -> Questions:
-    """Return conversations about the running Python's standard library. `data.path` is not used.
-
-    Raises:
-      ConfigError: this Python comes without the source of its library, there is no chat template,
-        or the tokenizer cannot encode conversations.
+    """Return conversations about the running Python's standard library, unless Python comes without
+    its source; errors are those of `template_of`.
     """
     questions = Questions(template_of(config))
     if not len(questions):

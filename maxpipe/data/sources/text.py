@@ -20,27 +20,20 @@ from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
 SKIPPED_DIRECTORIES = {
-    "__pycache__",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
+    *("__pycache__", "idle_test", "test", "tests"),
+    *("site-packages", "dist-packages"),
 }
-
 
 LEAST_PIECE = 4096  # bytes in a piece of a single text file
 LEAST_PIECES = 10  # pieces of a file that is partly held out
 
 
 def text(config: DataConfig) -> "FileDocuments | TextPieces":
-    """Return the files of `data.path` in sorted order without empty ones.
+    """Return the files of `data.path` in sorted order without empty ones; raises ConfigError if
+    there are none.
 
     A single file is read in pieces, so that part of it can be held out; with data.eval_fraction=0
     and no validation set it is one document.
-
-    Raises:
-      ConfigError: there is no file, or all are empty.
     """
     files = files_of(config, "text")
     copies = [unpacked(file, config.cache_dir, config.cache_limit) for file in files]
@@ -62,9 +55,6 @@ class TextPieces:
       original: the file that the user knows, of which this may be a copy.
       size: size of a piece in bytes, at least `LEAST_PIECE`.
       least: least number of pieces; a small file is cut into smaller ones to have as many.
-
-    Attributes:
-      notes: notes for users about the documents.
     """
 
     def __init__(self, path: str, original: str, size: int, least: int):
@@ -82,7 +72,6 @@ class TextPieces:
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a piece; errors are those of `read_text`."""
         start, end = self._pieces[index].tolist()
         return read_text(self._path, start, end, self._original)
 
@@ -116,10 +105,7 @@ def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
 def python_stdlib(config: DataConfig) -> FileDocuments:
     """Return one document per module of the running Python's standard library, in order of path.
 
-    This is real text, megabytes of it, on every machine. `data.path` is not used.
-
-    Raises:
-      ConfigError: this Python comes without the source of its library.
+    This is real text, megabytes of it, on every machine, unless Python comes without its source.
     """
     paths = _stdlib_files()
     if not paths:
@@ -178,10 +164,8 @@ class JsonLines:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a line.
-
-        Raises:
-          BadDocument: the line is not an object with a string under "text"; the message says where.
+        """Return the text of a line; raises BadDocument if it is no object with a string under
+        "text".
         """
         try:
             text = json.loads(self.line(index))["text"]
@@ -198,8 +182,7 @@ class JsonLines:
         return text
 
     def line(self, index: int) -> bytes:
-        """Return a line."""
-        file, start, end = self._lines.locate(index)
+        file, start, end = self._lines.stretch(index)
         with open(self._paths[file], "rb") as stream:
             stream.seek(start)
             return stream.read(end - start)
@@ -211,21 +194,16 @@ class JsonLines:
 
     def position(self, index: int) -> tuple[str, int]:
         """Return the original file that has a line, and the line's number from 1."""
-        file, start, _ = self._lines.locate(index)
+        file, start, _ = self._lines.stretch(index)
         num_blank = int(np.searchsorted(self._blanks[file], start))
-        return self._originals[file], self._lines.number_in_file(index) + num_blank + 1
+        return self._originals[file], self._lines.locate(index)[1] + num_blank + 1
 
 
 class _Index(NamedTuple):
-    """Where the lines of a file are.
+    """Where the lines of a file are, in bytes."""
 
-    Attributes:
-      lines: start and end in bytes of each line that is not blank, int64 [lines, 2].
-      blanks: start of each blank line, int64 [blank lines].
-    """
-
-    lines: np.ndarray
-    blanks: np.ndarray
+    lines: np.ndarray  # start and end of each line that is not blank, int64 [lines, 2]
+    blanks: np.ndarray  # start of each blank line, int64 [blank lines]
 
 
 @lru_cache(maxsize=1024)
@@ -245,10 +223,8 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
 def jsonl(config: DataConfig) -> JsonLines:
     """Return the lines of the files of `data.path`, files in sorted order.
 
-    In a directory these are *.jsonl and *.ndjson, also packed, and packed *.json.
-
-    Raises:
-      ConfigError: there is no file, or one holds no lines or is damaged.
+    In a directory these are *.jsonl and *.ndjson, also packed, and packed *.json. Raises
+    ConfigError if there is none, or one holds no lines or is damaged.
     """
     files = require_content(files_of(config, "jsonl"))
     copies = [unpacked(path, config.cache_dir, config.cache_limit) for path in files]

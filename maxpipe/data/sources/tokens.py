@@ -27,10 +27,9 @@ MOST_MAPPED = 128  # files mapped at a time
 
 
 class TokenFiles:
-    """The documents of some token files.
+    """The documents of some .bin and .npy files of token ids.
 
     Args:
-      paths: .bin and .npy files.
       dtype: dtype of the .bin files, such as `<u2`.
       eos_id: id that ends documents in files without an index; not part of the document.
     """
@@ -46,8 +45,7 @@ class TokenFiles:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the token ids of one document, [tokens], in the file's dtype."""
-        file, start, end = self._spans.locate(index)
+        file, start, end = self._spans.stretch(index)
         return np.array(_map_tokens(self._paths[file], self._dtype)[start:end])
 
 
@@ -55,11 +53,7 @@ class TokenFiles:
 # to every worker. Each holds a file descriptor, of which macOS gives a process 256.
 @lru_cache(maxsize=MOST_MAPPED)
 def _map_tokens(path: str, dtype: str) -> np.ndarray:
-    """Return the file's tokens, [tokens], read-only.
-
-    Raises:
-      ConfigError: the file is not a flat array of integers.
-    """
+    """Return the file's tokens, [tokens], read-only."""
     if path.endswith(".npy"):
         return _load_integers(path)
     size, width = Path(path).stat().st_size, np.dtype(dtype).itemsize
@@ -126,12 +120,8 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 class SyntheticDocuments:
-    """Documents of 1 to `max_tokens` ids, drawn uniformly; document i is a pure function of i.
-
-    Args:
-      vocab_size: exclusive upper bound of ids.
-      eos_id: id that is never drawn.
-      max_tokens: length of the longest document.
+    """Documents of 1 to `max_tokens` ids other than `eos_id`, drawn uniformly; document i is a pure
+    function of i.
     """
 
     def __init__(self, vocab_size: int, eos_id: int, max_tokens: int):
@@ -143,7 +133,6 @@ class SyntheticDocuments:
         return NUM_SYNTHETIC
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the token ids of one document, int32 [tokens]."""
         random = np.random.default_rng(index)
         size = random.integers(1, self._max_tokens, endpoint=True)
         ids = random.integers(self._vocab_size - 1, size=size)

@@ -63,34 +63,24 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_document_with_file_and_row(tmp_p
     assert (documents[0], documents[2]) == ("a", "x")
 
 
-def test_parquet_without_document_column_raises(tmp_path):
-    for columns, message in [
-        ({"content": ["a"], "id": [1]}, 'has the columns content, id; it needs "text" or "tokens"'),
-        (
-            {"text": [1.5]},
-            "column 'text' holds double, not text (strings) or token ids (lists of integers)",
-        ),
-    ]:
-        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-        with pytest.raises(ConfigError) as found:
-            open_source(tmp_path)
-        assert message in str(found.value)
-
-
-def test_parquet_other_file_raises(tmp_path):
-    (tmp_path / "a.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"a\.parquet is no parquet file"):
-        open_source(tmp_path)
-
-
-def test_parquet_damaged_page_is_not_blamed_on_cache(tmp_path):
+def test_parquet_file_that_cannot_be_read_is_named(tmp_path):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), path, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[4:60] = bytes(56)  # the header of the first page
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.parquet "):
-        open_source(tmp_path)
+    others = {"content": ["a"], "id": [1]}
+    for content, message in [
+        (others, 'a.parquet has the columns content, id; it needs "text" or "tokens"'),
+        ({"text": [1.5]}, r"a\.parquet: column 'text' holds double, not text \(strings\) or token"),
+        ({"text": TEXTS}, r"a\.parquet "),  # not the cache's
+        (None, r"a\.parquet is no parquet file"),
+    ]:
+        path.write_text("no parquet")
+        if content:
+            pq.write_table(pa.table(content), path, compression="zstd")
+        if content == {"text": TEXTS}:
+            damaged = bytearray(path.read_bytes())
+            damaged[4:60] = bytes(56)  # the header of the first page
+            path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"^data\.path: \S*{message}"):
+            open_source(tmp_path)
 
 
 def test_parquet_missing_library_names_extra(tmp_path, monkeypatch):
