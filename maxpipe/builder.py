@@ -32,9 +32,9 @@ from maxpipe.plan.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
 from maxpipe.training.mpmd_trainer import MpmdTrainer
-from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
+from maxpipe.training.update import Optimizer
 
 
 def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note) -> EngineInputs:

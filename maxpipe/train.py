@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_inputs(loaded)
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer
-        from maxpipe.training.launch import launch
+        from maxpipe.training.start import launch
 
         return launch(loaded, supervision, build_trainer)
 

@@ -18,10 +18,10 @@ from maxpipe.devices.start import start_jax
 from maxpipe.supervision import supervise_in_program
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.telemetry.recorder import METRICS
-from maxpipe.training.launch import launch, log
 from maxpipe.training.loop import DIVERGED, DONE, OnStep
 from maxpipe.training.loop import Run as LoopRun
 from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.start import launch, log
 
 
 class Diverged(RuntimeError):

@@ -230,5 +230,5 @@ class WeightFormat(Variant):
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "hf": WeightFormat("maxpipe.hf.importer:HfWeights", summary="safetensors of Hugging Face"),
     "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", summary="a MaxText step"),
-    "run": WeightFormat("maxpipe.training.run_weights:RunWeights", summary="a run of maxpipe"),
+    "run": WeightFormat("maxpipe.training.initial_weights:RunWeights", summary="a run of maxpipe"),
 }

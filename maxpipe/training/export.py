@@ -23,7 +23,7 @@ from maxpipe.hf.exporter import export
 from maxpipe.hf.model_types import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
 from maxpipe.hf.single_file import export_file
-from maxpipe.training.continuity import version_of
+from maxpipe.training.resuming import version_of
 
 DONE, NOT_READ = 0, 1  # exit codes
 

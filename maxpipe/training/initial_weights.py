@@ -1,25 +1,37 @@
-"""Open the weights that a new run starts from, `init_from`, and show the progress of reading."""
+"""Open the weights that a new run starts from, `init_from`: of a model, or of another run."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.reader import PARAMS, read_arrays
+from maxpipe.checkpoint.record import FILE, ITEM, read_record
 from maxpipe.config.catalog import WEIGHT_FORMATS
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
-from maxpipe.config.model_places import MAXTEXT, RUN, split_scheme
+from maxpipe.config.model_places import MAXTEXT, RUN, run_of, split_scheme
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import check_base_tokenizer
-from maxpipe.model.parameters import Params, has_frozen, trainable
+from maxpipe.devices import processes
+from maxpipe.devices.agreement import agree_on
+from maxpipe.model.parameters import Params, ParamSpec, has_frozen, map_specs, trainable
 from maxpipe.model.program import ModelProgram
-from maxpipe.telemetry.byte_progress import ByteProgress
+from maxpipe.storage.local_files import sampled_digest
+from maxpipe.telemetry.byte_progress import ByteProgress, format_bytes
 from maxpipe.training.state import initial_params
 from maxpipe.training.trainer import ReadParameter
+
+KEY = "init_from"
 
 
 class InitialWeights(Protocol):
@@ -123,3 +135,108 @@ def with_progress(weights: InitialWeights, progress: ByteProgress) -> ReadParame
         return value
 
     return read
+
+
+class RunWeights:
+    """The parameters of a run's newest step, checked against the model.
+
+    The step may have been made with any mesh, schedule and engine. Its optimizer state is not read.
+
+    Args:
+      config: the resolved configuration; `init_from` names the directory of the run.
+      together: whether all processes open them now. They read the step that process 0 finds, since
+        a run still in training may commit a newer one meanwhile, and check that it is the same.
+
+    Attributes:
+      num_bytes, num_elements: bytes and elements of all parameters.
+
+    Raises:
+      ConfigError: there is no step, it cannot be read, it has adapters, its model differs (all
+        names are listed), or processes see different steps.
+    """
+
+    def __init__(self, config: Config, *, together: bool = False):
+        self._directory = newest_step(config.init_from, together=together)
+        try:
+            record = read_record(self._directory)
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        if record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):
+            message = (
+                f"{config.init_from} has adapters (model.lora); python -m maxpipe.export "
+                f"{run_of(config.init_from)} --hf NEW merges them, and hf:NEW names the result"
+            )
+            raise ConfigError(Problem(KEY, message))
+        if together and processes.count() > 1:
+            file = self._directory / ITEM / FILE
+            agree_on({KEY: sampled_digest(str(file), file.stat().st_size)})
+        self._leaves = {
+            name: leaf for name, leaf in record.leaves.items() if name.startswith(f"{PARAMS}.")
+        }
+        if lines := differences(self._leaves, _expected(config), any_float=True):
+            raise ConfigError(*(Problem(KEY, f"{self._directory}: {line}") for line in lines))
+        self.num_bytes = sum(nbytes(leaf) for leaf in self._leaves.values())
+        self.num_elements = sum(math.prod(leaf.shape) for leaf in self._leaves.values())
+
+    def describe(self) -> list[str]:
+        """Return a line about what is read."""
+        size = f"{format_bytes(self.num_bytes)} in {len(self._leaves)} arrays"
+        return [f"{KEY}   {self._directory}: {size}, the optimizer starts at zero"]
+
+    def read(
+        self,
+        path: tuple[str, ...],
+        like: jax.ShapeDtypeStruct,
+        advance: Callable[[float], None] = lambda share: None,
+    ) -> jax.Array:
+        """Return a parameter in its layout on disk, [stacked_layers, ...] for a layer parameter.
+
+        Args:
+          path: keys that lead to the parameter.
+          like: shape, dtype and sharding of the result.
+          advance: called once, at the end, with the share that has been read: 1.
+
+        Raises:
+          ConfigError: a file is damaged, or cannot be read.
+        """
+        name = ".".join((PARAMS, *path))
+        try:
+            array = read_arrays(self._directory, self._leaves, {name: like.sharding})[name]
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        advance(1.0)
+        assert isinstance(array, jax.Array)
+        return array.astype(like.dtype)
+
+
+def newest_step(value: str, *, together: bool = False) -> Path:
+    """Return the directory of the newest committed step that `run:DIR` names.
+
+    Args:
+      value: the value of `init_from`.
+      together: whether all processes call this, to take the step that process 0 finds.
+
+    Raises:
+      ConfigError: there is no such step.
+    """
+    store = open_steps(run_of(value), KEY)
+    step = max(store.steps(), default=0)
+    step = processes.of_first_process(step) if together else step
+    if not step:
+        raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
+    with store.local_copy(step) as directory:
+        return directory  # on this machine, since `run:` takes no URL
+
+
+def _expected(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of each parameter on disk, by its name there."""
+
+    def outer(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+    def layers(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.model.stacked_layers, *spec.shape), spec.dtype)
+
+    specs = ModelProgram(config.model).specs
+    shapes = {part: map_specs(outer, specs[part]) for part in ("embed", "head")}
+    return named_leaves({PARAMS: shapes | {"layers": map_specs(layers, specs["layers"])}})

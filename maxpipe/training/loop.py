@@ -34,7 +34,7 @@ OnStep = Callable[[int, Row], None]
 
 @dataclass(kw_only=True)
 class Run:
-    """What the loop works with; built by `maxpipe.training.launch.start_run`.
+    """What the loop works with; built by `maxpipe.training.start.start_run`.
 
     Attributes:
       config: the resolved configuration.

@@ -27,8 +27,6 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.expert_load import load_figures, with_excess
-from maxpipe.training.optimizer import Optimizer
-from maxpipe.training.spikes import History
 from maxpipe.training.stage_exchange import DeviceExchange, HostExchange, StageExchange
 from maxpipe.training.state import (
     HostArray,
@@ -47,6 +45,7 @@ from maxpipe.training.state import (
 )
 from maxpipe.training.step import judge_step
 from maxpipe.training.trainer import ReadParameter, Trainer
+from maxpipe.training.update import History, Optimizer
 
 ResultT = TypeVar("ResultT")
 

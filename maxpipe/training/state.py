@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model import parameters
 from maxpipe.model.parameters import Params
-from maxpipe.training.spikes import History
+from maxpipe.training.update import History
 
 StateT = TypeVar("StateT")
 LeafT = TypeVar("LeafT")

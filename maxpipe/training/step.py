@@ -10,9 +10,8 @@ from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.training.expert_load import load_figures
-from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.spikes import History
 from maxpipe.training.state import TrainState
+from maxpipe.training.update import History, Optimizer, global_norm
 
 
 def train_step(

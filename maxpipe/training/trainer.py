@@ -22,7 +22,6 @@ from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.batches import batch_digest
 from maxpipe.training.expert_load import with_excess
-from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.state import (
     HostArray,
     TrainState,
@@ -37,6 +36,7 @@ from maxpipe.training.state import (
     with_sharding,
 )
 from maxpipe.training.step import train_step
+from maxpipe.training.update import Optimizer
 
 StateT = TypeVar("StateT")
 # Returns the parameter at a path in its layout on disk, given its shape, dtype and sharding there.

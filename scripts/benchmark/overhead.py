@@ -102,7 +102,7 @@ class Update:
         from maxpipe.config import Config, replace
         from maxpipe.model import parameters
         from maxpipe.model.program import ModelProgram
-        from maxpipe.training.optimizer import Optimizer
+        from maxpipe.training.update import Optimizer
 
         config = replace(Config(), **SIZE | values)
         specs = ModelProgram(config.model, lambda *_: None).specs

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import pkgutil
-from functools import partial
 
 import pytest
 
@@ -44,8 +43,13 @@ def function_of(*parameters, returns=""):
 
 
 def class_with(*attributes):
-    """Return a check for classes that have those attributes."""
-    return lambda value: inspect.isclass(value) and all(map(partial(hasattr, value), attributes))
+    """Return a check for classes, other than protocols, that have those attributes."""
+
+    def is_variant(value):
+        is_class = inspect.isclass(value) and not getattr(value, "_is_protocol", False)
+        return is_class and all(hasattr(value, name) for name in attributes)
+
+    return is_variant
 
 
 # For each table: packages of the implementations, and which public objects there are variants.
@@ -67,7 +71,7 @@ FAMILIES = {
     "MODEL_TYPES": ("maxpipe.hf.families", class_with("model_type", "write")),
     "MODEL_PLACES": ("maxpipe.storage", class_with("names", "fetch")),
     "WEIGHT_FORMATS": (
-        "maxpipe.hf maxpipe.migration maxpipe.training.run_weights",
+        "maxpipe.hf maxpipe.migration maxpipe.training.initial_weights",
         class_with("describe", "read"),
     ),
 }

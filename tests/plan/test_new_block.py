@@ -19,7 +19,7 @@ from maxpipe.plan.flops import model_flops_per_token, parameter_count
 from maxpipe.plan.footprint import handed_over_width, layer_of, residual_width, stash_width
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.stage_times import layer_times
-from maxpipe.training import launch
+from maxpipe.training import start
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
 # Weights that the block has and the Llama block has not: a gated MLP, and D -> 4 D -> D.
@@ -90,17 +90,17 @@ def test_layer_flops_are_those_of_the_compiled_layer():
 
 def test_mfu_follows_the_block_through_the_run(monkeypatch):
     chip = chip_for("TPU v5")
-    monkeypatch.setattr(launch, "chip_for", lambda kind: chip)
+    monkeypatch.setattr(start, "chip_for", lambda kind: chip)
     mesh = make_mesh(config_of())
-    wide, llama = (launch.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
+    wide, llama = (start.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
     more = 16 * T * 6 * LAYERS * MORE_WEIGHTS
     assert wide - llama == pytest.approx(more / (chip.peak_flops["float32"] * mesh.size))
 
 
 def test_layer_is_not_traced_for_mfu_where_the_chip_is_unknown(monkeypatch):
-    monkeypatch.setattr(launch, "model_flops_per_token", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr(start, "model_flops_per_token", lambda *_: pytest.fail("traced"))
     config = config_of()
-    assert launch.peak_seconds(config, make_mesh(config)) is None
+    assert start.peak_seconds(config, make_mesh(config)) is None
 
 
 def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():

@@ -9,7 +9,7 @@ from helpers.training_process import DATA_PARALLEL, command, steps_of
 from maxpipe import train
 from maxpipe.config import OptimizerConfig
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.spikes import SpikeFilter
+from maxpipe.training.update import SpikeFilter
 
 HERE = (
     *DATA_PARALLEL,

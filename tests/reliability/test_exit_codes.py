@@ -92,7 +92,7 @@ def test_train_unexpected_error_exits_with_1_and_traceback(tmp_path, monkeypatch
     def broken(*arguments):
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr("maxpipe.training.launch.train", broken)
+    monkeypatch.setattr("maxpipe.training.start.train", broken)
     with pytest.raises(RuntimeError, match="unforeseen"):
         main(tmp_path)
 

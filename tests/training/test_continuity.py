@@ -19,14 +19,14 @@ from maxpipe.config.options import OPTIONS, get, update
 from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
-from maxpipe.training.continuity import (
+from maxpipe.training.resuming import (
     check_continuity,
     describe_changes,
     rate_change,
     version_changes,
 )
-from maxpipe.training.launch import finished_step, run_contents
 from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.start import finished_step, run_contents
 
 
 @pytest.fixture

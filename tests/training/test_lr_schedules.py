@@ -8,7 +8,7 @@ import pytest
 
 from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import LR_SCHEDULES
-from maxpipe.training.optimizer import Optimizer
+from maxpipe.training.update import Optimizer
 
 # Ten steps of warm-up, then a hundred steps of decay from 2 to 0.2.
 CONFIG = OptimizerConfig(learning_rate=2.0, warmup_steps=10, decay_steps=110, final_fraction=0.1)

@@ -15,8 +15,8 @@ from maxpipe.checkpoint.arrays import named_leaves
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
 from maxpipe.training import optimizers
-from maxpipe.training.optimizer import Optimizer, global_norm
 from maxpipe.training.state import map_by_parameter
+from maxpipe.training.update import Optimizer, global_norm
 
 LAYOUTS = {
     "one stage": {"pipeline.engine": "sequential"},

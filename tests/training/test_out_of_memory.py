@@ -10,7 +10,7 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.supervision.failure import MemoryTooSmall
 from maxpipe.train import main
-from maxpipe.training import launch
+from maxpipe.training import start
 from maxpipe.training.out_of_memory import explaining_memory
 
 # As written by XLA for CPUs, GPUs (three times) and TPUs (compiling, allocating, loading).
@@ -68,7 +68,7 @@ def test_train_without_memory_ends_with_1_and_no_traceback(tmp_path, monkeypatch
     def fail(run):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    monkeypatch.setattr(launch, "train", fail)
+    monkeypatch.setattr(start, "train", fail)
     with pytest.raises(SystemExit) as end:
         main([*write_config(tmp_path), "mesh.simulated_devices=8", "mesh.ici.fsdp=4"])
     assert end.value.code == 1

@@ -64,15 +64,6 @@ from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.compile_ahead import compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
-from maxpipe.training.continuity import (
-    DOCUMENTS,
-    FINGERPRINT,
-    VERSIONS,
-    check_continuity,
-    describe_changes,
-    naming_shapes,
-    version_changes,
-)
 from maxpipe.training.elastic import fit_hosts
 from maxpipe.training.initial_weights import (
     InitialWeights,
@@ -84,12 +75,19 @@ from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.out_of_memory import explaining_memory
 from maxpipe.training.resuming import (
+    DOCUMENTS,
+    FINGERPRINT,
+    VERSIONS,
+    check_continuity,
     continue_loader,
     dated,
+    describe_changes,
     followed_once,
     live_state,
+    naming_shapes,
     restore,
     step_to_continue,
+    version_changes,
 )
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.samples import check_samples

@@ -10,8 +10,8 @@ from maxpipe import train
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import load, resolve
 from maxpipe.devices import processes
-from maxpipe.training import run_weights
-from maxpipe.training.run_weights import RunWeights, newest_step
+from maxpipe.training import initial_weights
+from maxpipe.training.initial_weights import RunWeights, newest_step
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_weights_of_a_run_that_processes_read_together_are_compared(
     config = resolve(load(words[0], [*words[1:], f"init_from=run:{root}"]), 8)
     compared: list[dict[str, str]] = []
     monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(run_weights, "agree_on", compared.append)
+    monkeypatch.setattr(initial_weights, "agree_on", compared.append)
     RunWeights(config)
     assert compared == []
     RunWeights(config, together=True)

@@ -14,7 +14,7 @@ from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.training import optimizers
-from maxpipe.training.optimizer import Optimizer, global_norm
+from maxpipe.training.update import Optimizer, global_norm
 
 CONFIG = OptimizerConfig(
     learning_rate=0.01,
