@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").glob("*.yml"))
 FOR_SLICES = sorted((ROOT / "configs").glob("*/*.yml"))
 COMPILE = "python -m maxpipe.compile "
-# What the documentation compiles for TPU slices, without files that it writes and `--tune-flags`;
-# it has other examples for simulated devices.
+# What the documentation compiles for TPU slices, without files that it writes; it has other
+# examples for simulated devices.
 DOCUMENTED = [
-    re.sub(r" --tune-flags| --\S+ \S+", "", command.removeprefix(COMPILE)).split()
+    re.sub(r" --\S+ \S+", "", command.removeprefix(COMPILE)).split()
     for command in COMMANDS
     if command.startswith(COMPILE) and "topology=cpu" not in command
 ]

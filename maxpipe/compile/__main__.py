@@ -10,14 +10,13 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
+import sys
 from collections.abc import Sequence
-from functools import partial
 
 from maxpipe.compile.checks import check_command
 from maxpipe.compile.output_files import check_files
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.imports import import_words
 
 
 @exit_on_config_error()
@@ -26,8 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
     """
+    words = sys.argv[1:] if argv is None else argv
+    if "--tune-flags" in words:
+        script = "scripts/benchmark/tune_flags.py CONFIG.yml key=value ..."
+        raise ConfigError(Problem("--tune-flags", f"is a script of its own now: python {script}"))
     arguments = parse_args(
-        argv,
+        words,
         prog="python -m maxpipe.compile",
         description="Print what a train step needs, what it moves and how fast it could be.",
         add_flags=_add_flags,
@@ -44,13 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_command(arguments.loaded, flags)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
-    from maxpipe.compile.flag_tuning import launch as tune_flags
     from maxpipe.compile.launch import launch
     from maxpipe.training.stored_step import write
 
-    if flags.tune_flags:
-        words = [arguments.path, *flags.overrides, *import_words(flags.imports)]
-        return tune_flags(words, keys.topology, flags.json, partial(print, flush=True))
     return launch(arguments.loaded, flags, build_trainer, write)
 
 
@@ -79,11 +78,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--units", metavar="F1,B1", help="mpmd: compile these units alone, each with its time"
-    )
-    parser.add_argument(
-        "--tune-flags",
-        action="store_true",
-        help="TPUs: compile with several sets of compiler flags, and print which is the fastest",
     )
 
 

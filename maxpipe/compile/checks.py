@@ -2,7 +2,6 @@
 
 import argparse
 
-from maxpipe.compile.output_files import unpredictable
 from maxpipe.compile.unit_names import UNITS, check_units
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
@@ -26,8 +25,6 @@ def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
       ConfigError: there is no such slice, libtpu is not installed, the configuration does not fit
         the devices, or a flag does not apply.
     """
-    if flags.tune_flags:
-        _check_tuning(loaded.config, flags)
     if loaded.config.compile.topology != SIMULATED:
         check_slice(canonical_topology(loaded.config.compile.topology))
     config = _resolved(loaded)
@@ -76,17 +73,6 @@ def _resolved(loaded: Loaded) -> Config:
     if chip_of(topology) is None:
         return derive_known(loaded.config)
     return resolve(loaded, num_devices(topology) * keys.num_slices, keys.num_slices)
-
-
-def _check_tuning(config: Config, flags: argparse.Namespace) -> None:
-    """Raise ConfigError if compiler flags cannot be tuned, or other outputs are requested too."""
-    others = _of_one_program(config, flags) | {"--programs": flags.programs, UNITS: flags.units}
-    message = "is for a single compilation; leave it out, or --tune-flags"
-    problems = [Problem(key, message) for key, value in others.items() if value]
-    if reason := unpredictable(config.compile.topology):
-        problems.append(Problem("--tune-flags", reason))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _of_one_program(config: Config, flags: argparse.Namespace) -> dict[str, str | None]:

@@ -5,15 +5,13 @@ Compiling may take long, and this needs no JAX.
 
 import gzip
 from collections.abc import Mapping
-from pathlib import Path
 
 from maxpipe.compile.prediction.constants import constants_of
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.outputs import is_device, output_problems, write_file
+from maxpipe.config.outputs import is_device, output_problems
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.chips import CHIPS, chip_of
-from maxpipe.storage.local_files import write_atomically
 
 SAVE = "compile.save"
 GZIPPED = ".json.gz"
@@ -48,21 +46,6 @@ def check_files(arguments: Arguments) -> None:
         problems += [Problem(key, reason) for key in profiles]
     if problems:
         raise ConfigError(*problems)
-
-
-def replace_file(flag: str, file: str, content: str) -> None:
-    """Replace the file that a flag names atomically; if interrupted, the old file stays.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
-    if is_device(file):
-        write_file(flag, file, content)
-        return
-    try:
-        write_atomically(Path(file).resolve(), [content.encode()])
-    except OSError as error:
-        raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None
 
 
 def packed_trace(file: str, trace: bytes) -> bytes:

@@ -100,7 +100,7 @@ RECOMMENDED = {
 
 
 def sets_to_try(chip: str) -> list[FlagSet]:
-    """Return flags that may make a step on a TPU faster, or slower, for `--tune-flags`."""
+    """Return flags that may make a step on a TPU faster, or slower; tune_flags.py tries them."""
     recommended = FlagSet("overlap, as recommended", RECOMMENDED[chip].flags)
     offloaded = [_OFFLOADED] if chip in _SPARSE_CORES else []
     return [recommended, *offloaded, *_KERNEL_MEMORY]
@@ -139,7 +139,7 @@ def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
         return []
     chip = chip_for(device.device_kind)
     is_timed = chip is not None and chip.products_per_cycle is not None
-    compared = "; maxpipe.compile --tune-flags compares them" if is_timed else ""
+    compared = "; scripts/benchmark/tune_flags.py compares them" if is_timed else ""
     kind = short_name(device.device_kind)
     said = f"XLA flags for overlap on {kind}, at the price of memory{compared}:"
     return [said, assignment(recommended.variable, text)]

@@ -37,7 +37,7 @@ MISTAKES = {
     "compile.topology=v5e:3x3": "compile.topology: v5e:3x3: a host holds 2x2 chips",
     "compile.topology=cpu compile.load=step.bin": "compile.load: is for maxpipe.train",
     "compile.topology=cpu --profile=p.html": "--profile: needs the estimates of a TPU's",
-    "compile.topology=cpu --tune-flags": "--tune-flags: needs the estimates of a TPU's",
+    "--tune-flags": "--tune-flags: is a script of its own now: python scripts/benchmark/tune_flags",
     "compile.topology=cpu --units=F1": "--units: is for pipeline.engine=mpmd; the scheduled engine",
     "compile.topology=cpu --programs=out": "--programs: is for pipeline.engine=mpmd; the scheduled",
     "compile.topology=v3:2x2 --units=F1": "--units: is for pipeline.engine=mpmd",
@@ -46,7 +46,6 @@ MISTAKES = {
     f"compile.topology=cpu {ZB_V} compile.save=s": "compile.save: is for a train step in one prog",
     "compile.topology=cpu pipeline.engine=mpmd": "mpmd does not run schedule lockstep_1f1b",
     "compile.topology=cpu mesh.ici.fsdp=3": "mesh.ici: stage=2 x fsdp=3 makes 6, but there are 4",
-    "compile.topology=v5p:2x2x1 --hlo=s --tune-flags": "--hlo: is for a single compilation; leave",
 }
 
 

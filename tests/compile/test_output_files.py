@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxpipe.compile.output_files import check_files, packed_trace, replace_file
+from maxpipe.compile.output_files import check_files, packed_trace
 from maxpipe.config import ConfigError, load
 from maxpipe.config.cli import Arguments
 
@@ -52,18 +52,6 @@ def test_profiles_for_devices_without_a_prediction_are_refused(tmp_path):
             check(tmp_path, topology, profile="a.html", profile_trace="a.json.gz")
         assert str(info.value).count(reason) == 2
         check(tmp_path, topology, json="a.json")
-
-
-def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path):
-    (tmp_path / "file").write_text("before")
-    (tmp_path / "link").symlink_to("file")
-    with (tmp_path / "file").open() as before:
-        replace_file("--json", str(tmp_path / "link"), "after")
-        assert before.read() == "before"
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "after"
-    with pytest.raises(ConfigError, match=r"--json: cannot write .*: No such file"):
-        replace_file("--json", str(tmp_path / "none" / "file"), "")
 
 
 def test_a_trace_is_compressed_as_the_ending_of_its_file_says():

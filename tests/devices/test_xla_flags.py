@@ -110,7 +110,7 @@ for topology in sys.argv[1:]:
     jax.jit(run).lower(w, x).compile()
     print("compiled", topology, devices[0].device_kind, flush=True)
 """
-# The chips that each set of flags is for: what is recommended, and what --tune-flags tries.
+# The chips that each set of flags is for: what is recommended, and what tune_flags.py tries.
 FLAG_SETS: dict[str, list[str]] = {}
 for _name in SLICES:
     for _choice in sets_to_try(_name):

@@ -1,0 +1,45 @@
+"""Test scripts/benchmark/tune_flags.py with a compiler that answers at once."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+from maxpipe.devices.chips import GIB
+from maxpipe.devices.xla_flags import FlagSet, names_in
+from maxpipe.plan.search.rows import Proof
+
+ROOT = Path(__file__).parents[2]
+SETS = [
+    FlagSet("a", {"a": "1"}),
+    FlagSet("b", {"b": "1"}),
+    FlagSet("b twice", {"b": "2"}),
+    FlagSet("slower", {"slower": "1"}),
+    FlagSet("large", {"large": "1"}),
+]
+FACTORS = {"a": 0.9, "b": 0.8, "slower": 1.2, "large": 0.1}
+
+
+def test_sets_that_fit_and_gain_are_combined_and_the_fastest_is_printed_for_a_shell(
+    monkeypatch, capsys
+):
+    spec = importlib.util.spec_from_file_location(
+        "tune_flags", ROOT / "scripts" / "benchmark" / "tune_flags.py"
+    )
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def compile_command(words, note, environment):
+        names = names_in(environment["LIBTPU_INIT_ARGS"]) & FACTORS.keys()
+        seconds = 2.0 * math.prod(FACTORS[name] for name in names)
+        return Proof(3 * GIB, seconds, "large" not in names, "", 7.0)
+
+    monkeypatch.setattr(script, "compile_command", compile_command)
+    monkeypatch.setattr(script, "sets_to_try", lambda chip: SETS)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert script.main([str(ROOT / "configs" / "base.yml"), "compile.topology=v5p:2x2x1"]) == 0
+    *rows, _, best, line = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[0][2:] for row in rows[2:]] == [
+        "none", "a", "b", "b twice", "slower", "large", "b + a",
+    ]  # fmt: skip
+    assert rows[-1] == "| b + a | 1.44 | 0.720 | 3.00 | 7 s |"
+    assert (best, line) == ("best: b + a", 'LIBTPU_INIT_ARGS="--b=1 --a=1"')
