@@ -1,5 +1,7 @@
 """`maxpipe COMMAND`: every command under one name."""
 
+import faulthandler
+import itertools
 import os
 import re
 import subprocess
@@ -10,25 +12,31 @@ import pytest
 from helpers.commands import command
 
 import maxpipe
+from maxpipe import ctrl_c
 from maxpipe.__main__ import COMMANDS, main
 
 
-def run(*words):
-    command = [sys.executable, "-m", "maxpipe", *words]
-    return subprocess.run(command, capture_output=True, text=True)
+def test_main_in_a_locale_without_the_letters_of_a_path_and_with_an_error_is_as_the_module():
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def run(*words):
+        train = [sys.executable, "-m", "maxpipe", "train", *words]
+        return subprocess.run(train, capture_output=True, env={**os.environ, **ascii_alone})
+
+    assert "output_dir: räns" in run("base", "--print-config", "output_dir=räns").stdout.decode()
+    wrong = run("nowhere.yml")
+    assert wrong.returncode == 2
+    assert b"config error: there is no file nowhere.yml" in wrong.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_main_help_of_a_command_names_the_command(command):
-    result = run(command, "--help")
-    assert result.returncode == 0, result.stderr
-    assert f"python -m maxpipe.{command}" in result.stdout
-
-
-def test_main_config_error_ends_with_2_as_the_module_does():
-    result = run("train", "nowhere.yml")
-    assert result.returncode == 2
-    assert "config error: there is no file nowhere.yml" in result.stderr
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
+def test_main_help_of_a_command_names_the_command(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # what pytest has enabled stays
+    monkeypatch.setattr(ctrl_c, "expect", lambda: None)
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0, name
+        assert f"python -m maxpipe.{name}" in capfd.readouterr().out
 
 
 def test_main_without_words_lists_the_commands(capsys):
@@ -49,35 +57,35 @@ def test_main_unknown_command_ends_with_2_and_lists_the_commands(capsys):
     assert "train" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "compile base compile.topology=cpu --units",
-        "compile base compile.topology=cpu --profile-trace",
-        "compile base compile.topology=cpu --json",
-        "plan base --topology",
-        "schedule gpipe --csv",
-        "evaluate runs/base --tasks a --json",
-        "export runs/base --safetensors",
-        "generate runs/base --prompt a --tokenizer",
-        "runs plot runs/base --html",
-        "supervise --status",
-        "tokenize encode a.txt --tokenizer byte --out",
-    ],
+WITH_A_NAME = (
+    "compile base compile.topology=cpu --units",
+    "compile base compile.topology=cpu --profile-trace",
+    "compile base compile.topology=cpu --json",
+    "plan base --topology",
+    "schedule gpipe --csv",
+    "evaluate runs/base --tasks a --json",
+    "export runs/base --safetensors",
+    "generate runs/base --prompt a --tokenizer",
+    "runs plot runs/base --html",
+    "supervise --status",
+    "tokenize encode a.txt --tokenizer byte --out",
 )
-@pytest.mark.parametrize("text", ["", " "])
+
+
 def test_flags_with_an_empty_text_are_refused_and_not_taken_as_left_out(
-    words, text, capsys, tmp_path, monkeypatch
+    capsys, tmp_path, monkeypatch
 ):
     """As `--json "$FILE"` where the variable is not set."""
     monkeypatch.chdir(tmp_path)
-    name, *words = words.split()
-    try:
-        code = command(name).main([*words, text])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    assert f"{words[-1]}: is empty; give a value, or leave it out" in capsys.readouterr().err
+    for line, text in itertools.product(WITH_A_NAME, ("", " ")):
+        name, *words = line.split()
+        try:
+            code = command(name).main([*words, text])
+        except SystemExit as end:
+            code = end.code
+        assert code == 2, line
+        message = f"{words[-1]}: is empty; give a value, or leave it out"
+        assert message in capsys.readouterr().err, line
 
 
 ROOT = Path(__file__).parents[1]
@@ -95,12 +103,3 @@ def test_architecture_page_names_every_command_at_the_root():
     (line,) = [line for line in page.splitlines() if "the commands, thin" in line]
     files = {path.stem for path in (ROOT / "maxpipe").glob("*.py")}
     assert {*re.split(", ", line.split("    ")[0].strip())} == files & COMMANDS.keys()
-
-
-def test_commands_in_a_locale_without_the_letters_of_a_path_take_it():
-    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "maxpipe.train", "base", "--print-config", "output_dir=räns"]
-    done = subprocess.run(
-        command, capture_output=True, env={**os.environ, **ascii_alone}, check=True
-    )
-    assert "output_dir: räns" in done.stdout.decode()

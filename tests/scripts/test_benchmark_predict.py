@@ -1,6 +1,6 @@
 """Test scripts/benchmark/predict.py with a compiler that answers from a file."""
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
@@ -60,25 +60,30 @@ json.dump(report, open(words[words.index("--json") + 1], "w"))
 """
 
 
-def predict(*words, **options):
-    command = [sys.executable, SCRIPT, *words]
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
-
 @pytest.fixture
-def fake(tmp_path):
-    """A Python that answers from a file."""
-    file = tmp_path / "python"
-    file.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
-    file.chmod(0o755)
-    return file
+def predict(monkeypatch, capsys):
+    """Return a function of words that returns exit code, standard output and error."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    module = importlib.import_module("predict")
+
+    def _predict(*words):
+        try:
+            code = module.main(list(map(str, words)))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return _predict
 
 
-def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(fake):
+def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(predict, tmp_path):
+    fake = tmp_path / "python"  # answers from a file
+    fake.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
+    fake.chmod(0o755)
     words = ["x.yml a=1", "x.yml 'a=2' b=1", "bad.yml", "x.yml a=3", "large.yml", "x.yml 'a=2"]
-    done = predict(*words, "--python", fake)
-    assert done.returncode == 1
-    head, _, first, second, _, basis = done.stdout.splitlines()
+    code, printed, error = predict(*words, "x.yml cpu", "--python", fake)
+    assert code == 1
+    head, _, first, second, _, basis = printed.splitlines()
     assert head.startswith("| configuration | step s | matrix products |")
     assert (
         first == "| x.yml a=1 | 1 | 0.5 | 0.25 | 0.125 | 0 | 0.125 | 0.1 | 40.0 | 3 | yes | 1.000 |"
@@ -89,49 +94,39 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(fake):
         "predicted by libtpu 0.0.46: v5p at 1.75 GHz, attention at 50 % of peak, links 90 GB/s, "
         "HBM 2765 GB/s"
     )
-    assert done.stderr.splitlines() == [
+    assert error.splitlines() == [
         "no prediction: bad.yml: config error: bad.yml",
         "no prediction: x.yml a=3: kernels whose work is unknown: own",
         "no prediction: large.yml: does not fit: 20.0 of 14.9 GiB",
         "no prediction: x.yml 'a=2: No closing quotation",
+        "no prediction: x.yml cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2",
     ]
-
-
-def test_predict_names_rows_that_leave_out_what_others_hold(fake):
+    # Rows that leave out what others hold, and the bandwidth between slices, are named.
     remark = "unlike others, row 2 and row 3: without optimizer, the bubble is besides the parts"
-    done = predict("x.yml a=1", "x.yml mpmd", "x.yml mpmd", "--python", fake)
-    assert remark in done.stdout.splitlines()
-    assert "unlike" not in predict("x.yml mpmd", "x.yml mpmd", "--python", fake).stdout
+    _, printed, _ = predict("x.yml a=1", "x.yml mpmd", "x.yml mpmd", "--python", fake)
+    assert remark in printed.splitlines()
+    _, printed, _ = predict("x.yml slices", "--python", fake)
+    assert "unlike" not in printed
+    assert printed.endswith(", DCN 6.25 GB/s\n")
 
 
-def test_predict_of_several_slices_names_the_bandwidth_between_them(fake):
-    assert predict("x.yml slices", "--python", fake).stdout.endswith(", DCN 6.25 GB/s\n")
-
-
-def test_predict_without_a_tpu_says_that_it_needs_one(fake):
-    done = predict("x.yml cpu", "--python", fake)
-    assert done.stderr == (
-        "no prediction: x.yml cpu: needs a TPU's topology, such as compile.topology=v5p:2x2x2\n"
-    )
-
-
-def test_predict_compiles_where_the_user_stands_with_this_repository(tmp_path):
+def test_predict_compiles_where_the_user_stands_with_this_repository(
+    predict, tmp_path, monkeypatch
+):
     fake = tmp_path / "python"
     fake.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
         "sys.exit(os.getcwd() + ' ' + os.environ['PYTHONPATH'])\n"
     )
     fake.chmod(0o755)
-    done = predict("own.yml", "--python", "./python", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
     where = f"{tmp_path} {SCRIPT.parents[2]}"
-    assert done.stderr.startswith(f"no prediction: own.yml: {where}")
-
-
-def test_predict_with_a_python_that_does_not_exist_says_so():
-    done = predict("x.yml", "--python", "/nonexistent")
-    assert done.returncode == 2
-    assert "--python /nonexistent: there is no such program" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert predict("own.yml", "--python", "./python")[2].startswith(
+        f"no prediction: own.yml: {where}"
+    )
+    code, _, error = predict("x.yml", "--python", "/nonexistent")
+    assert code == 2
+    assert "--python /nonexistent: there is no such program" in error
 
 
 def test_predicted_json_has_what_the_table_reads():

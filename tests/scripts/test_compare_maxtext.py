@@ -29,21 +29,18 @@ def printing(line, times=3, code=0):
     ]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "line"),
-    [("maxtext", "I1121 completed step: %d, seconds: 0.1"), ("maxpipe", "step %d/3  loss 5.6")],
-)
-def test_train_measures_steps_by_the_lines_of_each_trainer(script, trainer, line):
-    run = script.train(trainer, printing(line), steps=3)
-    assert len(run.cpu) == len(run.wall) == 2
-    assert run.first_step > 0
-    assert run.peak > 2**20
-
-
-@pytest.mark.parametrize(("times", "code"), [(2, 0), (3, 1)])
-def test_train_that_ends_early_or_fails_shows_command_and_output(script, times, code):
-    with pytest.raises(script.Failed, match=rf"ended with {code}:\nstep 0/3"):
-        script.train("maxpipe", printing("step %d/3", times, code), steps=3)
+def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(script):
+    for trainer, line in (
+        ("maxtext", "I1121 completed step: %d, seconds: 0.1"),
+        ("maxpipe", "step %d/3  loss 5.6"),
+    ):
+        run = script.train(trainer, printing(line), steps=3)
+        assert len(run.cpu) == len(run.wall) == 2
+        assert run.first_step > 0
+        assert run.peak > 2**20
+    for times, code in ((2, 0), (3, 1)):
+        with pytest.raises(script.Failed, match=rf"ended with {code}:\nstep 0/3"):
+            script.train("maxpipe", printing("step %d/3", times, code), steps=3)
 
 
 def test_compare_with_a_python_without_maxtext_names_the_install_command(script, capsys):

@@ -23,12 +23,9 @@ time.sleep(60)
 """
 
 
-def test_terminal_shows_what_is_left_of_lines_written_again():
+def test_terminal_shows_what_is_left_of_lines_written_again_and_of_a_command_that_ended():
     lines = take_pictures.shown_on_terminal([sys.executable, "-c", PROGRAM], "step 2 |#")
     assert lines == ["header <a>", "step 2 |###"]
-
-
-def test_terminal_of_a_command_that_ends_too_early_shows_what_it_wrote():
     with pytest.raises(RuntimeError, match="no 'never' in:\nfailed"):
         take_pictures.shown_on_terminal([sys.executable, "-c", "print('failed')"], "never")
 
