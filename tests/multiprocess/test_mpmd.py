@@ -1,17 +1,14 @@
 """The mpmd engine in several processes, each with stages of its own."""
 
 import os
-import signal
-import time
 from statistics import median
 
 import pytest
 from helpers.members import ends, members
 from helpers.mpmd_processes import assert_equal_to_sequential, run_cases
-from helpers.runs import assert_same_run, checkpoints, losses, rows
-from helpers.training_process import command, run, steps_of
+from helpers.runs import checkpoints, losses, rows
+from helpers.training_process import command, run
 
-HEARTBEAT = 10
 # More units of a step than the 32 programs that XLA takes on a device before it blocks a launch.
 TWO_STAGES = {
     "mesh.ici.stage": 2,
@@ -50,18 +47,6 @@ def embed(self, params, tokens):
 if os.environ["JAX_PROCESS_ID"] == "1":
     ModelProgram.embed = embed
 sys.exit(train.main(sys.argv[1:]))
-"""
-
-OTHER_IN_ONE = """
-import os, sys
-import maxpipe
-from maxpipe import train
-
-own = []
-if os.environ["JAX_PROCESS_ID"] == "1":
-    own = os.environ["OWN_WORDS"].split()
-    maxpipe.__version__ = os.environ["OWN_VERSION"] or maxpipe.__version__
-sys.exit(train.main(sys.argv[1:] + own))
 """
 
 # One process waits for every batch, as for a slow disk.
@@ -129,38 +114,6 @@ def test_train_in_two_processes_goes_on_with_sequential_engine_and_back(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.grid)])
-def test_train_lost_process_ends_other_and_same_command_finishes_with_same_bits(tmp_path, victim):
-    words = (*RUN, *STAGES, "steps=1000", "checkpoint.every=2", "eval.every=0")
-    words = (*words, f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with members(tmp_path, 2, command(parts, *words), "lost") as started:
-        started[0].wait_for("step    9/")
-        killed_at = time.monotonic()
-        started[victim].send(signal.SIGKILL)
-        codes, output = ends(started)
-        assert time.monotonic() - killed_at < HEARTBEAT + 15
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] in (-signal.SIGABRT, 134), output  # the same in a shell
-    last = max(checkpoints(parts / "base")) + 3
-    words = (*words, f"stop_after={last}")
-    in_two_processes(tmp_path, command(parts, *words), "again")
-    in_two_processes(tmp_path, command(whole, *words), "whole")
-    assert_same_run(whole / "base", parts / "base", last)
-
-
-@pytest.mark.slow
-def test_train_sigterm_to_one_process_stops_both_after_same_step(tmp_path):
-    words = command(tmp_path, *RUN, *STAGES, "steps=1000", "checkpoint.every=1000", "eval.every=0")
-    with members(tmp_path, 2, words) as started:
-        started[0].wait_for("step    3/")
-        started[1].send(signal.SIGTERM)
-        codes, output = ends(started)
-    assert codes == [75, 75], output
-    assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("slow", [1, 0])
 def test_train_names_a_slow_process_and_writes_the_seconds_of_each_stage(
     tmp_path, monkeypatch, slow
@@ -198,34 +151,3 @@ def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
     for process in started:
         assert "traced program: the processes of this run differ: " in process.output
     assert not checkpoints(tmp_path / "base")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("own_words", "own_version", "name"),
-    [
-        ("optimizer.learning_rate=0.5", "", "optimizer.learning_rate"),
-        ("mesh.simulated_devices=8", "", "mesh.simulated_devices"),
-        ("data.path=other", "", "data.path"),
-        ("", "0.0.1", "version of maxpipe"),
-    ],
-    ids=["configuration", "devices", "data", "version"],
-)
-def test_train_started_otherwise_in_one_process_ends_both_with_2_and_one_message(
-    tmp_path, monkeypatch, own_words, own_version, name
-):
-    monkeypatch.chdir(tmp_path)
-    for directory in ("corpus", "other"):
-        (tmp_path / directory).mkdir()
-        (tmp_path / directory / "a.jsonl").write_text(f'{{"text": "{directory}"}}\n' * 9)
-    monkeypatch.setenv("OWN_WORDS", own_words)
-    monkeypatch.setenv("OWN_VERSION", own_version)
-    words = command(tmp_path, *RUN, *STAGES, "data.source=jsonl", "data.path=corpus")
-    with members(tmp_path, 2, words, program=OTHER_IN_ONE) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
-    for process in started:
-        assert process.output.count("config error") == 1
-        assert f"{name}: the processes of this run differ: " in process.output
-    assert "Traceback" not in output
-    assert not (tmp_path / "base").exists()

@@ -80,14 +80,14 @@ def test_train_supervised_ends_in_the_same_bits_when_one_trainer_is_lost(
 
 
 def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
-    endless = words(tmp_path, "steps=100000", "stop_after=1000")
+    endless = words(tmp_path, "steps=100000", "stop_after=250", "checkpoint.every=20")
     with members(tmp_path, 2, endless, program=SUPERVISED) as started:
-        started[0].wait_for(" 300/")
+        started[0].wait_for(" 100/")
         os.kill(trainer_of(started[0].pid), signal.SIGKILL)
         codes, output = ends(started)
     assert codes == [0, 0], output
     assert "resumed after step " in output
-    assert [*losses(tmp_path / "base")] == [*range(1, 1001)]
+    assert [*losses(tmp_path / "base")] == [*range(1, 251)]
 
 
 def memory_of(trainer):

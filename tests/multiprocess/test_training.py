@@ -6,48 +6,40 @@ import time
 
 import pytest
 from helpers.members import ends, members
-from helpers.runs import checkpoints, losses
+from helpers.runs import checkpoints, last_words, losses
 from helpers.training_process import command, run, steps_of
+
+from maxpipe import train as command_line
 
 HEARTBEAT = 10
 ENDLESS = ("steps=1000", "checkpoint.every=1000", f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
-SCHEDULES = (pytest.param("circular", marks=pytest.mark.slow), "lockstep_1f1b")
 
 ONE_FAILS = """
-import sys
-import jax
-from maxpipe import train
-from maxpipe.training.batches import BatchPlacer
-
-original, calls = BatchPlacer.__call__, []
-
-def call(self, batch):
-    calls.append(None)
-    if len(calls) == 3 and jax.process_index() == 1:
-        raise RuntimeError("the third batch is bad")
-    return original(self, batch)
-
-BatchPlacer.__call__ = call
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-BAD_DATA_IN_ONE = """
-import os, sys
-from maxpipe import train
+import os, resource, signal, sys
 from maxpipe.config import ConfigError, Problem
 from maxpipe.data.loader import Loader
+from maxpipe.supervision.ending import run_command
+from maxpipe.train import main
 
+ERRORS = {
+    "error": RuntimeError("the third batch is bad"),
+    "config error": ConfigError(Problem("data.path", "here.txt is not text")),
+}
+fault = os.environ["FAULT"]
 original, calls = Loader.__next__, []
 
 def next_batch(self):
     calls.append(None)
-    is_bad = len(calls) == int(os.environ["BAD_BATCH"])
-    if is_bad and os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
-        raise ConfigError(Problem("data.path", "here.txt is not text"))
+    if len(calls) == 3 and fault in ERRORS:
+        raise ERRORS[fault]
     return original(self)
 
-Loader.__next__ = next_batch
-sys.exit(train.main(sys.argv[1:]))
+if os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
+    Loader.__next__ = next_batch
+    if fault == "small files":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (32_000, 32_000))
+run_command(main)
 """
 
 A_DISK_OF_ITS_OWN = """
@@ -57,40 +49,22 @@ from maxpipe import train
 sys.exit(train.main([word.replace("OWN", os.environ["JAX_PROCESS_ID"]) for word in sys.argv[1:]]))
 """
 
-
-SMALL_FILES_IN_ONE = """
-import os, resource, signal, sys
-from maxpipe.supervision.ending import run_command
-from maxpipe.train import main
-
-if os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (32_000, 32_000))
-run_command(main)
-"""
-
-VALUES_OF_ITS_OWN = """
+# Other values and another version in process 1, and other files under the same relative names.
+EVERYTHING_OF_ITS_OWN = """
 import os, sys
-from maxpipe import train
 
 number = os.environ["JAX_PROCESS_ID"]
-own = ["seed=1", "steps=7", "model.mlp_dim=48"] if number == "1" else []
-own += [f"data.path={os.environ['CORPUS']}{number}"]
-keys = {word.split("=")[0] for word in own}
-given = [word for word in sys.argv[1:] if word.split("=")[0] not in keys]
-sys.exit(train.main(given + own))
-"""
-
-
-# Each process finds files of its own under the same relative names.
-FILES_OF_ITS_OWN = """
-import os, sys
-
-os.chdir(os.environ["JAX_PROCESS_ID"])
+os.chdir(number)
 sys.path.insert(0, "")
+import maxpipe
 from maxpipe import train
 
-sys.exit(train.main(sys.argv[1:]))
+own = []
+if number == "1":
+    maxpipe.__version__ = "0.0.1"
+    own = ["seed=1", "steps=7", "model.mlp_dim=48"]
+keys = {word.split("=")[0] for word in own}
+sys.exit(train.main([word for word in sys.argv[1:] if word.split("=")[0] not in keys] + own))
 """
 
 
@@ -107,17 +81,43 @@ def train(tmp_path, processes, arguments, name):
 
 
 RESUMED = ("steps=4", "data.source=python_stdlib")
+HERE = ("mesh.simulated_devices=0", "mesh.ici.fsdp=4")  # in this process
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Return the losses of one process that trains without a stop; schedules do not differ."""
     directory = tmp_path_factory.mktemp("whole")
-    train(directory, 1, command(directory, *RESUMED), "whole")
+    assert command_line.main(command(directory, *RESUMED, *HERE)) == 0
     return losses(directory / "base")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_train_sigterm_to_one_process_stops_all_and_one_process_goes_on_with_the_same_losses(
+    tmp_path, capsys
+):
+    words = (*ENDLESS, "pipeline.schedule=lockstep_1f1b", "data.source=python_stdlib")
+    parts = command(tmp_path, *words, "checkpoint.every=1", "checkpoint.keep=3")
+    with members(tmp_path, 2, parts) as started:
+        started[0].wait_for("step    3/")
+        started[1].send(signal.SIGTERM)
+        codes, output = ends(started)
+    assert codes == [75, 75], output
+    assert "2 processes" in output
+    step = max(steps_of(tmp_path))
+    assert max(checkpoints(tmp_path / "base")) == step
+    assert f"stopped after step {step} of 1000, step {step} is saved" in output
+    end = f"stop_after={step + 2}"
+    assert command_line.main(last_words([*parts, *HERE, end])) == 0
+    assert f"resumed after step {step}" in capsys.readouterr().out
+    assert command_line.main(command(tmp_path / "whole", *words, *HERE, end)) == 0
+    found, whole = losses(tmp_path / "base"), losses(tmp_path / "whole" / "base")
+    assert list(found) == list(whole) == list(range(1, step + 3))
+    for number in whole:
+        assert found[number] == pytest.approx(whole[number], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
 @pytest.mark.parametrize(
     "counts",
     [
@@ -139,18 +139,6 @@ def test_train_resumed_with_other_number_of_processes_has_same_losses(
     assert list(whole) == list(parts) == [1, 2, 3, 4]
     for step in whole:
         assert parts[step] == pytest.approx(whole[step], rel=1e-5)
-
-
-def test_train_sigterm_to_one_process_stops_all_after_same_step(tmp_path):
-    words = command(tmp_path, *ENDLESS, "pipeline.schedule=lockstep_1f1b", "checkpoint.every=1")
-    with members(tmp_path, 2, words) as started:
-        started[0].wait_for("step    3/")
-        started[1].send(signal.SIGTERM)
-        codes, output = ends(started)
-    assert codes == [75, 75], output
-    step = max(steps_of(tmp_path))
-    assert max(checkpoints(tmp_path / "base")) == step
-    assert f"stopped after step {step} of 1000, step {step} is saved" in output
 
 
 @pytest.mark.grid
@@ -183,32 +171,32 @@ def test_train_lost_process_ends_others_and_same_command_continues(tmp_path, vic
 
 
 @pytest.mark.slow
-def test_train_error_in_one_process_is_printed_and_ends_all(tmp_path):
-    with members(tmp_path, 2, command(tmp_path, *ENDLESS), program=ONE_FAILS) as started:
-        codes, output = ends(started)
-    assert codes == [1, 1], output
-    assert "RuntimeError: the third batch is bad" in started[1].output
-    assert "error in process 1: the third batch is bad" in started[0].output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
-def test_train_config_error_in_one_process_ends_all_with_2(tmp_path, monkeypatch, bad):
+@pytest.mark.parametrize(
+    ("fault", "code", "own", "message", "saved"),
+    [
+        ("error", 1, "RuntimeError: ", "the third batch is bad", [2]),
+        ("config error", 2, "config error: ", "data.path: here.txt is not text", [2]),
+        ("small files", 1, "error: ", "saving checkpoint", []),
+    ],
+)
+def test_train_fault_in_one_process_is_said_by_all_and_ends_them_with_its_code(
+    tmp_path, monkeypatch, bad, fault, code, own, message, saved
+):
     monkeypatch.setenv("BAD_PROCESS", str(bad))
-    monkeypatch.setenv("BAD_BATCH", "3")
-    words = command(tmp_path, *ENDLESS, "checkpoint.every=0", "checkpoint.every_minutes=1e-6")
-    with members(tmp_path, 2, words, program=BAD_DATA_IN_ONE) as started:
-        started[bad].wait_for("config error")
+    monkeypatch.setenv("FAULT", fault)
+    words = command(tmp_path, *ENDLESS, "checkpoint.every=2")
+    with members(tmp_path, 2, words, program=ONE_FAILS) as started:
+        started[bad].wait_for(message)
         found_at = time.monotonic()
         codes, output = ends(started)
-        assert time.monotonic() - found_at < HEARTBEAT / 2
-    assert codes == [2, 2], output
-    assert "config error: data.path: here.txt is not text" in started[bad].output
-    assert (
-        f"config error in process {bad}: data.path: here.txt is not text" in started[1 - bad].output
-    )
-    assert "Traceback" not in output
-    assert max(checkpoints(tmp_path / "base")) == 2
+        assert time.monotonic() - found_at < (60 if fault == "small files" else HEARTBEAT / 2)
+    assert codes == [code, code], output
+    assert f"{own}{message}" in started[bad].output
+    assert f"error in process {bad}: {message}" in started[1 - bad].output
+    assert checkpoints(tmp_path / "base") == saved
+    if code == 2:
+        assert "Traceback" not in output
 
 
 def test_train_config_error_in_all_processes_is_printed_by_all(tmp_path):
@@ -240,49 +228,14 @@ def test_train_unshared_output_dir_exits_with_2(tmp_path):
     assert "output_dir: not all processes see the same" in output
 
 
-def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
+def test_train_started_otherwise_in_one_process_exits_with_2_and_names_keys_and_processes(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus"))
-    for number in (0, 1):
-        directory = tmp_path / f"corpus{number}"
-        directory.mkdir()
-        (directory / "a.jsonl").write_text(f'{{"text": "{number}"}}\n' * 9)
-    words = command(tmp_path, *ENDLESS, "seed=0", "data.source=jsonl")
-    with members(tmp_path, 2, words, program=VALUES_OF_ITS_OWN) as started:
-        codes, output = ends(started)
-    assert codes == [2, 2], output
-    for process in started:
-        for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
-            sides = "{} in process 0; {} in process 1".format(*values)
-            assert f"{key}: the processes of this run differ: {sides}" in process.output
-        assert "data.path: the processes of this run differ: " in process.output
-        assert "corpus0" not in process.output, "contents are compared, not paths"
-    assert not (tmp_path / "base").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
-def test_train_failed_save_in_one_process_ends_all_with_1(tmp_path, monkeypatch, bad):
-    monkeypatch.setenv("BAD_PROCESS", str(bad))
-    words = command(tmp_path, *ENDLESS, "checkpoint.every=3")
-    with members(tmp_path, 2, words, program=SMALL_FILES_IN_ONE) as started:
-        started[0].wait_for("step    3/")
-        saved_at = time.monotonic()
-        codes, output = ends(started)
-        assert time.monotonic() - saved_at < 60
-    assert codes == [1, 1], output
-    assert "error: saving checkpoint" in started[bad].output
-    assert f"error in process {bad}: saving checkpoint" in started[1 - bad].output
-    assert checkpoints(tmp_path / "base") == []
-
-
-@pytest.mark.slow
-def test_train_files_of_the_same_name_with_other_contents_exit_with_2(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in (0, 1):
         directory = tmp_path / str(number)
-        directory.mkdir()
+        (directory / "corpus").mkdir(parents=True)
+        (directory / "corpus" / "a.jsonl").write_text(f'{{"text": "{number}"}}\n' * 9)
         (directory / "table.csv").write_text(("F0,F1,B0,B1\n" * 2, "F0,B0,F1,B1\n" * 2)[number])
         (directory / "mine.py").write_text(
             "import optax\n"
@@ -290,13 +243,16 @@ def test_train_files_of_the_same_name_with_other_contents_exit_with_2(tmp_path, 
             "OPTIMIZERS['mine'] = Optimizer('mine:build', moments=0)\n"
             f"def build(config):\n    return optax.scale({number + 1}.0)\n"
         )
-    words = ("pipeline.schedule=table.csv", "--import", "mine", "optimizer.name=mine")
-    with members(
-        tmp_path, 2, command(tmp_path, *ENDLESS, *words), program=FILES_OF_ITS_OWN
-    ) as started:
+    data = ("seed=0", "data.source=jsonl", "data.path=corpus")
+    own = ("pipeline.schedule=table.csv", "--import", "mine", "optimizer.name=mine")
+    words = command(tmp_path, *ENDLESS, *data, *own)
+    with members(tmp_path, 2, words, program=EVERYTHING_OF_ITS_OWN) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
     for process in started:
-        for name in ("pipeline.schedule", "code of mine"):
-            assert f"{name}: the processes of this run differ: " in process.output
+        for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
+            sides = "{} in process 0; {} in process 1".format(*values)
+            assert f"{key}: the processes of this run differ: {sides}" in process.output
+        for key in ("data.path", "pipeline.schedule", "code of mine", "version of maxpipe"):
+            assert f"{key}: the processes of this run differ: " in process.output
     assert not (tmp_path / "base").exists()
