@@ -3,8 +3,10 @@
 What is shortened or left out is listed here.
 """
 
+import functools
 import inspect
 import json
+import os
 import re
 import runpy
 import shlex
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from helpers.compile_command import tpu_aot
@@ -25,6 +28,7 @@ from helpers.documentation import (
     fences,
     inline_commands,
     lay_out,
+    own_variants_forgotten,
 )
 from helpers.training_process import TINY, TINY_MODEL
 
@@ -72,16 +76,23 @@ SMALL = [
     "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
 ]
-# A run from a folder of Hugging Face, which the commands after it export.
-IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
-IMPORTED_RUN = "runs/mine"
-# A run with adapters, likewise.
-ADAPTER = next(line for line in commands(PAGES["docs/finetuning.md"]) if "model.lora" in line)
-ADAPTED_RUN = "runs/adapter"
-FINETUNE = "python -m maxpipe.train configs/finetune.yml"
-FINETUNED_RUN = "runs/finetune"
+# Quicker to compile than stages.
+ONE_STAGE = [*SMALL[:-2], "mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=8"]
+# Runs that other commands read: the command that makes each, and what makes it small.
+RUNS = {
+    "runs/mine": [
+        next(c for c in commands(PAGES["docs/families.md"]) if "run_name=mine" in c),
+        *TINY[len(TINY_MODEL) :],
+        *ONE_STAGE[-3:],
+        "steps=1",
+    ],
+    "runs/adapter": [
+        next(c for c in commands(PAGES["docs/finetuning.md"]) if "model.lora" in c),
+        *ONE_STAGE,
+    ],
+    "runs/finetune": ["python -m maxpipe.train configs/finetune.yml", *ONE_STAGE],
+}
 COMPARED = ("dense", "of_experts", "bfloat16", "int8", "fp8")  # runs whose losses a page draws
-SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
 # compiles.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
@@ -92,37 +103,31 @@ MORE_WORDS = {
     "maxpipe.plan": ["--compile", "0"],
     "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
 }
-LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
-TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
+BENCHMARK = "scripts/benchmark"
+# With other words, since they measure for minutes or need MaxText; they have tests of their own.
 SCRIPTS = {
-    f"{LAUNCH}/local.sh": ["bash", f"{LAUNCH}/local.sh", "--dry-run", "2", "configs/base.yml"],
-    f"{LAUNCH}/tpu_vm.sh": TPU_VM.split(),
-    # Needs MaxText.
-    f"{BENCHMARK}/compare_maxtext.py": [
-        sys.executable,
-        f"{BENCHMARK}/compare_maxtext.py",
-        "--help",
-    ],
-    # Measure for minutes, and have tests of their own.
-    f"{BENCHMARK}/faults.py": [sys.executable, f"{BENCHMARK}/faults.py", "--help"],
-    f"{BENCHMARK}/mpmd.py": [sys.executable, f"{BENCHMARK}/mpmd.py", "--help"],
-    f"{BENCHMARK}/replicas.py": [sys.executable, f"{BENCHMARK}/replicas.py", "--help"],
-    f"{BENCHMARK}/run.py": [sys.executable, f"{BENCHMARK}/run.py", "--list"],
-    "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
-    # Has a test of its own.
-    "examples/train_in_python.py": [
-        sys.executable,
-        "-m",
-        "py_compile",
-        "examples/train_in_python.py",
-    ],
-    # Has a test of its own.
-    "examples/own_model_mpmd.py": [sys.executable, "examples/own_model_mpmd.py", "--help"],
-    "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
-    "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
+    f"{BENCHMARK}/compare_maxtext.py": ["--help"],
+    f"{BENCHMARK}/faults.py": ["--help"],
+    f"{BENCHMARK}/mpmd.py": ["--help"],
+    f"{BENCHMARK}/replicas.py": ["--help"],
+    f"{BENCHMARK}/run.py": ["--list"],
+    f"{BENCHMARK}/read_weights.py": ["--layers=2", "--width=64", "--vocabulary=320"],
+    "examples/gpipe.py": ["--help"],
+    "examples/own_model_mpmd.py": ["--help"],
+}
+# Run by tests of their own, in tests/scripts, in tests/examples and below.
+ELSEWHERE = {
+    "scripts/launch/local.sh",
+    "scripts/launch/tpu_vm.sh",
+    "sbatch",
+    "scripts/follow.py",
+    "scripts/generate_docs.py",
+    "examples/train_in_python.py",
+    "begin.py",
+    "rates.py",
+    "own_model.py",
 }
 NEEDS_LIBTPU = "memory_shares.py"
-FOLLOW = ("repeats", "executed", "batch")
 # Installing, testing and drawing are the business of other programs.
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
@@ -142,104 +147,90 @@ def place(tmp_path_factory):
         yield directory
 
 
-PROGRAMS = sorted(
-    [*SCRIPTS, *OTHERS, *MORE_WORDS, *CONFIGURATION_ONLY]
-)  # each xdist process has the same order
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_that_are_run_otherwise_are_still_shown(program):
-    assert any(program in command for command in COMMANDS)
-
-
 @pytest.fixture(scope="module")
-def imported(place):
-    """Make the run from a folder of Hugging Face."""
-    assert train.main([*shlex.split(IMPORT)[3:], *SMALL_IMPORT]) == 0
-    assert (place / IMPORTED_RUN / "checkpoints" / "1").is_dir()
+def runs_of_pages(place):
+    """Return a function that makes the run that a command reads, once."""
+
+    @functools.cache
+    def make(name):
+        command, *sizes = RUNS[name]
+        assert train.main([*shlex.split(command)[3:], *sizes]) == 0
+        assert (place / name / "checkpoints").is_dir()
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def adapted(place):
-    """Make the run with adapters."""
-    assert train.main([*shlex.split(ADAPTER)[3:], *SMALL]) == 0
-    assert (place / ADAPTED_RUN / "checkpoints" / "2").is_dir()
-
-
-@pytest.fixture(scope="module")
-def finetuned(place):
-    """Make the run on conversations."""
-    assert train.main([*FINETUNE.split()[3:], *SMALL]) == 0
-
-
-def test_readme_has_the_first_run():
+def test_readme_has_the_first_run_and_at_most_150_lines():
     assert FIRST_RUN in commands(PAGES["README.md"])
-
-
-def test_readme_has_at_most_150_lines():
     assert len(PAGES["README.md"].splitlines()) <= 150
 
 
+def test_programs_that_are_run_otherwise_are_still_shown():
+    programs = {*SCRIPTS, *ELSEWHERE, *OTHERS, *MORE_WORDS, *CONFIGURATION_ONLY}
+    assert [name for name in programs if not any(name in command for command in COMMANDS)] == []
+
+
+@pytest.mark.parametrize("page", sorted({*COMMANDS.values()}))
+def test_commands_of_a_page_run(page, place, runs_of_pages, capfd):
+    failed = {}
+    for command in [command for command, first in reversed(COMMANDS.items()) if first == page]:
+        if NEEDS_LIBTPU in command:
+            continue  # run by the test below
+        for name in RUNS:
+            if name in shlex.split(command) or command == RUNS[name][0]:
+                runs_of_pages(name)
+        if (code := run(shlex.split(command), place)) != 0:
+            failed[command] = (code, capfd.readouterr())
+    assert failed == {}
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(
-            command, id=f"{page}:{command}", marks=tpu_aot if NEEDS_LIBTPU in command else ()
-        )
-        for command, page in reversed(COMMANDS.items())
-    ],
+    "command", [pytest.param(c, marks=tpu_aot) for c in COMMANDS if NEEDS_LIBTPU in c]
 )
-def test_command(command, place, capfd, request):
-    words = shlex.split(command)
-    if command == IMPORT or IMPORTED_RUN in words:
-        request.getfixturevalue("imported")
-    if ADAPTED_RUN in words:
-        request.getfixturevalue("adapted")
-    if FINETUNED_RUN in words:
-        request.getfixturevalue("finetuned")
-    words += ["--seconds=1"] if words[3:4] == ["solve"] else []
+def test_command_for_a_tpu_runs(command, place):
+    assert run(shlex.split(command), place) == 0
+
+
+def run(words, place):
+    """Run a command in this process; return its exit code, or what is wrong."""
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs|tests)/", word)]
-    assert [word for word in named if not (place / word).exists()] == []
-    if "--import" in words:  # in a process of its own, since it changes the catalogue
-        run(sys.executable, *words[1:], *["--print-config"][: words[2] == "maxpipe.train"])
-    elif words[:2] == ["python", "-m"]:
-        run_module(words[2], words[3:])
-    elif script := next((word for word in words[:2] if word in SCRIPTS), None):
-        printed = run(*SCRIPTS[script])
-        assert "--case" not in words or f"{words[-1]}: " in printed  # a group that is listed
-    elif words[1:2] in (["begin.py"], ["rates.py"]):
-        pass  # run by test_scripts_of_the_python_page_train
-    elif words[:2] == ["python", "scripts/follow.py"]:
-        assert words[2] in FOLLOW  # run by tests/scripts/test_follow.py
-    elif words[0] == "python":
-        run(sys.executable, *words[1:])
-    else:
-        assert words[0] in OTHERS, f"say in this file how to run: {command}"
+    if missing := [word for word in named if not (place / word).exists()]:
+        return missing
+    script = next((word for word in words[:2] if word in SCRIPTS), None)
+    if any(word in ELSEWHERE for word in words[:2]) or words[0] in OTHERS:
+        return 0
+    if script:
+        return exit_code(run_script, [script, *SCRIPTS[script]])
+    if words[:2] == ["python", "-m"]:
+        return exit_code(run_module, words[2], words[3:])
+    if words[0] == "python":
+        return exit_code(run_script, words[1:])
+    return f"say in this file how to run {words[0]}"
+
+
+def exit_code(function, *arguments):
+    """Return the code with which a function ends this process, or 0."""
+    try:
+        return function(*arguments) or 0
+    except SystemExit as end:
+        return end.code or 0
 
 
 def run_module(module, words):
-    prints_only = {"--help", "--print-config"} & set(words)
     if module == "maxpipe.supervise" and "--" in words:
-        words = [
-            sys.executable if word == "python" else word for word in [*words, "--print-config"]
-        ]
-    more = MORE_WORDS.get(module, MORE_WORDS.get(f"{module} {words[0]}", []))
-    if module in CONFIGURATION_ONLY and not prints_only:
+        words = [sys.executable if w == "python" else w for w in [*words, "--print-config"]]
+    more = MORE_WORDS.get(f"{module} {words[0]}", MORE_WORDS.get(module, []))
+    if module in CONFIGURATION_ONLY and not {"--help", "--print-config"} & {*words}:
         more = ["--print-config"]
-    try:
-        code = MAINS[module]([*words, *more])
-    except SystemExit as end:
-        code = end.code
-    assert not code
+    with own_variants_forgotten():
+        return MAINS[module]([*words, *more])
 
 
-def run(*words):
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_script(words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        patch.syspath_prepend(str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def test_inline_code_has_commands_and_fragments_and_names_are_none():
@@ -251,10 +242,9 @@ def test_inline_code_has_commands_and_fragments_and_names_are_none():
     assert sum(len(inline_commands(page)) for page in PAGES.values()) >= 25
 
 
-def test_scripts_of_the_python_page_train(place, monkeypatch, capsys):
+def test_scripts_of_the_python_page_train(place, capsys):
     for script in ("begin.py", "rates.py"):
-        monkeypatch.setattr(sys, "argv", [script, *SMALL])
-        runpy.run_path(script)
+        run_script([script, *ONE_STAGE, "eval.every=0"])
     printed = capsys.readouterr().out
     assert re.search(r"^2 \d\.\d+$", printed, re.MULTILINE)
     assert "(1, 3, 320)\n" in printed
@@ -263,6 +253,16 @@ def test_scripts_of_the_python_page_train(place, monkeypatch, capsys):
             rf"^learning rate {rate}: last loss \d.* after step 2$", printed, re.MULTILINE
         )
         assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
+
+
+def test_script_of_the_page_on_own_models_trains_on_devices_of_its_own(place):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "own_model.py"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = (float(loss) for loss in re.findall(r"^loss (.*)$", done.stdout, re.MULTILINE))
+    assert last < first
 
 
 @pytest.mark.parametrize(
@@ -311,25 +311,22 @@ def test_extending_has_the_methods_of_an_attention_kernel():
     }
 
 
-@pytest.mark.parametrize(
-    "code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134]
-)
-def test_every_exit_code_has_a_meaning_and_a_remedy(code):
+def test_every_exit_code_has_a_meaning_and_a_remedy():
     table, _, rest = OPERATIONS.partition("## How a run ends")[2].partition("## Troubleshooting")
     troubleshooting = rest.partition("\n## ")[0]
-    assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE)
-    assert f"- **{code}**" in troubleshooting
+    for code in (FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134):
+        assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE), code
+        assert f"- **{code}**" in troubleshooting
 
 
 NAMES_OF_FILES = {"metrics.jsonl", "config.yml", "constraints.txt", "tokenizer.json"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_that_a_page_names_exist(page):
+def test_keys_that_pages_name_exist():
     sections = {key.partition(".")[0] for key in OPTIONS if "." in key}
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", PAGES[page])
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", TEXT)
     keys = {key for key in named if key.partition(".")[0] in sections} - NAMES_OF_FILES
-    assert keys <= {*OPTIONS, *SECTIONS}
+    assert keys - {*OPTIONS, *SECTIONS} == set()
 
 
 def test_extras_that_are_installed_exist():
@@ -339,31 +336,32 @@ def test_extras_that_are_installed_exist():
     assert named <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("text", fences("yaml"))
-def test_yaml_is_a_configuration(text, tmp_path):
+def test_yaml_of_pages_is_a_configuration(tmp_path):
     shutil.copy(REPOSITORY / "configs" / "base.yml", tmp_path)
-    (tmp_path / "page.yml").write_text(f"base: base.yml\n{text}")
-    load(str(tmp_path / "page.yml"))
+    texts = fences("yaml")
+    assert texts
+    for text in texts:
+        (tmp_path / "page.yml").write_text(f"base: base.yml\n{text}")
+        load(str(tmp_path / "page.yml"))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_names_exist(page):
-    named = set(
-        re.findall(r"`((?:maxpipe|scripts|examples|configs|tests|docs)/[\w/.-]+)`", PAGES[page])
-    )
+def test_files_that_pages_name_exist():
+    named = re.findall(r"`((?:maxpipe|scripts|examples|configs|tests|docs)/[\w/.-]+)`", TEXT)
     assert [name for name in named if not (REPOSITORY / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_of_a_page_lead_to_files_and_headings(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[page])
-    assert links or page != "README.md"
-    for name, heading in links:
-        path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
-        assert path.is_file(), name
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in {slug(title) for title in titles}, f"{name}#{heading}"
+def test_links_lead_to_files_and_headings():
+    broken = []
+    for page, text in PAGES.items():
+        links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text)
+        assert links or page != "README.md"
+        for name, heading in links:
+            path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
+            text = path.read_text(encoding="utf-8") if heading and path.is_file() else ""
+            titles = {slug(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+            if not path.is_file() or (heading and heading not in titles):
+                broken.append(f"{page}: {name}#{heading}")
+    assert broken == []
 
 
 def slug(title):

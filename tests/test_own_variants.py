@@ -9,10 +9,8 @@ import sys
 
 import pytest
 from helpers.commands import command
-from helpers.documentation import REPOSITORY, titled_files
+from helpers.documentation import REPOSITORY, own_variants_forgotten, titled_files
 from helpers.training_process import TINY_MODEL
-
-from maxpipe.config import catalog
 
 TINY = (
     "base",
@@ -36,27 +34,9 @@ VARIANTS = (
 PATIENT = ("patient_1f1b", "stages=2", "microbatches=4")
 
 
-@contextlib.contextmanager
-def working_in(directory):
-    """Work in a directory, and forget at the end which variants were imported there."""
-    tables = {n: t for n, t in vars(catalog).items() if isinstance(t, dict) and n.isupper()}
-    before = {name: dict(table) for name, table in tables.items()}
-    path = [*sys.path]
-    try:
-        with contextlib.chdir(directory):
-            yield
-    finally:
-        for name, table in tables.items():
-            table.clear()
-            table.update(before[name])
-        for name in ("my_catalog", "my_variants", "broken", "mine"):
-            sys.modules.pop(name, None)
-        sys.path[:] = path
-
-
 def run(directory, name, *words):
     """Run a command in a directory, which Python does not search by itself."""
-    with working_in(directory):
+    with own_variants_forgotten(), contextlib.chdir(directory):
         return command(name).main([str(word) for word in words])
 
 

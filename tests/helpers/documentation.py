@@ -1,10 +1,14 @@
 """The pages of the documentation, and the commands in them."""
 
+import contextlib
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from helpers.hf_folder import write_folder
+from maxpipe.config import catalog
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = {
@@ -101,3 +105,20 @@ def lay_out(directory: Path) -> None:
     (directory / "models").mkdir()
     for folder, name in FOLDERS.items():
         write_folder(directory / folder, name)
+
+
+@contextlib.contextmanager
+def own_variants_forgotten() -> Iterator[None]:
+    """Forget at the end which variants and modules of a user were imported within."""
+    tables = {n: t for n, t in vars(catalog).items() if isinstance(t, dict) and n.isupper()}
+    before = {name: dict(table) for name, table in tables.items()}
+    path = [*sys.path]
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            table.clear()
+            table.update(before[name])
+        for name in ("my_catalog", "my_variants", "broken", "mine"):
+            sys.modules.pop(name, None)
+        sys.path[:] = path
