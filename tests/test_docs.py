@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from helpers.commands import command as command_of
 from helpers.compile_command import tpu_aot
 from helpers.documentation import (
     COMMANDS,
@@ -32,17 +33,12 @@ from helpers.documentation import (
 )
 from helpers.training_process import TINY, TINY_MODEL
 
-from maxpipe import evaluate, export, runs, schedule, supervise, tokenize, train
-from maxpipe.checkpoint import __main__ as checkpoint
-from maxpipe.compile import __main__ as compile_command
+from maxpipe import train
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import OPTIONS, SECTIONS
-from maxpipe.data import __main__ as data
-from maxpipe.generate import __main__ as generate
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
-from maxpipe.plan import __main__ as plan
 from maxpipe.supervision.council import Status
 from maxpipe.supervision.failure import FAILED
 from maxpipe.supervision.progress import STATUS_FILE
@@ -51,20 +47,6 @@ from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
 OPERATIONS = PAGES["docs/operations.md"]
-MAINS = {
-    "maxpipe.train": train.main,
-    "maxpipe.generate": generate.main,
-    "maxpipe.evaluate": evaluate.main,
-    "maxpipe.export": export.main,
-    "maxpipe.compile": compile_command.main,
-    "maxpipe.plan": plan.main,
-    "maxpipe.runs": runs.main,
-    "maxpipe.tokenize": tokenize.main,
-    "maxpipe.schedule": schedule.main,
-    "maxpipe.checkpoint": checkpoint.main,
-    "maxpipe.data": data.main,
-    "maxpipe.supervise": supervise.main,
-}
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
 SMALL = [
@@ -223,7 +205,7 @@ def run_module(module, words):
     if module in CONFIGURATION_ONLY and not {"--help", "--print-config"} & {*words}:
         more = ["--print-config"]
     with own_variants_forgotten():
-        return MAINS[module]([*words, *more])
+        return command_of(module.removeprefix("maxpipe.")).main([*words, *more])
 
 
 def run_script(words):
