@@ -120,6 +120,26 @@ def few_maps():
         sys.modules["jax"].clear_caches()
 
 
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Let the runs of a module share what they compile, as JAX does not across its functions."""
+    from jax._src import compiler  # there is no public name for it
+
+    compile_anew, programs = compiler.backend_compile_and_load, {}
+
+    def compile_or_take(backend, module, devices, options, host_callbacks):
+        if host_callbacks:
+            return compile_anew(backend, module, devices, options, host_callbacks)
+        key = str(module), str(devices), options.SerializeAsString()
+        if key not in programs:
+            programs[key] = compile_anew(backend, module, devices, options, host_callbacks)
+        return programs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "backend_compile_and_load", compile_or_take)
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     """The address of a running server."""

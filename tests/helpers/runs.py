@@ -1,15 +1,16 @@
-"""Run the train command as a process, on a model of 62 thousand parameters."""
+"""Run the train command in this process, on a model of 62 thousand parameters."""
 
+import contextlib
+import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxpipe import train as command
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
@@ -21,6 +22,7 @@ base: {REPOSITORY}/configs/base.yml
 run_name: tiny
 model: {{embed_dim: 32, num_query_heads: 2, num_kv_heads: 2, mlp_dim: 64}}
 data: {{sequence_length: 32, global_batch_size: 8}}
+mesh: {{simulated_devices: 8, ici: {{fsdp: 4}}}}
 """
 
 
@@ -46,17 +48,30 @@ def last_words(words: Iterable[str]) -> list[str]:
     return [*last.values()]
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    """How a command ended: its exit code, and what it has printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(words: list[str]) -> Ended:
     """Run the command to its end."""
-    command = [sys.executable, "-m", "maxpipe.train", *last_words(words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code: Any = command.main(last_words(words))
+        except SystemExit as end:
+            code = end.code
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def train(words: list[str], expected_code: int = 0) -> str:
     """Run the command, check its exit code and return what it printed."""
-    process = run(words)
-    assert process.returncode == expected_code, process.stdout + process.stderr
-    return process.stdout + process.stderr
+    ended = run(words)
+    assert ended.code == expected_code, ended
+    return ended.out + ended.err
 
 
 def rows(root: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Runs that go back to an earlier step, and are ended and started again at different times."""
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -14,6 +15,8 @@ from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.training.batches import BatchPlacer
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 HERE = (
     *DATA_PARALLEL,
     "checkpoint.every=2",
@@ -22,10 +25,33 @@ HERE = (
 )
 BACK = "checkpoint.resume=2"
 FOLLOWED = "was followed by an earlier attempt of this job, which has reached step"
+OTHER = "optimizer.learning_rate=0.01"  # so that the two ways from step 2 on have other losses
 
 
 def run(directory, *words):
     return train.main(command(directory, *HERE, *words))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compiled_once):
+    """Return the directory of a run that never stopped or went back."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert run(directory) == 0
+    return directory / "base"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, compiled_once):
+    """Return the directory of a run that was stopped after step 8, to be copied."""
+    directory = tmp_path_factory.mktemp("stopped")
+    assert run(directory, "stop_after=8") == 0
+    return directory / "base"
+
+
+@pytest.fixture
+def root(stopped, tmp_path):
+    """Return the directory of a run of its own that was stopped after step 8."""
+    return shutil.copytree(stopped, tmp_path / "base")
 
 
 @pytest.fixture
@@ -45,10 +71,8 @@ def abandoned(root):
 
 class TestOncePerJob:
     def test_train_started_again_by_its_job_continues_after_going_back_once(
-        self, tmp_path, attempt, capsys
+        self, root, tmp_path, attempt, capsys
     ):
-        root = tmp_path / "base"
-        assert run(tmp_path, "stop_after=8") == 0
         attempt(1)
         assert run(tmp_path, BACK, "stop_after=5") == 0
         assert checkpoints(root) == [2, 4, 5]
@@ -84,25 +108,24 @@ class TestOncePerJob:
         assert "never, but there are committed steps" in capsys.readouterr().err
 
     def test_train_without_a_job_or_for_another_one_goes_back_each_time(
-        self, tmp_path, attempt, monkeypatch
+        self, root, tmp_path, attempt, monkeypatch
     ):
-        assert run(tmp_path, "stop_after=4") == 0
-        for job in ("", "one", "two"):
-            if job:
+        for job, gone in (("one", 3), ("two", 4), (None, 5)):
+            if job is None:
+                monkeypatch.delenv("MAXPIPE_JOB")
+                monkeypatch.delenv("MAXPIPE_ATTEMPT")
+            else:
                 attempt(1, job)
             assert run(tmp_path, BACK, "stop_after=4") == 0
-        for name in ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT"):
-            monkeypatch.delenv(name)
-        assert run(tmp_path, BACK, "stop_after=4") == 0
-        assert len(abandoned(tmp_path / "base")) == 4
+            assert len(abandoned(root)) == gone
 
-    def test_train_that_goes_back_in_attempts_has_the_bits_of_one_start(self, tmp_path, attempt):
-        assert run(tmp_path / "whole") == 0
-        assert run(tmp_path / "parts", "stop_after=6") == 0
+    def test_train_that_goes_back_in_attempts_has_the_bits_of_one_start(
+        self, root, whole, tmp_path, attempt
+    ):
         for number in (1, 2, 3):
             attempt(number)
-            assert run(tmp_path / "parts", BACK, f"stop_after={4 * number}") == 0
-        assert_same_run(tmp_path / "parts" / "base", tmp_path / "whole" / "base", 12)
+            assert run(tmp_path, BACK, f"stop_after={4 * number}") == 0
+        assert_same_run(root, whole, 12)
 
     @pytest.mark.slow
     def test_train_supervised_that_has_gone_back_continues_from_memory_when_it_is_killed(
@@ -146,25 +169,7 @@ def crash_at(monkeypatch, owner, name, call, start):
             start()
 
 
-OTHER = "optimizer.learning_rate=0.01"  # so that the two ways from step 2 on have other losses
-
-
 class TestRowsOfMetrics:
-    @pytest.fixture(scope="class")
-    def first(self, tmp_path_factory):
-        """Return the losses of a run that never went back."""
-        directory = tmp_path_factory.mktemp("first")
-        assert run(directory) == 0
-        return losses(directory / "base")
-
-    @pytest.fixture(scope="class")
-    def second(self, tmp_path_factory):
-        """Return the losses of a run that went back to step 2 with another learning rate."""
-        directory = tmp_path_factory.mktemp("second")
-        assert run(directory, "stop_after=2") == 0
-        assert run(directory, OTHER) == 0
-        return losses(directory / "base")
-
     @pytest.mark.parametrize(
         ("owner", "name", "call"),
         [
@@ -175,18 +180,25 @@ class TestRowsOfMetrics:
         ids=["while compiling", "before the first save", "while steps are set aside"],
     )
     def test_train_that_went_back_and_ended_early_leaves_the_rows_of_the_steps_that_stay(
-        self, tmp_path, monkeypatch, first, owner, name, call
+        self, root, tmp_path, monkeypatch, whole, owner, name, call
     ):
-        assert run(tmp_path, "stop_after=8") == 0
+        expected = losses(whole)
         for _ in range(2):
             crash_at(monkeypatch, owner, name, call, lambda: run(tmp_path, BACK, OTHER))
-            kept = {step: first[step] for step in range(1, 9)}
-            assert losses(tmp_path / "base") == kept
+            assert losses(root) == {step: expected[step] for step in range(1, 9)}
             if name == "set_aside":
                 break  # what is saved as step 4 is set aside already
         assert run(tmp_path) == 0
-        assert losses(tmp_path / "base") == first
-        assert not (tmp_path / "base" / "metrics.unsaved.jsonl").exists()
+        assert losses(root) == expected
+        assert not (root / "metrics.unsaved.jsonl").exists()
+
+    @pytest.fixture(scope="class")
+    def second(self, tmp_path_factory, compiled_once):
+        """Return the losses of a run that went back to step 2 with another learning rate."""
+        directory = tmp_path_factory.mktemp("second")
+        assert run(directory, "stop_after=2") == 0
+        assert run(directory, OTHER) == 0
+        return losses(directory / "base")
 
     @pytest.mark.parametrize(
         ("owner", "name", "call"),
@@ -194,10 +206,9 @@ class TestRowsOfMetrics:
         ids=["before the commit", "after the first save"],
     )
     def test_train_that_went_back_and_ended_after_its_first_save_has_the_rows_of_the_new_way(
-        self, tmp_path, monkeypatch, second, owner, name, call
+        self, root, tmp_path, monkeypatch, second, owner, name, call
     ):
-        assert run(tmp_path, "stop_after=8") == 0
         crash_at(monkeypatch, owner, name, call, lambda: run(tmp_path, BACK, OTHER))
-        assert abandoned(tmp_path / "base") == [f"{step}.abandoned" for step in (4, 6, 8)]
+        assert abandoned(root) == [f"{step}.abandoned" for step in (4, 6, 8)]
         assert run(tmp_path, OTHER) == 0
-        assert losses(tmp_path / "base") == second
+        assert losses(root) == second

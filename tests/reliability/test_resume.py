@@ -17,13 +17,15 @@ from helpers.runs import (
 )
 from helpers.training_process import TrainingProcess
 
-STEPS = 120
-EVERY = 20
-STOP = 50
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+STEPS = 60
+EVERY = 10
+STOP = 25
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
+def words(tmp_path_factory, compiled_once):
     """Return the command; every run has a name of its own."""
     return write_config(
         tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}"
@@ -56,7 +58,7 @@ def copy_of(stopped, name):
 
 
 def test_train_stop_after_saves_last_step(stopped, uninterrupted):
-    assert checkpoints(stopped) == [20, 40, STOP]
+    assert checkpoints(stopped) == [10, 20, STOP]
     assert losses(stopped) == {step: losses(uninterrupted)[step] for step in range(1, STOP + 1)}
 
 
@@ -69,7 +71,7 @@ def test_train_resumed_after_stop_after_is_bit_equal(words, stopped, uninterrupt
 def test_train_resumed_from_older_step_is_bit_equal(words, stopped, uninterrupted):
     """The rows of metrics.jsonl after that step are replaced, too."""
     root = copy_of(stopped, "back")
-    train([*words, "run_name=back", "checkpoint.resume=20"])
+    train([*words, "run_name=back", "checkpoint.resume=10"])
     assert_same_run(root, uninterrupted, STEPS)
 
 
@@ -79,7 +81,7 @@ def test_train_killed_at_random_is_bit_equal(words, runs, uninterrupted, times):
     for n in range(times):
         # The time of the kill moves, and every later kill may hit the remains of the earlier one.
         step, delay = (
-            1 + n * (STEPS - 20) // times + random.randint(0, 100 // times - 1),
+            1 + n * (STEPS - 20) // times + random.randint(0, (STEPS - 20) // times - 1),
             random.uniform(0, 0.05),
         )
         before = max(checkpoints(root), default=0) if n else 0
@@ -107,12 +109,12 @@ def kill_after(root, command, step, delay):
     "layout",
     [
         pytest.param(
-            ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
+            ["mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_repeats=1"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
             [
-                "mesh.ici.fsdp=1",
+                "mesh.ici.fsdp=2",
                 "mesh.ici.tensor=2",
                 "pipeline.layers_per_stage=[1,3]",
                 "pipeline.num_microbatches=4",
@@ -120,7 +122,7 @@ def kill_after(root, command, step, delay):
             marks=pytest.mark.slow,
         ),
         ["pipeline.schedule=circular"],
-        ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"],
+        ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=8"],
     ],
     ids=["stages", "uneven tensor", "circular", "sequential"],
 )
@@ -129,10 +131,10 @@ def test_train_resumed_in_other_layout_has_same_losses(
 ):
     name = request.node.callspec.id.replace(" ", "-")
     root = copy_of(stopped, name)
-    train([*words, f"run_name={name}", f"stop_after={STOP + 20}", *layout])
+    train([*words, f"run_name={name}", f"stop_after={STOP + 10}", *layout])
     after, expected = losses(root), losses(uninterrupted)
-    assert max(after) == STOP + 20
-    for step in range(STOP + 1, STOP + 21):
+    assert max(after) == STOP + 10
+    for step in range(STOP + 1, STOP + 11):
         assert after[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from helpers.runs import assert_same_run, output_dir, run, saved, train, write_config
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=1e-2"]
 
 
@@ -45,6 +46,6 @@ def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(runs):
 @pytest.mark.slow
 def test_run_with_adapters_is_no_base_of_another(runs):
     words, root = runs
-    process = run([*words, "run_name=third", f"init_from=run:{root}/adapted"])
-    assert process.returncode == 2
-    assert f"python -m maxpipe.export {root}/adapted --hf NEW merges them" in process.stderr
+    ended = run([*words, "run_name=third", f"init_from=run:{root}/adapted"])
+    assert ended.code == 2
+    assert f"python -m maxpipe.export {root}/adapted --hf NEW merges them" in ended.err
