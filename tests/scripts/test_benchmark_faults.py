@@ -1,9 +1,11 @@
 """Random faults leave no trace in supervised runs, and the script that injects them can tell."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,30 +165,17 @@ def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(soak, last, 
     assert soak.grows(*soak.ends(usages)) == expected
 
 
-OPENS_A_FILE = """
-import sys
-print("started", flush=True)
-sys.stdin.readline()
-file = open(sys.argv[1], "w")
-print("opened", flush=True)
-sys.stdin.readline()
-"""
-
-
 def test_usage_of_counts_what_a_process_opens(soak, tmp_path):
-    command = [sys.executable, "-c", OPENS_A_FILE, tmp_path / "file"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == "started\n"
-        before = soak.usage_of(process.pid)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "opened\n"
-        after = soak.usage_of(process.pid)
-        process.communicate("\n")
+    before, is_over = soak.usage_of(os.getpid()), threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    with (tmp_path / "file").open("w"):
+        after = soak.usage_of(os.getpid())
+    is_over.set()
+    thread.join()
     assert after.descriptors == before.descriptors + 1
+    assert after.threads == before.threads + 1
     assert before.megabytes > 1
-    assert before.threads == 1
 
 
 class Output:

@@ -76,7 +76,9 @@ def predict(monkeypatch, capsys):
     return _predict
 
 
-def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(predict, tmp_path):
+def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(
+    predict, tmp_path, monkeypatch
+):
     fake = tmp_path / "python"  # answers from a file
     fake.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
     fake.chmod(0o755)
@@ -108,17 +110,11 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(predic
     _, printed, _ = predict("x.yml slices", "--python", fake)
     assert "unlike" not in printed
     assert printed.endswith(", DCN 6.25 GB/s\n")
-
-
-def test_predict_compiles_where_the_user_stands_with_this_repository(
-    predict, tmp_path, monkeypatch
-):
-    fake = tmp_path / "python"
+    # It compiles where the user stands, with this repository.
     fake.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
         "sys.exit(os.getcwd() + ' ' + os.environ['PYTHONPATH'])\n"
     )
-    fake.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     where = f"{tmp_path} {SCRIPT.parents[2]}"
     assert predict("own.yml", "--python", "./python")[2].startswith(

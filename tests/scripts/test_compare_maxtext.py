@@ -29,7 +29,7 @@ def printing(line, times=3, code=0):
     ]
 
 
-def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(script):
+def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(script, capsys):
     for trainer, line in (
         ("maxtext", "I1121 completed step: %d, seconds: 0.1"),
         ("maxpipe", "step %d/3  loss 5.6"),
@@ -41,9 +41,7 @@ def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_fail
     for times, code in ((2, 0), (3, 1)):
         with pytest.raises(script.Failed, match=rf"ended with {code}:\nstep 0/3"):
             script.train("maxpipe", printing("step %d/3", times, code), steps=3)
-
-
-def test_compare_with_a_python_without_maxtext_names_the_install_command(script, capsys):
+    # A Python without MaxText.
     assert script.main([sys.executable]) == 1
     assert (
         f"uv pip install --python {sys.executable} 'maxtext[tpu]==0.2.5'" in capsys.readouterr().err

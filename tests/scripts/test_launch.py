@@ -171,7 +171,7 @@ class TestTpuVm:
         )
         return [call[3:] for call in fakes.calls if "describe" not in call]
 
-    def test_create_requests_a_missing_resource_once_and_waits_until_it_is_active(
+    def test_resource_is_created_once_set_up_made_anew_after_preemption_and_deleted(
         self, fakes, tpu_vm
     ):
         fakes.answer({self.STATE: ["", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE"]})
@@ -188,8 +188,8 @@ class TestTpuVm:
         fakes.answer({})
         assert tpu_vm("delete", "another").returncode == 0
         assert self.commands(fakes) == [call]
-
-    def test_setup_and_resume_reach_every_worker_of_every_slice(self, fakes, tpu_vm):
+        # The others reach every worker of every slice.
+        fakes.notes.write_text("")
         fakes.answer({self.COUNT: ["2"]})
         fakes.add("git")
         assert tpu_vm("setup", "pod").returncode == 0
@@ -206,7 +206,7 @@ class TestTpuVm:
         calls = [call for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
         assert [call[4] for call in calls] == ["delete", "create", "scp", "ssh", "ssh"]
 
-    def test_run_called_twice_starts_the_given_words_and_flags_once(
+    def test_run_called_twice_starts_the_given_words_and_flags_once_and_status_says_how_it_is(
         self, fakes, tpu_vm, tmp_path, monkeypatch
     ):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_a=1 {AWKWARD}")
@@ -238,9 +238,8 @@ class TestTpuVm:
         assert words == ["-m", "maxpipe.supervise", "--", *training, *variables]
         assert not list(tmp_path.rglob("pwned"))
 
-    def test_status_says_on_every_worker_how_the_training_is(self, fakes, tpu_vm, tmp_path):
         assert tpu_vm("status", "pod").returncode == 0
-        (call,) = self.commands(fakes)
+        call = self.commands(fakes)[-1]
         remote = ["bash", "-c", call[call.index("--command") + 1]]
         for files, said in (
             ({}, "not started"),

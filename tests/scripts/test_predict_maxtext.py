@@ -105,7 +105,8 @@ def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp
     assert content["predicted_step_seconds"] == seconds["step"] > seconds["init"]
 
 
-def test_command_without_a_report_fails_with_its_output(script, tmp_path):
-    command = [sys.executable, "-c", "print('no such key'); raise SystemExit(2)"]
+def test_command_without_a_report_fails_with_its_output(script, tmp_path, monkeypatch):
+    ended = SimpleNamespace(returncode=2, stdout="no such key\n", stderr="")
+    monkeypatch.setattr(script.subprocess, "run", lambda *a, **k: ended)
     with pytest.raises(script.Failed, match=r"ended with 2:\nno such key"):
-        script.report("maxtext", command, tmp_path / "report.json")
+        script.report("maxtext", ["python"], tmp_path / "report.json")
