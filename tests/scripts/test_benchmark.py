@@ -1,33 +1,20 @@
 """Test what the benchmark runs and reports, at sizes too small to measure speed."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from helpers.scripts import SCRIPTS, load_script
 
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.model_facts import KERNELS
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses looks the module up by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = load_script("run")
-benchmark_gpu = load_script("gpu")
-benchmark_overhead = load_script("overhead")
+benchmark = load_script("benchmark/run")
+benchmark_gpu = load_script("benchmark/gpu")
+benchmark_overhead = load_script("benchmark/overhead")
 
 
 @pytest.mark.parametrize("name", benchmark.CASES)
@@ -48,7 +35,7 @@ def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
     command = [
         sys.executable,
-        SCRIPTS / "run.py",
+        SCRIPTS / "benchmark" / "run.py",
         "--case",
         "tiny",
         "--rounds",
@@ -56,7 +43,7 @@ def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
         "--json",
         file,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parent)
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]
     assert [case["name"] for case in cases] == list(benchmark.GROUPS["tiny"])
@@ -143,6 +130,6 @@ def test_benchmark_gpu_measures_every_kernel_of_gpus():
 def test_benchmark_torch_llama_starts_at_the_loss_of_uniform_predictions():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     shape = json.dumps(benchmark_gpu.TINY | {"steps": 3, "need_gpu": False})
-    command = [sys.executable, SCRIPTS / "torch_llama.py", shape, "--eager"]
+    command = [sys.executable, SCRIPTS / "benchmark" / "torch_llama.py", shape, "--eager"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["loss"] == pytest.approx(4.16, abs=0.1)

@@ -9,14 +9,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.scripts import SCRIPTS, load_script
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
+faults = load_script("benchmark/faults")
+report = load_script("benchmark/fault_report")
+soak = load_script("benchmark/fault_soak")
 
 
 def inject(directory, *words):
     """Run the script; return what it printed."""
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "faults.py", *words, f"--directory={directory}"],
+        [sys.executable, SCRIPTS / "benchmark" / "faults.py", *words, f"--directory={directory}"],
         capture_output=True,
         text=True,
         timeout=3000,
@@ -50,31 +53,7 @@ def test_faults_lost_hosts_leave_the_losses_of_an_undisturbed_run(tmp_path):
     assert printed.splitlines()[-1] == "sound: 3 faults in 1 runs, seed 3"
 
 
-@pytest.fixture
-def faults(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import faults
-
-    return faults
-
-
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import fault_report
-
-    return fault_report
-
-
-@pytest.fixture
-def soak(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import fault_soak
-
-    return fault_soak
-
-
-def test_draw_faults_has_kinds_and_moments_in_equal_shares(faults):
+def test_draw_faults_has_kinds_and_moments_in_equal_shares():
     kinds = ["a", "b", "c", "d"]
     runs = faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=3)
     assert [len(run) for run in runs] == [5, 5, 5, 5, 4]
@@ -95,7 +74,7 @@ def test_draw_faults_has_kinds_and_moments_in_equal_shares(faults):
         ([(1, 2.5), (2, 2.250001)], ["losses differ from step 2 on"]),
     ],
 )
-def test_loss_differences_tells_lost_repeated_and_other_steps(report, tmp_path, logged, problems):
+def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path, logged, problems):
     for name, rows in (("whole", [(1, 2.5), (2, 2.25)]), ("other", logged)):
         (tmp_path / name).mkdir()
         lines = [json.dumps({"step": step, "loss": loss}) for step, loss in rows]
@@ -113,7 +92,7 @@ def test_loss_differences_tells_lost_repeated_and_other_steps(report, tmp_path, 
     ],
 )
 def test_loss_differences_allows_rounding_once_the_mesh_has_changed(
-    report, tmp_path, resized, other, problems
+    tmp_path, resized, other, problems
 ):
     for name, second in (("whole", 2.25), ("other", other)):
         (tmp_path / name).mkdir()
@@ -122,20 +101,20 @@ def test_loss_differences_allows_rounding_once_the_mesh_has_changed(
     assert report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized) == problems
 
 
-def test_resized_after_is_the_first_step_at_which_the_mesh_changed(faults):
+def test_resized_after_is_the_first_step_at_which_the_mesh_changed():
     line = "changed since step {}: mesh.ici.data {}\n"
     output = line.format(80, "2 -> 1") + line.format(40, "1 -> 2")
     assert faults._resized_after(output) == 40
     assert faults._resized_after("step 3/400") == float("inf")
 
 
-def test_lost_host_without_elastic_is_refused(faults, capsys):
+def test_lost_host_without_elastic_is_refused(capsys):
     with pytest.raises(SystemExit):
         faults.main(["--kinds=SIGKILL,lost host"])
     assert "'lost host' needs --elastic" in capsys.readouterr().err
 
 
-def test_table_counts_faults_and_moments_of_each_kind(report):
+def test_table_counts_faults_and_moments_of_each_kind():
     outcomes = [
         report.Outcome("SIGKILL", "save", 10.0),
         report.Outcome("SIGKILL", "restart", None),
@@ -159,13 +138,13 @@ def test_table_counts_faults_and_moments_of_each_kind(report):
         ((100.0, 10, 7), True),
     ],
 )
-def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(soak, last, expected):
+def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(last, expected):
     usages = [soak.Usage(100.0, 10, 5)] * 3 + [soak.Usage(*last)] * 3
     assert soak.ends(usages) == (usages[0], usages[-1])
     assert soak.grows(*soak.ends(usages)) == expected
 
 
-def test_usage_of_counts_what_a_process_opens(soak, tmp_path):
+def test_usage_of_counts_what_a_process_opens(tmp_path):
     before, is_over = soak.usage_of(os.getpid()), threading.Event()
     thread = threading.Thread(target=is_over.wait)
     thread.start()
@@ -197,7 +176,7 @@ class Output:
         ("SIGKILL", "\nstep 31/100", False),
     ],
 )
-def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed(faults, kind, printed, missed):
+def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed(kind, printed, missed):
     before = "checkpoint 10 is damaged\nstarts attempt 2"
     scene = faults.Scene(Output(before + printed), Path("run"), None, None)
     assert scene.missed(kind, len(before)) == missed

@@ -1,16 +1,15 @@
 """Test scripts/benchmark/predict.py with a compiler that answers from a file."""
 
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.hand_timed import BASIS
+from helpers.scripts import SCRIPTS, load_script
 
 from maxpipe.compile.prediction.operations import Part
 from maxpipe.compile.prediction.prediction import Prediction, Speed
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict.py"
+script = load_script("benchmark/predict")
 PREDICTED = {
     "libtpu": "0.0.46",
     "constants": {
@@ -61,14 +60,12 @@ json.dump(report, open(words[words.index("--json") + 1], "w"))
 
 
 @pytest.fixture
-def predict(monkeypatch, capsys):
+def predict(capsys):
     """Return a function of words that returns exit code, standard output and error."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    module = importlib.import_module("predict")
 
     def _predict(*words):
         try:
-            code = module.main(list(map(str, words)))
+            code = script.main(list(map(str, words)))
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -116,7 +113,7 @@ def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(
         "sys.exit(os.getcwd() + ' ' + os.environ['PYTHONPATH'])\n"
     )
     monkeypatch.chdir(tmp_path)
-    where = f"{tmp_path} {SCRIPT.parents[2]}"
+    where = f"{tmp_path} {SCRIPTS.parent}"
     assert predict("own.yml", "--python", "./python")[2].startswith(
         f"no prediction: own.yml: {where}"
     )

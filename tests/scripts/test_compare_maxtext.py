@@ -1,22 +1,11 @@
 """Test the comparison with MaxText on processes that print the trainers' lines."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.scripts import load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "compare_maxtext.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compare_maxtext", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+script = load_script("benchmark/compare_maxtext")
 
 
 def printing(line, times=3, code=0):
@@ -29,7 +18,7 @@ def printing(line, times=3, code=0):
     ]
 
 
-def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(script, capsys):
+def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_failed(capsys):
     for trainer, line in (
         ("maxtext", "I1121 completed step: %d, seconds: 0.1"),
         ("maxpipe", "step %d/3  loss 5.6"),
@@ -50,7 +39,7 @@ def test_train_measures_steps_by_the_lines_of_each_trainer_and_shows_why_it_fail
     assert "cannot run /nowhere/python: No such file" in capsys.readouterr().err
 
 
-def test_tables_divide_maxtext_by_maxpipe(script):
+def test_tables_divide_maxtext_by_maxpipe():
     maxtext = script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20)
     maxpipe = script.Run(10.0, [4.0], [4.0], 200 * 2**20)
     table = script.training_table({"fsdp": {"maxtext": [maxtext], "maxpipe": [maxpipe]}})

@@ -1,23 +1,18 @@
 """Test that the generated tables are up to date and agree with the catalogue."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
+
+from helpers.scripts import SCRIPTS, load_script
 
 from maxpipe.config.options import OPTIONS
 
-REPOSITORY = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location(
-    "generate_docs", REPOSITORY / "scripts" / "generate_docs.py"
-)
-generate_docs = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(generate_docs)
+generate_docs = load_script("generate_docs")
 
 
 def test_generate_docs_check_passes_for_the_committed_pages():
     """Run the script by itself, since test helpers add entries to this process's catalogue."""
-    script = REPOSITORY / "scripts" / "generate_docs.py"
+    script = SCRIPTS / "generate_docs.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"run: python scripts/generate_docs.py\n{done.stdout}{done.stderr}"
 

@@ -1,6 +1,5 @@
 """Test the launch scripts with fake commands on the PATH that record their calls."""
 
-import importlib.util
 import json
 import os
 import re
@@ -14,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import scripts
 from helpers.training_process import inherited
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "launch"
+SCRIPTS = scripts.SCRIPTS / "launch"
+jobset = scripts.load_script("launch/gke/jobset")
 AWKWARD = 'run_name=it\'s $(touch pwned) "x"; rm -rf *'
 
 NOTES_AND_ANSWERS = """#!{python}
@@ -311,21 +312,12 @@ def test_slurm_job_is_requeued_after_retryable_codes_20_times_at_most(fakes):
 class TestJobSet:
     WORDS = shlex.split("run-1 --image i --accelerator tpu-v5p-slice --topology 2x2x4 --slices 2")
 
-    @pytest.fixture(scope="class")
-    def main(self):
-        """The script's function."""
-        path = SCRIPTS / "gke" / "jobset.py"
-        spec = importlib.util.spec_from_file_location("jobset", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.main
-
     @pytest.fixture
-    def spec_of(self, main, capsys):
+    def spec_of(self, capsys):
         """Return a function of more words that returns what is to be started."""
 
         def _spec_of(*words):
-            assert not main([*self.WORDS, *words])
+            assert not jobset.main([*self.WORDS, *words])
             return yaml.safe_load(capsys.readouterr().out)["spec"]
 
         return _spec_of
@@ -367,13 +359,13 @@ class TestJobSet:
         ]
         assert (job["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 20)
 
-    def test_jobset_with_a_bad_command_line_exits_with_2(self, main, capsys):
+    def test_jobset_with_a_bad_command_line_exits_with_2(self, capsys):
         flags = ("--topology 4", "--env 'A B=1'", "--chips-per-host 0", "--slices 0")
         flags += ("--max-restarts -1", "--grace-seconds -1")
         wrong = [[*self.WORDS, *shlex.split(flag), "--", "a.yml"] for flag in flags]
         for words in (self.WORDS, ["A_b", *self.WORDS[1:], "--", "a.yml"], *wrong):
             with pytest.raises(SystemExit) as end:
-                main(words)
+                jobset.main(words)
             assert end.value.code == 2, words
             assert ": error: " in capsys.readouterr().err
 

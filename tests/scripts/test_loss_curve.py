@@ -1,17 +1,12 @@
 """Test scripts/loss_curve.py."""
 
-import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
+from helpers.scripts import load_script
 
-_SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_curve.py"
-_SPEC = importlib.util.spec_from_file_location("loss_curve", _SCRIPT)
-loss_curve = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(loss_curve)
-
+loss_curve = load_script("loss_curve")
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -1,36 +1,25 @@
 """Test the predicted comparison with MaxText on a Python that answers from files."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers.hand_timed import HLO, mesh
+from helpers.scripts import load_script
 
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.predict import basis_of, time_program
 from maxpipe.config import load, resolve
 from maxpipe.devices.chips import chip_of
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict_maxtext.py"
+script = load_script("benchmark/predict_maxtext")
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("predict_maxtext", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_words_for_maxpipe_are_a_legal_configuration_of_16_layers(script):
-    base = str(SCRIPT.parents[2] / "configs" / "base.yml")
+def test_words_for_maxpipe_are_a_legal_configuration_of_16_layers():
+    base = "base"
     for case in script.CASES.values():
         for words in case.maxpipe.values():
             config = resolve(load(base, [*script.MAXPIPE_MODEL, *words]), 8)
@@ -42,7 +31,7 @@ def lines(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
+def test_case_prints_rows_with_ratios_to_maxtext(monkeypatch, capsys):
     commands = []
 
     def report(trainer, command, file):
@@ -68,13 +57,13 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
         [" sequential, none, unrolled ", " 0.3 ", " 5 ", " 0.750 "],
     ]
     (_, theirs), _, (_, ours), *_ = commands
-    assert theirs[1:3] == [str(SCRIPT), "--inside"]
+    assert theirs[1:3] == [script.__file__, "--inside"]
     assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
     assert "ici_fsdp_parallelism=8" in theirs
     assert ours[:3] == ["python", "-m", "maxpipe.compile"]
 
 
-def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp_path):
+def test_program_compiled_inside_is_walked_and_reported(monkeypatch, tmp_path):
     text = (HLO / "step.hlo").read_text(encoding="utf-8")
     sizes = {"argument": 4, "output": 5, "alias": 4, "temp": 9, "generated_code": 1}
     memory = SimpleNamespace(
@@ -105,7 +94,7 @@ def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp
     assert content["predicted_step_seconds"] == seconds["step"] > seconds["init"]
 
 
-def test_command_without_a_report_fails_with_its_output(script, tmp_path, monkeypatch):
+def test_command_without_a_report_fails_with_its_output(tmp_path, monkeypatch):
     ended = SimpleNamespace(returncode=2, stdout="no such key\n", stderr="")
     monkeypatch.setattr(script.subprocess, "run", lambda *a, **k: ended)
     with pytest.raises(script.Failed, match=r"ended with 2:\nno such key"):

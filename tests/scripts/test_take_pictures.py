@@ -1,18 +1,13 @@
 """Test scripts/take_pictures.py."""
 
-import importlib.util
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
+from helpers.scripts import load_script
 
-_SCRIPT = Path(__file__).parents[2] / "scripts" / "take_pictures.py"
-_SPEC = importlib.util.spec_from_file_location("take_pictures", _SCRIPT)
-take_pictures = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(take_pictures)
-
+take_pictures = load_script("take_pictures")
 SVG = "{http://www.w3.org/2000/svg}"
 PROGRAM = """
 import time
