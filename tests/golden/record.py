@@ -1,8 +1,7 @@
 """Records golden values, or compares with them: `python tests/golden/record.py [NAME ...]`.
 
 record.py                      records what has no values yet
-record.py NAME --reason "..."  records a configuration again, and prints the line that
-                               CHANGELOG.md needs
+record.py NAME --reason "..."  records a configuration again, with the reason
 record.py --compare-bits       says for each configuration whether the current code gives the
                                recorded bits, else the largest relative difference; exit code 1
                                if one is above 1e-6
@@ -64,7 +63,6 @@ def _record(names: list[str], reason: str) -> int:
             sys.exit(
                 f'{", ".join(existing)}: already recorded; say why they change: --reason "..."'
             )
-        print(f"add to CHANGELOG.md:\n- Golden values of {', '.join(existing)}: {reason}")
     for name, values in _run(names).items():
         recording.save(name, values, reason or "the first values")
         print(f"recorded {name}")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from golden import record
 from golden.recording import NAMES, load, run_and_read, tolerance
-from golden.runner import ROOT
 from golden.values import above, differences
 
 # Runs that CI adds: others have the same engine.
@@ -50,13 +49,6 @@ def test_run_gives_recorded_values(results, name):
     assert not isinstance(actual, str), actual
     found = differences(load(name)["values"], actual)
     assert above(found, tolerance(name)) == {}
-
-
-def test_rerecorded_values_have_their_reasons_in_the_changelog():
-    changelog = ROOT / "CHANGELOG.md"
-    text = " ".join(changelog.read_text().split()) if changelog.exists() else ""
-    reasons = {reason for name in NAMES for reason in load(name)["reasons"][1:]}
-    assert {reason for reason in reasons if reason not in text} == set()
 
 
 def test_recording_again_without_a_reason_is_refused():
