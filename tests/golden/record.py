@@ -58,11 +58,8 @@ def _run(names: list[str]) -> dict[str, Values]:
 def _record(names: list[str], reason: str) -> int:
     missing = [name for name in recording.NAMES if not (recording.VALUES / f"{name}.json").exists()]
     names = names or (recording.NAMES if reason else missing)
-    if existing := [name for name in names if name not in missing]:
-        if not reason:
-            sys.exit(
-                f'{", ".join(existing)}: already recorded; say why they change: --reason "..."'
-            )
+    if (existing := [name for name in names if name not in missing]) and not reason:
+        sys.exit(f'{", ".join(existing)}: already recorded; say why they change: --reason "..."')
     for name, values in _run(names).items():
         recording.save(name, values, reason or "the first values")
         print(f"recorded {name}")
