@@ -332,7 +332,7 @@ MISTAKES = {
     "SMALL --json /dev/null --html /dev/null": None,
     "SMALL --no-compile --compile 2": "contradicts --compile 2",
     "SMALL --no-compile --compile 0": None,
-    "SMALL --compile 0 --probe 2": "--probe: is followed by whole steps",
+    "SMALL --probe 2": "--probe: is gone; use --compile 6",
     "SMALL --compile 2": "--compile: there is no compiler at hand for cpu:4",
     "SMALL --fix pipeline.num_repeat=1": "unknown key",
     "SMALL --try optimizer.name=adamw,lion": "the plan searches mesh.ici.data",

@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import jax
 
-from maxpipe.compile.probing import probe
 from maxpipe.compile.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
 from maxpipe.config.terminal import folded, terminal_width
-from maxpipe.devices.compile_cache import compile_cache
 from maxpipe.plan.search.emptiness import emptiness, given_text
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import ONE_HOST
@@ -37,7 +35,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
 
     Args:
       request: what to plan.
-      flags: the command's flags compile, probe, compare, write, json and html.
+      flags: the command's flags compile, compare, write, json and html.
       words: the command line after the command, for the file that is written.
 
     Returns:
@@ -95,7 +93,7 @@ def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan
 
 
 def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
-    """Return the plan with its best rows probed and compiled; print what was searched.
+    """Return the plan with its best rows compiled; print what was searched.
 
     Raises:
       ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
@@ -106,8 +104,6 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     _print(*summary_lines(plan))
     if outcome.least is None:
         raise ConfigError(_nothing_legal(plan))
-    if flags.probe and is_provable(plan):
-        plan = probe(plan, flags.probe, compile_cache(plan.request.config), _print)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
     return plan

@@ -47,9 +47,7 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     tried = {id(row) for row in rows[: len(proved)]}
     uncompiled = [row for row in plan.rows if id(row) not in tried]
     if not good:
-        probed = [row for row in plan.misfits if row.probed]
-        left = len(uncompiled)
-        return replace(plan, rows=(), misfits=[*probed, *bad], own=own, uncompiled=left)
+        return replace(plan, rows=(), misfits=bad, own=own, uncompiled=len(uncompiled))
     ranked = with_reasons(good, plan.request)
     uncompiled = [replace(row, reason=loss_of(row, ranked[0])) for row in uncompiled]
     if isinstance(own, Row) and _fits(own):

@@ -96,14 +96,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
-    parser.add_argument(
-        "--probe",
-        type=int,
-        default=0,
-        metavar="N",
-        help="rank the 20 best by at most N compiled samples of a stage before compiling any whole "
-        "(0)",
-    )
+    parser.add_argument("--probe", nargs="?", const="", help=argparse.SUPPRESS)  # gone
     parser.add_argument(
         "--no-compile", action="store_true", dest="closed", help="closed forms alone"
     )

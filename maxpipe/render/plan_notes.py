@@ -1,12 +1,10 @@
 """Say in lines what the figures of a plan rest on, and what they leave out."""
 
 import os
-from dataclasses import replace
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.plan.search.plan import Plan
-from maxpipe.plan.search.written import BASES
 from maxpipe.render.plan_omissions import omission_lines
 
 _MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes
@@ -34,31 +32,12 @@ def _bases(plan: Plan) -> list[str]:
         if any(proof.fits for proof in proofs):
             line = f"no compiler's estimate of time for this chip; {line}"
         return [line]
-    by = _probed_lines(plan)
     if proofs:
-        return [
-            "by compiled: seconds, their parts and GiB are the compiler's",
-            *by,
-            "by closed: closed forms",
-        ]
-    if by:
-        return [*by, "by closed: closed forms"]
+        compiled = "by compiled: seconds, their parts and GiB are the compiler's"
+        return [compiled, "by closed: closed forms"]
     if not plan.rows:
         return ["closed forms alone"]
     return ["closed forms alone: --compile 3 would prove the best by compiling them"]
-
-
-def _probed_lines(plan: Plan) -> list[str]:
-    """Return what probed and scaled seconds rest on; nothing without probes."""
-    if not any(row.probed for row in [*plan.rows, *plan.misfits]):
-        return []
-    probed = "closed forms in which compiled units stand for layers and head, with the compiler's"
-    lines = [f"by probed: {probed} figures"]
-    if scaled := next((row for row in plan.rows if row.basis == "scaled"), None):
-        lines.append(
-            f"by scaled: closed forms times {scaled.scale:.3g}, as the median of those probed"
-        )
-    return lines
 
 
 def _uncompiled_lines(plan: Plan) -> list[str]:
@@ -70,13 +49,12 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
     faster = sum(row.proof is None and row.per_sequence < chosen.per_sequence for row in plan.rows)
     if not faster:
         return []
-    before = BASES[replace(chosen, proof=None).basis]
-    excess = chosen.per_sequence / chosen.predicted_per_sequence - 1
+    excess = chosen.per_sequence / chosen.candidate.per_sequence - 1
     rows = "1 row that was" if faster == 1 else f"{faster} rows that were"
     return [
         f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {abs(excess):.0%} "
-        f"{'more' if excess >= 0 else 'less'} than by {before}; {rows} not compiled may be faster: "
-        f"--compile {compiled + min(faster, _MORE)} compares them"
+        f"{'more' if excess >= 0 else 'less'} than by closed forms; {rows} not compiled may be "
+        f"faster: --compile {compiled + min(faster, _MORE)} compares them"
     ]
 
 

@@ -4,7 +4,6 @@ import math
 
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.amounts import MARGIN, largest_margin
 from maxpipe.plan.search.plan import Plan
 from maxpipe.plan.search.request import TOPOLOGY
 
@@ -16,14 +15,8 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     """Return why nothing fits, and what would; no lines if something fits."""
     if plan.winner is not None:
         return []
-    capacity, misfits = plan.request.machine.capacity, plan.misfits
-    if compiled := sum(row.proof is not None for row in misfits):
-        lines, by = [f"{_none_of(compiled, 'compiled')}; {_others(plan, compiled)}"], _CLOSED
-    elif probed := [row.probed.memory for row in misfits if row.probed]:
-        line = f"{_none_of(len(probed), 'probed')}; {_NO_OTHER}: "
-        if capacity is not None and min(probed) <= capacity:
-            line += f"{MARGIN} {largest_margin(min(probed), capacity)}%, or "
-        lines, by = [f"{line}compile whole steps, without --probe"], _CLOSED
+    if compiled := sum(row.proof is not None for row in plan.misfits):
+        lines, by = [f"{_none_of(compiled)}; {_others(plan, compiled)}"], _CLOSED
     else:
         least = plan.outcome.least
         assert least is not None, "where nothing is legal there is no plan to show"
@@ -42,10 +35,10 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _none_of(count: int, done: str) -> str:
+def _none_of(count: int) -> str:
     if count == 1:
-        return f"the one that was {done} does not fit"
-    return f"none of the {count} that were {done} fits"
+        return "the one that was compiled does not fit"
+    return f"none of the {count} that were compiled fits"
 
 
 def _others(plan: Plan, compiled: int) -> str:

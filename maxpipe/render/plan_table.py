@@ -9,7 +9,7 @@ from maxpipe.devices.chips import GIB
 from maxpipe.plan.search.plan import Plan, SliceCost
 from maxpipe.plan.search.rows import Row, relative_time
 from maxpipe.plan.search.seconds import Seconds
-from maxpipe.plan.search.written import BASES, versions
+from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns
 
 HEADER = (
@@ -102,13 +102,12 @@ def _repeats(row: Row) -> str:
 
 
 def reason_text(plan: Plan, row: Row) -> str:
-    """Return why a row is not chosen, and if it was not compiled or probed although others were."""
+    """Return why a row is not chosen, and if it was not compiled although others were."""
     if row.proof is not None or not any(row is other for other in [*plan.rows, *plan.misfits]):
         return row.reason
     if any(ranked.proof for ranked in plan.rows):
-        missing = "not probed, not compiled" if row.unprobed else "not compiled"
-        return f"{missing}; by {BASES[row.basis]} {row.reason}"
-    return f"{row.reason}; not probed: {row.unprobed}" if row.unprobed else row.reason
+        return f"not compiled; by closed forms {row.reason}"
+    return row.reason
 
 
 def batch_text(plan: Plan, row: Row) -> str:
@@ -188,7 +187,6 @@ def as_json(plan: Plan) -> dict[str, object]:
 
 def _row_json(plan: Plan, row: Row) -> dict[str, object]:
     candidate, is_timed = row.candidate, plan.request.machine.is_timed
-    seconds = row.probed.seconds if row.probed else None
     return {
         "keys": candidate.updates(),
         "memory_bytes": row.memory,
@@ -197,13 +195,9 @@ def _row_json(plan: Plan, row: Row) -> dict[str, object]:
         "predicted_step_seconds": row.seconds if is_timed else None,
         "closed_form_seconds": float(candidate.seconds.step) if is_timed else None,
         "closed_form_parts": _parts_json(candidate.seconds) if is_timed else None,
-        "probed_memory_bytes": row.probed.memory if row.probed else None,
-        "probed_seconds": float(seconds.step) if seconds else None,
-        "closed_form_scale": row.scale,
         "relative_time": relative_time(row, plan.rows[0]) if plan.rows else None,
         "mfu": plan.mfu(row) if is_timed else None,
         "reason": reason_text(plan, row),
-        "unprobed": row.unprobed or None,
         "proof": row.proof and row.proof._asdict() | {"parts": _parts_json(row.proof.parts)},
     }
 

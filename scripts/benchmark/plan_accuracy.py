@@ -6,8 +6,7 @@
 Every drawn candidate is compiled by maxpipe.compile in a process of its own, one after another,
 and none is dropped. The file holds the candidates and what the compiler says of them. A run that
 was cut short goes on where it stopped, and a finished file is compared without compiling again.
-With --probes DIR the compiled candidates are probed as well, see docs/plan.md; figures are kept in
-the directory. With --stored nothing is compiled, and what the directory has is compared.
+With --stored nothing is compiled, and what the file holds is compared.
 """
 
 import argparse
@@ -20,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.compile.compile_process import compile_configuration
-from maxpipe.compile.probe_process import probe_figures, stored_figures
-from maxpipe.compile.units import TooLarge
 from maxpipe.config import load, resolve
 from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
@@ -31,10 +28,9 @@ from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.candidate import Candidate, candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
-from maxpipe.plan.search.machine import Machine, machine_of
+from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.plan import priced_configuration
 from maxpipe.plan.search.pricing import price
-from maxpipe.plan.search.probes import Probing
 from maxpipe.plan.search.request import Request, shared_config
 from maxpipe.plan.search.search import Outcome
 from maxpipe.plan.search.written import versions
@@ -156,55 +152,23 @@ def name_of(candidate: Candidate) -> str:
     )
 
 
-def probed(
-    config: Config, facts: Facts, machine: Machine, directory: Path, *, is_stored: bool
-) -> Predicted | str:
-    """Return a candidate's closed forms with its probe's figures; or why there are none.
-
-    Args:
-      config: of the candidate.
-      facts: of the model.
-      machine: the devices.
-      directory: of probes.
-      is_stored: whether nothing is compiled.
-    """
-    try:
-        probing = Probing(config, facts, machine)
-        if is_stored:
-            answer = stored_figures(probing.probe, directory) or "its probe is not stored"
-        else:
-            answer = probe_figures(probing.probe, directory, lambda line: None)
-        if isinstance(answer, str):
-            return answer
-        if isinstance(answer, TooLarge):
-            return f"{answer.name} of its probe does not fit"
-        return Predicted(probing.memory(answer), float(probing.seconds(answer).step))
-    except ValueError as error:
-        return str(error)
-
-
-def row(name: str, closed: Predicted, probe: Predicted | None, proof: Compiled) -> str:
+def row(name: str, closed: Predicted, proof: Compiled) -> str:
     """Return a line of the table; percentages are of what is compiled."""
-    cells = [name]
-    for predicted in (closed, probe):
-        cells.append(_cell(predicted and predicted.memory / GIB, proof.memory_bytes, GIB, 2))
+    cells = [name, _cell(closed.memory / GIB, proof.memory_bytes, GIB, 2)]
     cells.append("-" if proof.memory_bytes is None else f"{proof.memory_bytes / GIB:.2f}")
-    for predicted in (closed, probe):
-        cells.append(_cell(predicted and predicted.seconds, proof.seconds, 1.0, 4))
+    cells.append(_cell(closed.seconds, proof.seconds, 1.0, 4))
     cells.append(proof.failure[:80] or ("-" if proof.seconds is None else f"{proof.seconds:.4f}"))
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(predicted: float | None, known: float | None, unit: float, digits: int) -> str:
-    if predicted is None:
-        return "-"
+def _cell(predicted: float, known: float | None, unit: float, digits: int) -> str:
     error = "" if known is None else f" ({predicted / (known / unit) - 1:+.0%})"
     return f"{predicted:.{digits}f}{error}"
 
 
-def summary(name: str, pairs: list[tuple[Predicted, Compiled]]) -> list[str]:
-    """Return the errors of memory and the rank correlation of time of one stage of the plan."""
-    lines = [f"{name}:"]
+def summary(pairs: list[tuple[Predicted, Compiled]]) -> list[str]:
+    """Return the errors of memory and the rank correlation of time of the closed forms."""
+    lines = ["closed:"]
     known = [(a.memory, b.memory_bytes) for a, b in pairs if b.memory_bytes is not None]
     if known:
         errors = np.array([a / b - 1 for a, b in known])
@@ -218,11 +182,12 @@ def summary(name: str, pairs: list[tuple[Predicted, Compiled]]) -> list[str]:
         predicted, seconds = (list(values) for values in zip(*timed, strict=True))
         ratios = np.array(predicted) / seconds
         rank = np.corrcoef(ranks(predicted), ranks(seconds))[0, 1]
-        lines.append(
-            f"time of {len(timed)}: {name} / compiled {ratios.min():.2f} to {ratios.max():.2f}"
-        )
+        spread = f"{ratios.min():.2f} to {ratios.max():.2f}"
+        lines.append(f"time of {len(timed)}: closed / compiled {spread}")
         chosen = seconds[int(np.argmin(predicted))] / min(seconds) - 1
-        lines.append(f"the fastest by {name} is {chosen:.1%} slower than the fastest compiled")
+        lines.append(
+            f"the fastest by closed forms is {chosen:.1%} slower than the fastest compiled"
+        )
         lines.append(f"Spearman {rank:.3f}; slowest / fastest {max(seconds) / min(seconds):.2f}")
     return lines
 
@@ -242,7 +207,6 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, help="file of the candidates, made or gone on with")
     parser.add_argument("--stored", action="store_true", help="compare what the file holds")
-    parser.add_argument("--probes", type=Path, help="directory of probes, made or gone on with")
     flags = parser.parse_intermixed_args()
     if flags.stored and not flags.results:
         parser.error("--stored needs --results FILE")
@@ -267,13 +231,10 @@ def main() -> None:
         save(flags.results, source, candidates)
     print(f"seed {flags.seed}, {flags.topology}, {flags.config} {' '.join(flags.overrides)}")
     units = ("GiB", "s")
-    titles = [f"{unit}, {stage}" for unit in units for stage in ("closed", "probed", "compiled")]
+    titles = [f"{unit}, {stage}" for unit in units for stage in ("closed", "compiled")]
     print(f"| candidate | {' | '.join(titles)} |")
     print("|---" * (1 + len(titles)) + "|")
     pairs: list[tuple[Predicted, Compiled]] = []
-    closed_of_probed: list[tuple[Predicted, Compiled]] = []
-    probes: list[tuple[Predicted, Compiled]] = []
-    facts = Facts(shared)
     for number, candidate in enumerate(candidates):
         config = update(shared, candidate.updates)
         if not candidate.compiled_in:
@@ -284,21 +245,10 @@ def main() -> None:
         priced = priced_configuration(resolve(config, machine.devices), request)
         if isinstance(priced, str):
             raise SystemExit(priced)
-        closed, probe, reason = Predicted(priced.memory, float(priced.seconds.step)), None, ""
+        closed = Predicted(priced.memory, float(priced.seconds.step))
         pairs.append((closed, candidate))
-        if flags.probes:
-            answer = probed(config, facts, machine, flags.probes, is_stored=flags.stored)
-            if isinstance(answer, str):
-                reason = f" not probed: {answer}"
-            else:
-                probe = answer
-                closed_of_probed.append((closed, candidate))
-                probes.append((probe, candidate))
-        print(row(name_of(priced), closed, probe, candidate) + reason, flush=True)
-    print("", f"{len(pairs)} of {len(candidates)} compiled", *summary("closed", pairs), sep="\n")
-    if probes:
-        print(*summary("closed, of those probed", closed_of_probed), sep="\n")
-        print(*summary("probed", probes), sep="\n")
+        print(row(name_of(priced), closed, candidate), flush=True)
+    print("", f"{len(pairs)} of {len(candidates)} compiled", *summary(pairs), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from maxpipe.plan.search.machine import machine_of
 
 def test_what_nothing_compiles_for_is_refused_where_it_is_asked_for(monkeypatch):
     def problems_of(topology, **given):
-        flags = argparse.Namespace(**{"compile": None, "probe": 0, "closed": False} | given)
+        flags = argparse.Namespace(**{"compile": None, "closed": False} | given)
         return [str(p) for p in compiler_problems(flags, machine_of(topology, 1, Config()))]
 
     monkeypatch.setattr(compilable, "is_installed", lambda name: True)

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from maxpipe.compile import probing, proof
+from maxpipe.compile import proof
 from maxpipe.plan import __main__ as command
-from maxpipe.plan.search.probes import UnitFigures
 from maxpipe.plan.search.rows import Proof
 
 WORDS = [
@@ -30,35 +29,25 @@ def compilers(monkeypatch):
     """Answer what is compiled; a list of what was, with the modules that it imports."""
     calls = []
 
-    def figures(wanted, cache, note, imports):
-        calls.append(("probe", imports))
-        units = dict.fromkeys(wanted.units, UnitFigures(0.1, 1e6))
-        return units | {f"B{wanted.chunks - 1}": UnitFigures(0.11, 1e6)}
-
     def compile_whole(text, note, imports):
-        calls.append(("whole", imports))
+        calls.append(imports)
         return Proof(1e9, float(len(calls)), True, "", 1.0)
 
     monkeypatch.setattr("maxpipe.compile.compilable.is_installed", lambda name: True)
-    monkeypatch.setattr(probing, "probe_figures", figures)
     monkeypatch.setattr(proof, "compile_configuration", compile_whole)
     return calls
 
 
-def test_probes_come_before_whole_steps(compilers, tmp_path, capsys):
+def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compilers, tmp_path):
     file, best = tmp_path / "plan.json", tmp_path / "best.yml"
-    words = ["--probe", "2", "--compile", "1", "--json", str(file), "--write", str(best)]
-    assert command.main([*WORDS, *TOPOLOGY, *words, "compile.cache_dir=off"]) == 0
-    assert compilers == [("probe", ()), ("probe", ()), ("whole", ())]
-    rows = json.loads(file.read_text())["rows"]
-    assert rows[0]["basis"] == "compiled"
-    assert {row["basis"] for row in rows[1:]} == {"probed", "scaled"}
-    reasons = {row["basis"]: row["reason"] for row in rows}
-    assert reasons["probed"].startswith("not compiled; by closed forms with compiled units ")
-    assert reasons["scaled"].startswith("not probed, not compiled; by closed forms scaled as ")
-    assert all(reason.count("not compiled") <= 1 for reason in reasons.values())
+    words = ["--compile", "1", "--json", str(file), "--write", str(best)]
+    assert command.main([*WORDS, *TOPOLOGY, *words]) == 0
+    assert compilers == [()]
+    first, *others = json.loads(file.read_text())["rows"]
+    assert first["basis"] == "compiled"
+    assert {row["basis"] for row in others} == {"closed"}
+    assert all(row["reason"].startswith("not compiled; by closed forms ") for row in others)
     assert "by the compiled program" in best.read_text()
-    assert "by scaled: closed forms times" in capsys.readouterr().out
 
 
 SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config import ConfigError, Problem
-from maxpipe.plan.search.probes import Probe, UnitFigures
 from maxpipe.plan.search.rows import Proof
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "plan_accuracy.py"
@@ -61,45 +59,6 @@ def test_a_run_goes_on_where_it_stopped_and_compiles_nothing_twice(
 
     with pytest.raises(SystemExit, match=r"not of .*; give the same flags"):
         run("--seed", "2")
-
-
-def test_probes_of_compiled_candidates_are_compared_too(script, tmp_path, monkeypatch, capsys):
-    probed: list[Probe] = []
-
-    def refuse(*rest: object) -> None:
-        raise ConfigError(Problem("pipeline.schedule", "no chunk"))
-
-    def probe_figures(probe: Probe, cache: Path, note: object) -> dict[str, UnitFigures] | str:
-        probed.append(probe)
-        if len(probed) == 2:
-            return "config error: broken"
-        units = dict.fromkeys(probe.units, UnitFigures(0.5, 1.0))
-        return units | {f"B{probe.chunks - 1}": UnitFigures(0.6, 1.0)}
-
-    proof = Proof(2.0**30, 0.25, True, "", 1.0)
-    monkeypatch.setattr(script, "compile_configuration", lambda text, note: proof)
-    monkeypatch.setattr(script, "probe_figures", probe_figures)
-    words = ["x", str(BASE), *WORDS, "--results", str(tmp_path / "drawn.json")]
-    monkeypatch.setattr(sys, "argv", [*words, "--probes", str(tmp_path / "probes")])
-    script.main()
-    assert len(probed) == 3
-    lines = capsys.readouterr().out.splitlines()
-    titles = [line for line in lines if line.endswith(":")]
-    assert titles == ["closed:", "closed, of those probed:", "probed:"]
-    assert sum(line.startswith("Spearman") for line in lines) == 3
-    assert sum(line.endswith("| not probed: config error: broken") for line in lines) == 1
-    assert "slower than the fastest compiled" in lines[-2]
-    # A candidate that has no probe says why, and the others are compared all the same.
-    with monkeypatch.context() as context:
-        context.setattr(script, "Probing", refuse)
-        script.main()
-    assert capsys.readouterr().out.count("not probed: pipeline.schedule: no chunk") == 3
-    # Without figures in the directory nothing is compared.
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--stored"])
-    script.main()
-    printed = capsys.readouterr().out
-    assert "\nprobed:" not in printed
-    assert printed.count("not probed: its probe is not stored") == 3
 
 
 def test_stored_without_a_file_is_a_mistake(script, monkeypatch, capsys):

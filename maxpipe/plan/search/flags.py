@@ -12,13 +12,10 @@ def flag_problems(flags: argparse.Namespace) -> Iterator[Problem]:
     """Yield what is wrong with flags by themselves."""
     if flags.closed and flags.compile:
         yield Problem("--no-compile", f"contradicts --compile {flags.compile}; give one of them")
-    if flags.probe and flags.closed:
-        yield Problem("--no-compile", f"contradicts --probe {flags.probe}; give one of them")
-    elif flags.probe and flags.compile == 0:
-        yield Problem("--probe", "is followed by whole steps; leave it out, or --compile 0")
-    for flag, number in {"--compile": flags.compile, "--probe": flags.probe}.items():
-        if number is not None and number < 0:
-            yield Problem(flag, f"must be at least 0; got {number}")
+    if flags.compile is not None and flags.compile < 0:
+        yield Problem("--compile", f"must be at least 0; got {flags.compile}")
+    if flags.probe is not None:
+        yield Problem("--probe", "is gone; use --compile 6, which ranks whole compiled steps")
 
 
 def file_problems(arguments: Arguments) -> Iterator[Problem]:

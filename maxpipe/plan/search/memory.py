@@ -34,20 +34,15 @@ class Working(NamedTuple):
     head: Number
 
 
-def memory_bytes(sizes: BlockSizes, working: Working | None = None) -> Number:
-    """Return the bytes of a device, an array of the block's dimensions.
-
-    Args:
-      sizes: sizes and counts of the block's candidates.
-      working: what a device works with, if it is known better than from `working_of`.
-    """
-    working = working or working_of(sizes)
+def memory_bytes(sizes: BlockSizes) -> Number:
+    """Return the bytes of a device, an array of the block's dimensions."""
+    working = _working_of(sizes)
     if sizes.engine.one_program:
         return _program_bytes(sizes, working)
     return stage_bytes(sizes, working.unit, working.head, _first_excess(sizes))
 
 
-def working_of(sizes: BlockSizes) -> Working:
+def _working_of(sizes: BlockSizes) -> Working:
     """Return what a device works with, by closed forms."""
     if not sizes.engine.one_program:
         return _stage_working(sizes)

@@ -174,17 +174,10 @@ def _misfit_reason(row: Row, best: Row, limit: float) -> str:
 
 
 def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> list[Row]:
-    """Return rows that do not fit, with what they would gain over the best.
-
-    For those that a probe found too large, the probe has given the reason.
-    """
-    limit = request.limit
-    return [
-        row
-        if limit is None or row.probed
-        else replace(row, reason=_misfit_reason(row, best, limit))
-        for row in misfits
-    ]
+    """Return rows that do not fit, with what they would gain over the best."""
+    if request.limit is None:
+        return [*misfits]
+    return [replace(row, reason=_misfit_reason(row, best, request.limit)) for row in misfits]
 
 
 def _checked(

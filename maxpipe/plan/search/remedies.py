@@ -108,7 +108,7 @@ def _smaller_margin(plan: Plan) -> list[str]:
 
 
 def refusing_margin(plan: Plan) -> float | None:
-    """Return the margin with which closed forms refuse what was compiled or probed; or None.
+    """Return the margin with which closed forms refuse what was compiled; or None.
 
     It is None if that takes all of the memory, or if the memory is unknown.
     """
@@ -121,5 +121,5 @@ def refusing_margin(plan: Plan) -> float | None:
 
 
 def _is_refused(row: Row) -> bool:
-    """Return whether the compiler has said that a row, or a unit of it, does not fit."""
-    return row.probed is not None or (row.proof is not None and not row.proof.failure)
+    """Return whether the compiler has said that a row does not fit."""
+    return row.proof is not None and not row.proof.failure

@@ -30,18 +30,6 @@ class Proof(NamedTuple):
     parts: Seconds | None = None
 
 
-class Probed(NamedTuple):
-    """What a probe says of a candidate: its closed forms with the compiler's figures of its units.
-
-    Attributes:
-      memory: bytes of a device; those of one unit if this alone does not fit.
-      seconds: the step; None if a unit does not fit.
-    """
-
-    memory: float
-    seconds: Seconds | None
-
-
 @dataclass(frozen=True)
 class Row:
     """A candidate in the table.
@@ -52,9 +40,6 @@ class Row:
       reason: why it is not chosen; "" for the winner.
       name: "your configuration", or "".
       proof: the compiler's verdict; None if it was not compiled.
-      probed: prediction with the compiler's figures of its units; None if it was not probed.
-      unprobed: why it was not probed where others were; else "".
-      scale: factor by which its closed form is multiplied where others are probed.
     """
 
     candidate: Candidate
@@ -62,69 +47,45 @@ class Row:
     reason: str = ""
     name: str = ""
     proof: Proof | None = None
-    probed: Probed | None = None
-    unprobed: str = ""
-    scale: float = 1.0
 
     @property
     def parts(self) -> Seconds:
         """Return the parts of the step, the compiler's if there are any."""
         if self.proof and self.proof.parts:
             return self.proof.parts
-        return self.predicted_parts
-
-    @property
-    def predicted_parts(self) -> Seconds:
-        """Return the parts of the step before it was compiled."""
-        if self.probed and self.probed.seconds:
-            return self.probed.seconds
-        return Seconds(*(self.scale * part for part in self.candidate.seconds))
+        return self.candidate.seconds
 
     @property
     def seconds(self) -> float:
         """Return the predicted step, the compiler's if there is one."""
         proved = self.proof.seconds if self.proof else None
-        return float(self.predicted_parts.step) if proved is None else proved
+        return float(self.candidate.seconds.step) if proved is None else proved
 
     @property
     def memory(self) -> float:
         """Return the bytes of a device, the compiler's figure if there is one."""
         proved = self.proof.memory if self.proof else None
-        return self.predicted_memory if proved is None else proved
-
-    @property
-    def predicted_memory(self) -> float:
-        """Return the bytes of a device before it was compiled."""
-        return self.probed.memory if self.probed else self.candidate.memory
+        return self.candidate.memory if proved is None else proved
 
     @property
     def basis(self) -> str:
         """Return what its seconds rest on."""
-        if self.proof and self.proof.seconds is not None:
-            return "compiled"
-        if self.probed and self.probed.seconds:
-            return "probed"
-        return "closed" if self.scale == 1 else "scaled"
+        return "compiled" if self.proof and self.proof.seconds is not None else "closed"
 
     @property
     def per_sequence(self) -> float:
         """Return the seconds of one sequence, which rows are ranked by."""
         return self.seconds / self.candidate.batch
 
-    @property
-    def predicted_per_sequence(self) -> float:
-        """Return the seconds of one sequence before it was compiled."""
-        return float(self.predicted_parts.step) / self.candidate.batch
-
 
 def relative_time(row: Row, best: Row) -> float:
     """Return the time of a sequence as a multiple of the best's, both on one basis.
 
-    The basis is the compiler if it has timed both, else the predictions made without compiling.
+    The basis is the compiler if it has timed both, else the closed forms.
     """
     if row.basis == best.basis == "compiled":
         return row.per_sequence / best.per_sequence
-    return row.predicted_per_sequence / best.predicted_per_sequence
+    return row.candidate.per_sequence / best.candidate.per_sequence
 
 
 def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
@@ -137,10 +98,10 @@ def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
 
 
 def fits(row: Row, request: Request) -> bool:
-    """Return whether a row fits: by the compiler if it was compiled, else by prediction."""
+    """Return whether a row fits: by the compiler if it was compiled, else by closed forms."""
     if row.proof is not None:
         return row.proof.fits
-    return request.limit is None or row.predicted_memory <= request.limit
+    return request.limit is None or row.candidate.memory <= request.limit
 
 
 def loss_of(row: Row, best: Row) -> str:
@@ -153,7 +114,7 @@ def loss_of(row: Row, best: Row) -> str:
     per = "" if row.candidate.batch == best.candidate.batch else " per sequence"
     are_compiled = all(r.proof and r.proof.parts for r in (row, best))
     per_sequence = [
-        [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.predicted_parts)]
+        [float(p) / r.candidate.batch for p in (r.parts if are_compiled else r.candidate.seconds)]
         for r in (row, best)
     ]
     if slower <= -5e-4:

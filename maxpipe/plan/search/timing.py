@@ -16,26 +16,14 @@ from maxpipe.plan.stores import Number, lockstep_share
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
-    """Return the predicted step of each candidate, arrays of the block's dimensions."""
-    return composed(sizes, machine, units_of(sizes, machine), waits_of(sizes, machine))
-
-
-def composed(
-    sizes: BlockSizes, machine: Machine, units: Units, waits: Waits, idle: Number | None = None
-) -> Seconds:
-    """Return the step of given units and transfers, as the schedule runs them; means of all stages.
-
-    Args:
-      sizes, machine: the candidates, and the machine.
-      units, waits: the times of units and transfers.
-      idle: seconds in which the busiest stage waits for others; by default by closed forms.
-    """
+    """Return the predicted step of each candidate, means of all stages."""
+    units, waits = units_of(sizes, machine), waits_of(sizes, machine)
     count = sizes.microbatches
     pipelined = sizes.repeats * sizes.layers * units.layer
     outside = sizes.outside * units.layer + first_layers(sizes, machine)
     outside = outside * _share_of_outside(sizes)
     products = count * (pipelined + outside + units.head) + once_seconds(sizes, machine)
-    bubble = _bubble(sizes, units, waits) if idle is None else idle
+    bubble = _bubble(sizes, units, waits)
     if sizes.engine.has_stages and not sizes.engine.one_program:
         # One stage runs these while the others are idle.
         ends = count * (outside + units.head) * (1.0 - 1.0 / sizes.stages)

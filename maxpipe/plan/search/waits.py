@@ -216,23 +216,6 @@ def _sums_context_once(sizes: BlockSizes) -> Number:
     return sizes.engine.has_stages * np.greater(sizes.repeats, 1)
 
 
-def head_wait(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the seconds of transfers of the head's parameters in units of the mpmd engine.
-
-    The last chunk's units gather them over fsdp, and sum their gradients, for each microbatch.
-    """
-    grid, parameters = sizes.block.grid, sizes.parameters
-    size = grid.size("fsdp")
-    if size == 1:
-        return 0.0
-    count = parameters.head_gathered
-    if sizes.config.model.tie_embeddings:
-        count += parameters.embed_gathered
-    cost = machine.gather_cost(grid, machine.links(grid), "fsdp")
-    moved = (sizes.itemsize + FLOAT32) * count * (size - 1) / size
-    return sizes.gathers("per_iteration") * moved * cost
-
-
 def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
     """Return the seconds that the F and the backward of a chunk wait for transfers."""
     layers = sizes.layers if sizes.engine.has_stages else 1.0

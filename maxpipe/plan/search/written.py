@@ -20,12 +20,7 @@ from maxpipe.plan.search.plan import OWN, Plan
 from maxpipe.plan.search.rows import Row
 from maxpipe.plan.search.space import MESH_KEYS, SEARCHED
 
-BASES = {
-    "compiled": "the compiled program",
-    "probed": "closed forms with compiled units",
-    "scaled": "closed forms scaled as those probed",
-    "closed": "closed forms",
-}
+BASES = {"compiled": "the compiled program", "closed": "closed forms"}
 _PACKAGES = ("maxpipe", "jax", "libtpu")
 
 
