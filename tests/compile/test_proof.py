@@ -5,6 +5,7 @@ import dataclasses
 import re
 
 import pytest
+from helpers.small_plan import scaled
 
 from maxpipe.compile import proof
 from maxpipe.compile.compile_process import compile_configuration
@@ -93,7 +94,7 @@ def test_the_best_of_another_engine_is_compiled_second_unless_it_is_far_slower(p
             for number in range(5)
         ]
         for number, scale in slower.items():
-            rows[number] = dataclasses.replace(of_engine(rows[number], "circular"), scale=scale)
+            rows[number] = scaled(of_engine(rows[number], "circular"), scale)
         return [int(row.reason) for row in finalists(rows)]
 
     assert order({}) == order({4: 1.3}) == [0, 1, 2, 3, 4]
@@ -105,13 +106,13 @@ def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_ne
         rows = [row for row in plan.rows if row.candidate.engine == "scheduled"][:4]
         scales = [(1 + n / 1000) / row.candidate.seconds.step for n, row in enumerate(rows)]
         rows = [
-            dataclasses.replace(row, reason=str(n), scale=scales[n]) for n, row in enumerate(rows)
+            dataclasses.replace(scaled(row, scales[n]), reason=str(n)) for n, row in enumerate(rows)
         ]
         assert len({row.candidate.sort for row in rows}) == 4
         twin = dataclasses.replace(rows[0].candidate, scans=not rows[0].candidate.scans)
         rows[1] = dataclasses.replace(rows[0], candidate=twin, reason="1")
         for number, scale in slower.items():
-            rows[number] = dataclasses.replace(rows[number], scale=scale * rows[number].scale)
+            rows[number] = scaled(rows[number], scale)
         rows.sort(key=lambda row: row.per_sequence)
         return [int(row.reason) for row in finalists(rows)]
 
@@ -123,7 +124,7 @@ def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_ne
 def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
     rows = [of_engine(row, "scheduled") for row in plan.rows]
     scale = rows[0].seconds / rows[3].seconds
-    moved = rows[3] = dataclasses.replace(of_engine(rows[3], "circular"), scale=scale)
+    moved = rows[3] = scaled(of_engine(rows[3], "circular"), scale)
     compiled(monkeypatch, [proved(2.0), proved(1.0)])
     ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
     assert ranked.rows[0].candidate is moved.candidate

@@ -1,5 +1,7 @@
 """A small plan, of one schedule and policy, for tests of what is shown of plans."""
 
+import dataclasses
+
 from maxpipe.config import Config, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
@@ -7,6 +9,8 @@ from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.plan import Plan, make_plan
 from maxpipe.plan.search.request import Request, placed
+from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.seconds import Seconds
 
 
 def small_plan(topology: str, **values: object) -> Plan:
@@ -20,3 +24,9 @@ def small_plan(topology: str, **values: object) -> Plan:
         "pipeline.remat_policy": ["full"],
     }
     return make_plan(Request("base", config, config, machine, (16,), choices, 0.1), Facts(config))
+
+
+def scaled(row: Row, factor: float) -> Row:
+    """Return a row whose step takes `factor` times as long by closed forms."""
+    seconds = Seconds(*(factor * part for part in row.candidate.seconds))
+    return dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, seconds=seconds))

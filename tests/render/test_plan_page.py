@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from helpers.small_plan import small_plan
+from helpers.small_plan import scaled, small_plan
 
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.render.plan_page import bars_svg, page_html
@@ -19,7 +19,7 @@ def plan():
 
 def test_bars_without_seconds_are_multiples_of_the_same_row_as_in_the_table():
     plan = small_plan("cpu:4")
-    own = dataclasses.replace(plan.rows[0], name="your configuration", scale=0.75)
+    own = dataclasses.replace(scaled(plan.rows[0], 0.75), name="your configuration")
     plan = dataclasses.replace(plan, own=own)
     header, *rows = table_cells(plan)
     in_table = [float(row[header.index("x fastest")]) for row in rows]
