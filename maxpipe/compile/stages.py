@@ -34,7 +34,8 @@ from maxpipe.plan.auto_stages import bubble_fraction, run_table
 from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
 from maxpipe.plan.gather_mode import with_gather_mode
-from maxpipe.plan.stage_memory import StageMemory, units_in_flight
+from maxpipe.plan.search.mpmd_memory import StageMemory
+from maxpipe.plan.search.patterns import units_in_flight
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
+from maxpipe.plan.search.mpmd_memory import StageMemory
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
-from maxpipe.plan.stage_memory import StageMemory
 from maxpipe.plan.stage_times import LayerTimes, layer_times
 
 LAYERS_KEY = "pipeline.layers_per_stage"

@@ -2,51 +2,25 @@
 
 The memory explains a compiler's figure and prices alternatives. The least time of a step is given
 for each part of the machine, as if the others were free.
-
-Letters: S stages, V repeats, M microbatches, D embed.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from maxpipe.config.catalog import ENGINES
-from maxpipe.config.rules.batches import data_shards
-from maxpipe.config.rules.stages import num_stages
+import numpy as np
+
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, Tpu
 from maxpipe.pipeline.chunk import remat_policy
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
-from maxpipe.pipeline.layout import build_layout
-from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.plan.footprint import (
     device_parameters,
-    first_layers_width,
-    held_width,
-    is_unrolled,
     itemsize,
-    keeps_gathered,
     layer_of,
-    logits_bytes,
-    made_width,
     microbatch_tokens,
-    on_platform,
-    optimizer_bytes,
-    residual_width,
-    stash_width,
     total_parameters,
-    weights_of,
     with_dense_layers,
-    working_width,
 )
-from maxpipe.plan.prefetch import gathers_in_steps
-from maxpipe.plan.stores import (
-    Widths,
-    circular_store,
-    lockstep_store,
-    sequential_store,
-    stored_columns,
-)
-from maxpipe.plan.weights_held import Use, weights_held
+from maxpipe.plan.search.memory import program_memory
+from maxpipe.plan.search.sizes import sizes_of_configuration
 
 # Passes over weights and activations: forward, gradients for inputs and for weights.
 _PASSES = 3
@@ -106,41 +80,8 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
       tpu: the device's chip; None if it is not a TPU or an unknown one. Weights are
         gathered in steps on TPUs.
     """
-    if tpu is not None:
-        config = on_platform(config, "tpu")
-    weights, use = weights_of(config), _use(config, tpu)
-    trained = weights_of(config, only_trained=True)
-    held = weights_held(ENGINES[config.pipeline.engine], weights, use, trained)
-    copies, gradients, late, unit, head = map(float, held)
-    moments = _moments(config, on_tpus=tpu is not None)
-    # Late gradients take the place of residuals.
-    kept = max(moments.kept - late, 0.0)
-    # The head has done its work before the backward of a layer begins.
-    layers_are_more = moments.unit + unit >= moments.head + head
-    return Memory(
-        parameters=use.stored * float(weights.stored),
-        optimizer=optimizer_bytes(config) * float(trained.stored),
-        gradients=gradients,
-        activations=kept + (moments.unit if layers_are_more else moments.head),
-        in_use=copies + (unit if layers_are_more else head),
-    )
-
-
-def _use(config: Config, tpu: Tpu | None) -> Use:
-    pipeline = config.pipeline
-    return Use(
-        microbatches=pipeline.num_microbatches,
-        repeats=pipeline.num_repeats,
-        layers=build_layout(config).layers_per_stage,
-        period=pipeline.forwarding_delay * num_stages(config),
-        per_repeat=float(pipeline.fsdp_gather == "per_repeat"),
-        once=float(pipeline.fsdp_gather == "once"),
-        in_steps=float(gathers_in_steps(config, tpu)),
-        size=itemsize(config.model.dtype),
-        stored=itemsize(config.model.param_dtype),
-        keeps_gathered=float(keeps_gathered(pipeline)),
-        unrolled=float(is_unrolled(pipeline)),
-    )
+    memory = program_memory(sizes_of_configuration(config, tpu, on_tpus=tpu is not None))
+    return Memory(*(float(np.ravel(part)[0]) for part in memory))
 
 
 def step_bounds(
@@ -202,52 +143,4 @@ def _multiplied(config: Config, *, only_trained: bool = False) -> float:
     table = with_dense_layers(config)
     return total - device_parameters(
         table, "embed", whole_over=("fsdp",), only_trained=only_trained
-    )
-
-
-class _Moments(NamedTuple):
-    """Bytes that grow with tokens: kept from forward to backward, and used by a unit or head."""
-
-    kept: float
-    unit: float
-    head: float
-
-
-def _moments(config: Config, *, on_tpus: bool) -> _Moments:
-    model, pipeline = config.model, config.pipeline
-    layout, engine, stages = build_layout(config), ENGINES[pipeline.engine], num_stages(config)
-    widths = Widths(model.embed_dim, residual_width(config), stash_width(config))
-    rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
-    if not engine.has_stages:
-        stored = sequential_store(model.stacked_layers)
-    elif engine.lockstep:
-        sizes = lockstep_plan(build_table(config)).sizes
-        stored = lockstep_store(
-            sizes.residuals, sizes.activations + sizes.gradients, sizes.stash, stages, rows
-        )
-    else:
-        microbatches, repeats = pipeline.num_microbatches, pipeline.num_repeats
-        by_autodiff = not pipeline.gathers_whole
-        delay = pipeline.forwarding_delay
-        stored = circular_store(stages, microbatches, repeats, delay, by_autodiff)
-    first, size = first_layers_width(config), itemsize(model.dtype)
-    layers, outside = layout.layers_per_stage, layout.num_outside
-    columns = stored_columns(stored, layers, outside, widths, size, first)
-    tokens = microbatch_tokens(config)
-    # A lockstep engine divides the tokens of the head among all stages.
-    head_shards = stages if engine.lockstep else 1
-    others = layers - 1 if engine.has_stages else 0
-    # What a backward holds but has not computed itself, it reads in its store.
-    working = working_width(config, on_tpus=on_tpus)
-    working += others * (held_width(config) - residual_width(config))
-    if is_unrolled(pipeline):
-        # A loop copies a layer's residuals from its stack; an unrolled layer reads them in place.
-        working -= min(made_width(config), residual_width(config))
-    if model.first_dense_layers:
-        share = stored.outside if engine.lockstep else 1.0  # part of a microbatch's rows
-        first_working = working_width(with_dense_layers(config), on_tpus=on_tpus)
-        working = max(working, float(share) * first_working)
-    column = tokens * size
-    return _Moments(
-        column * float(columns), column * working, logits_bytes(config, tokens / head_shards)
     )

@@ -25,12 +25,11 @@ from maxpipe.model.kernels.choose import (
 )
 from maxpipe.model.parameters import ParamSpec, outer_axes
 from maxpipe.pipeline.chunk import offloaded_names, remat_policy
-from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.plan.layer_tensors import Layer, read_layer
 from maxpipe.plan.layer_trace import model_program, trace_model
-from maxpipe.plan.stores import FLOAT32, tile_bytes
-from maxpipe.plan.weights_held import ParameterCounts, StageLayers, WeightsOfParts
+from maxpipe.plan.stores import FLOAT32
+from maxpipe.plan.weights_held import WeightsOfParts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
@@ -58,13 +57,6 @@ def microbatch_tokens(config: Config) -> float:
     """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
     return rows * config.data.sequence_length / config.mesh.size("context")
-
-
-def logits_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of a device's logits, float32, and their gradient, for `tokens` tokens."""
-    columns = config.model.vocab_size / config.mesh.size("tensor")
-    size = itemsize(config.model.dtype)
-    return float(tile_bytes(tokens, config.model.logit_tiles, columns, size))
 
 
 def device_parameters(
@@ -194,16 +186,6 @@ def _named_width(config: Config, layer: Layer, *, by_itself: bool) -> float:
     return layer.residual_bytes(names) / itemsize(config.model.dtype)
 
 
-def keeps_gathered(pipeline: PipelineConfig) -> bool:
-    """Return whether the backward reads the weights that the forward has gathered.
-
-    It does so where each layer is compiled by itself, and saves everything or is gathered before
-    a loop over microbatches.
-    """
-    is_held = remat_policy(pipeline).everything or pipeline.num_microbatches > 1
-    return is_unrolled(pipeline) and is_held
-
-
 def is_unrolled(pipeline: PipelineConfig) -> bool:
     """Return whether each layer of an engine without stages is compiled by itself."""
     return not (ENGINES[pipeline.engine].has_stages or pipeline.scan_layers)
@@ -268,22 +250,13 @@ def cheap_width(config: Config) -> float:
     return max(0.0, saved + scores_width(config) - held_width(config))
 
 
-def weights_of(config: Config, *, only_trained: bool = False) -> ParameterCounts:
-    """Return the parameters on one device for a configuration on an engine of one program.
+def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOfParts:
+    """Return the parameters of parts of a model on one device, of a resolved configuration.
 
     Args:
-      config: the resolved configuration, with its stages chosen.
+      config: the resolved configuration.
       only_trained: whether to leave out frozen parameters.
     """
-    layout = build_layout(config)
-    rows, _, layers = layout.shape
-    chunks = layout.num_repeats
-    layers_of = StageLayers(chunks * layers, (rows - chunks) * layers, layout.num_outside)
-    return weights_of_parts(config, only_trained=only_trained).on_stage(layers_of)
-
-
-def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOfParts:
-    """Return the parameters of parts of a model on one device; arguments as in `weights_of`."""
     part = partial(device_parameters, only_trained=only_trained)
 
     def ends(whole_over: Collection[str] = ()) -> float:

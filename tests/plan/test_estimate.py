@@ -18,7 +18,7 @@ from maxpipe.plan.footprint import (
     on_platform,
     residual_width,
     total_parameters,
-    weights_of,
+    weights_of_parts,
 )
 
 ONE_REPEAT = {"pipeline.num_repeats": 1}
@@ -351,7 +351,7 @@ def test_logits_are_made_of_weights_without_the_first_dense_layers():
             config_of(**values, **{"model.num_layers": layers, "model.first_dense_layers": first})
             for layers, first in ((6, 2), (4, 0))
         )
-        assert weights_of(with_first).projection == weights_of(without).projection
+        assert weights_of_parts(with_first).projection == weights_of_parts(without).projection
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])

@@ -75,18 +75,18 @@ def block_of(
         gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
     return Block(
-        grid,
-        engine,
-        schedule,
-        batch,
-        scans,
-        np.array(space.microbatches(batch, grid)),
-        repeats,
-        words("pipeline.remat_policy"),
-        gathers,
-        tiles,
-        chunk,
-        outside,
+        grid=grid,
+        engine=engine,
+        schedule=schedule,
+        batch=batch,
+        scans=scans,
+        microbatches=np.array(space.microbatches(batch, grid)),
+        repeats=repeats,
+        policies=words("pipeline.remat_policy"),
+        gathers=gathers,
+        tiles=tiles,
+        chunk=chunk,
+        outside=outside,
     )
 
 
@@ -111,19 +111,20 @@ def block_of_configuration(config: Config) -> Block:
         for level in (config.mesh.ici, config.mesh.dcn)
     )
     chunk, outside = _layers_of(config)
+    is_undecided = pipeline.fsdp_gather == "auto"
     return Block(
-        Grid(ici, dcn),
-        pipeline.engine,
-        pipeline.schedule,
-        config.data.global_batch_size,
-        pipeline.scan_layers,
-        np.array([pipeline.num_microbatches]),
-        np.array([pipeline.num_repeats]),
-        (pipeline.remat_policy,),
-        (pipeline.fsdp_gather,),
-        np.array([config.model.logit_tiles]),
-        np.array([chunk]),
-        np.array([outside]),
+        grid=Grid(ici, dcn),
+        engine=pipeline.engine,
+        schedule=pipeline.schedule,
+        batch=config.data.global_batch_size,
+        scans=pipeline.scan_layers,
+        microbatches=np.array([pipeline.num_microbatches]),
+        repeats=np.array([pipeline.num_repeats]),
+        policies=(pipeline.remat_policy,),
+        gathers=("per_iteration" if is_undecided else pipeline.fsdp_gather,),
+        tiles=np.array([config.model.logit_tiles]),
+        chunk=np.array([chunk]),
+        outside=np.array([outside]),
     )
 
 

@@ -5,7 +5,7 @@ facts serve every candidate that splits the model alike.
 """
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from maxpipe.config.catalog import ENGINES
@@ -152,13 +152,16 @@ class Facts:
     """What is known about one model, read when it is first needed.
 
     Args:
-      config: the model, sequence length, logical axis rules and whatever candidates do not change;
-        `compile.topology` says whether the devices are TPUs, simulated ones, or GPUs.
+      config: the model, sequence length, logical axis rules and whatever candidates do not change.
+      platform: JAX's name of the devices' platform, which decides kernels; "" to take kernels as
+        configured. By default that of `compile.topology`.
+      only_trained: whether frozen parameters are left out.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, platform: str | None = None, *, only_trained: bool = False):
         self.config = config
-        self._platform = platform_of(config)
+        self._platform = platform_of(config) if platform is None else platform
+        self._only_trained = only_trained
         self._parameters: dict[Axes, Parameters] = {}
         self._computing_on: dict[_Key, Config] = {}
         self._layers: dict[_Key, LayerCosts] = {}
@@ -175,7 +178,14 @@ class Facts:
         """Return the facts of a model of first dense layers alone; None if there are none."""
         if not self.config.model.first_dense_layers:
             return None
-        return Facts(with_dense_layers(self.config))
+        return Facts(with_dense_layers(self.config), self._platform)
+
+    @cached_property
+    def trained(self) -> "Facts":
+        """Return the facts of the parameters that have a gradient; these if all have one."""
+        if not self.config.model.lora.rank:
+            return self
+        return Facts(self.config, self._platform, only_trained=True)
 
     @cached_property
     def model_flops_per_token(self) -> float:
@@ -200,24 +210,21 @@ class Facts:
             for name, n in zip(MESH_AXES, axes, strict=True)
         )
         if key not in self._parameters:
-            config = self._on(key)
-            layer, embed, head = (
-                device_parameters(config, part, whole_over=STORAGE_AXES)
-                for part in ("layers", "embed", "head")
-            )
-            at_rest = total_parameters(config)
+            config, only_trained = self._on(key), self._only_trained
+            part = partial(device_parameters, config, only_trained=only_trained)
+            at_rest = total_parameters(config, only_trained=only_trained)
             self._parameters[key] = Parameters(
-                at_rest,
-                self._whole_over(EXPERT_AXIS, key, at_rest),
-                self._whole_over("fsdp", key, at_rest),
-                device_parameters(config, "layers"),
-                layer,
-                device_parameters(config, "embed") + device_parameters(config, "head"),
-                embed,
-                head,
-                device_parameters(config, "embed", without_stages=True),
-                device_parameters(config, "head", without_stages=True),
-                weights_of_parts(config),
+                at_rest=at_rest,
+                whole_over_experts=self._whole_over(EXPERT_AXIS, key, at_rest),
+                whole_over_fsdp=self._whole_over("fsdp", key, at_rest),
+                layer_at_rest=part("layers"),
+                layer_gathered=part("layers", whole_over=STORAGE_AXES),
+                outer_at_rest=part("embed") + part("head"),
+                embed_gathered=part("embed", whole_over=STORAGE_AXES),
+                head_gathered=part("head", whole_over=STORAGE_AXES),
+                embed_of_stage=part("embed", without_stages=True),
+                head_of_stage=part("head", without_stages=True),
+                parts=weights_of_parts(config, only_trained=only_trained),
             )
         return self._parameters[key]
 
@@ -244,17 +251,17 @@ class Facts:
             # A device sums rows for the tokens of all devices that share experts.
             others = (sharing - 1) * moe.per_token * config.model.embed_dim
             self._layers[key] = LayerCosts(
-                layer.weight_flops / split,
-                self._kernel_share(config) * layer.activation_flops / split,
-                scores_of_token(config),
-                expert_flops,
-                expert_flops / used if used else 0.0,
-                layer.result_width,
-                made_width(config),
-                layer.elementwise_width - layer.gathered_width,
-                layer.gathered_width + others,
-                layer.key_value_width,
-                working_width(config, on_tpus=self._platform == "tpu"),
+                weight_flops=layer.weight_flops / split,
+                attention_flops=self._kernel_share(config) * layer.activation_flops / split,
+                scores=scores_of_token(config),
+                expert_flops=expert_flops,
+                expert_weights=expert_flops / used if used else 0.0,
+                results=layer.result_width,
+                made=made_width(config),
+                elementwise=layer.elementwise_width - layer.gathered_width,
+                rows=layer.gathered_width + others,
+                key_values=layer.key_value_width,
+                working=working_width(config, on_tpus=self._platform == "tpu"),
             )
         return self._layers[key]
 
@@ -275,19 +282,20 @@ class Facts:
             # Each of the first dense layers is computed again by itself.
             has_first = config.model.first_dense_layers > 0
             first = with_dense_layers(config) if has_first else None
+            num_first = config.model.first_dense_layers
             self._savings[key] = Saving(
-                residual_width(config),
-                offloaded_width(config),
-                stash_width(config),
-                handed_over_width(config),
-                float(remat_policy(config.pipeline).everything),
-                held_width(config),
-                cheap_width(config),
-                recomputed,
-                _scores_again(config),
-                first_layers_width(config),
-                config.model.first_dense_layers * handed_over_width(first) if first else 0.0,
-                _recomputed(first) if first else 0.0,
+                residuals=residual_width(config),
+                offloaded=offloaded_width(config),
+                stash=stash_width(config),
+                handed_over=handed_over_width(config),
+                saves_all=float(remat_policy(config.pipeline).everything),
+                held=held_width(config),
+                cheap=cheap_width(config),
+                recomputed=recomputed,
+                scores_again=_scores_again(config),
+                first_kept=first_layers_width(config),
+                first_handed_over=num_first * handed_over_width(first) if first else 0.0,
+                first_recomputed=_recomputed(first) if first else 0.0,
             )
         return self._savings[key]
 
@@ -303,10 +311,10 @@ class Facts:
         """Return the configuration, with kernels chosen, on a mesh that splits a layer by `key`."""
         if key not in self._computing_on:
             config = self._on(key.axes)
-            parted = on_platform(
-                update(config, {f"mesh.ici.{CONTEXT_AXIS}": key.parts}), self._platform
-            )
-            self._computing_on[key] = replace(config, model=parted.model)
+            if self._platform:
+                parted = update(config, {f"mesh.ici.{CONTEXT_AXIS}": key.parts})
+                config = replace(config, model=on_platform(parted, self._platform).model)
+            self._computing_on[key] = config
         return self._computing_on[key]
 
     def _kernel_share(self, config: Config) -> float:

@@ -14,9 +14,8 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.plan.simulate import Costs, simulate
-from maxpipe.plan.stage_memory import units_in_flight
 
 # The stage of the first chunk, the stage of the last chunk, and all others.
 FIRST_STAGE, LAST_STAGE, OTHER_STAGES = range(3)
@@ -139,9 +138,12 @@ def _of_table(
         forwarding_delay=delay if facts.delays else 1,
         slack=slack if facts.overlaps else 0,
     )
-    if ENGINES[engine].lockstep:
-        return _lockstep(table)
-    return _free_running(table)
+    return pattern_of_table(table, engine)
+
+
+def pattern_of_table(table: Table, engine: str) -> Pattern:
+    """Return the pattern of a table on an engine that runs tables."""
+    return _lockstep(table) if ENGINES[engine].lockstep else _free_running(table)
 
 
 def _lockstep(table: Table) -> Pattern:
@@ -197,3 +199,28 @@ def _in_flight(table: Table) -> InFlight:
         result.handed_over_first[place] = handed_over_first[fullest]
         result.arrived[place] = max(arrivals[stage] for stage in stages)
     return result
+
+
+def units_in_flight(table: Table) -> list[np.ndarray]:
+    """Count, for each stage, how many units of each of its chunks are in flight at once.
+
+    Returns:
+      For each stage int [combinations, 2 V], V chunks of a stage. The first V columns count units
+      between F and the end of B or I, the others those between I and the end of W. Each combination
+      that occurs is listed once.
+    """
+    repeats = table.num_repeats
+    events: list[list[tuple[int, int, str, int]]] = [[] for _ in range(table.num_stages)]
+    for kind in table.kinds:
+        for tick, stage, _, chunk in zip(*(a.tolist() for a in table.units(kind)), strict=True):
+            events[stage].append((tick, KINDS.index(kind), kind, chunk))
+    changes = {"F": ((0, 1),), "B": ((0, -1),), "I": ((0, -1), (repeats, 1)), "W": ((repeats, -1),)}
+    combinations = []
+    for events_of_stage in events:
+        count, seen = [0] * (2 * repeats), set()
+        for _, _, kind, chunk in sorted(events_of_stage):
+            for first_column, change in changes[kind]:
+                count[first_column + chunk] += change
+            seen.add(tuple(count))
+        combinations.append(np.array(sorted(seen)))
+    return combinations

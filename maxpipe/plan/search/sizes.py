@@ -10,11 +10,19 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Tpu
-from maxpipe.plan.footprint import itemsize, optimizer_bytes
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.plan.footprint import itemsize
 from maxpipe.plan.prefetch import KEY as PREFETCH
-from maxpipe.plan.search.block import DIMENSIONS, Block, along
+from maxpipe.plan.search.block import (
+    DIMENSIONS,
+    Block,
+    along,
+    block_of_configuration,
+    has_closed_form,
+)
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.patterns import InFlight, Pattern, pattern
+from maxpipe.plan.search.patterns import InFlight, Pattern, pattern, pattern_of_table
 from maxpipe.plan.weights_held import StageLayers
 
 
@@ -25,12 +33,13 @@ class BlockSizes:
       block: the candidates.
       facts: sizes and costs of the model.
       tpu: the device's chip; None if it is not a TPU.
+      table: the schedule of a block of one, if it is from a file; else None.
     """
 
-    def __init__(self, block: Block, facts: Facts, tpu: Tpu | None):
+    def __init__(self, block: Block, facts: Facts, tpu: Tpu | None, table: Table | None = None):
         config, grid = facts.config, block.grid
         self.block, self.facts, self.config = block, facts, config
-        self.tpu = tpu
+        self.tpu, self._table = tpu, table
         self.engine = ENGINES[block.engine]
         self.stages = grid.size("stage")
         self.microbatches = along(block.microbatches, "microbatches")
@@ -43,6 +52,8 @@ class BlockSizes:
         self.itemsize = itemsize(config.model.dtype)
         self.parameters = facts.parameters(grid.sizes)
         self.weights = self.parameters.parts.on_stage(self._stage_layers())
+        self.trained = facts.trained.parameters(grid.sizes)
+        self.trained_weights = self.trained.parts.on_stage(self._stage_layers())
         self.layer = facts.layer(grid.sizes)
         savings = [
             facts.saving(grid.sizes, block.engine, policy, scans=block.scans)
@@ -79,7 +90,12 @@ class BlockSizes:
     @property
     def gathers_once(self) -> np.ndarray:
         """Return 1 where weights are cast and gathered once a step, else 0."""
-        return self.gathers("once") * (self.is_split or self.config.model.narrows_parameters)
+        parameters = self.parameters
+        whole_ends = parameters.embed_gathered + parameters.head_gathered
+        is_any_split = self.is_split or (
+            whole_ends > parameters.embed_of_stage + parameters.head_of_stage
+        )
+        return self.gathers("once") * (is_any_split or self.config.model.narrows_parameters)
 
     @property
     def is_split(self) -> bool:
@@ -104,6 +120,8 @@ class BlockSizes:
     def patterns(self) -> list[list[Pattern]]:
         """Return the schedule's pattern for each M and V."""
         config, block = self.config, self.block
+        if self._table is not None:
+            return [[pattern_of_table(self._table, block.engine)]]
         return [
             [
                 pattern(
@@ -144,9 +162,23 @@ class BlockSizes:
     @property
     def splits_backward(self) -> bool:
         """Return whether weight gradients are units of their own."""
+        if self._table is not None:
+            return "W" in self._table.kinds
         return self.engine.has_stages and SCHEDULES[self.block.schedule].splits_backward
 
 
-def state_per_parameter(config: Config) -> float:
-    """Return the bytes of a parameter at rest with its optimizer's state."""
-    return itemsize(config.model.param_dtype) + optimizer_bytes(config)
+def sizes_of_configuration(
+    config: Config, tpu: Tpu | None, *, on_tpus: bool, table: Table | None = None
+) -> BlockSizes:
+    """Return the sizes of a resolved configuration, a block of one.
+
+    Args:
+      config: the resolved configuration.
+      tpu: the device's chip; None if it is not a TPU or an unknown one.
+      on_tpus: whether `auto` stands for the kernels of TPUs; else kernels are as configured.
+      table: its schedule, if that is at hand.
+    """
+    if table is None and not has_closed_form(config):
+        table = build_table(config)
+    facts = Facts(config, "tpu" if on_tpus else "")
+    return BlockSizes(block_of_configuration(config), facts, tpu, table)

@@ -1,5 +1,6 @@
 """Memory of stages from shapes: what the engine holds, and what passes between its programs."""
 
+import numpy as np
 import pytest
 from helpers.engines import make_mesh
 from helpers.shard_bytes import shard_bytes
@@ -7,20 +8,31 @@ from helpers.shard_bytes import shard_bytes
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
 from maxpipe.model import parameters
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.plan.flops import parameter_count
 from maxpipe.plan.footprint import (
     handed_over_width,
-    logits_bytes,
     microbatch_tokens,
     offloaded_width,
+    on_platform,
     residual_width,
 )
 from maxpipe.plan.layer_trace import model_program
+from maxpipe.plan.search.block import block_of
+from maxpipe.plan.search.candidate import candidate_of
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.legality import Legality
+from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.mpmd_memory import StageMemory
+from maxpipe.plan.search.patterns import units_in_flight
+from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.search import Outcome
+from maxpipe.plan.search.space import Space
 from maxpipe.plan.simulate import simulate
-from maxpipe.plan.stage_memory import StageMemory, units_in_flight
 
 FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
 
@@ -153,7 +165,8 @@ def test_the_last_stage_works_with_logits_or_with_a_unit():
         values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
         values |= {"model.vocab_size": 16384, "model.logit_tiles": tiles}
         config = config_of(**TWO_STAGES, **values)
-        logits = logits_bytes(config, microbatch_tokens(config))
+        tokens = np.ceil(microbatch_tokens(config) / tiles)
+        logits = (4 + 4) * tokens * 16384  # of a tile, and their gradient
         return StageMemory(config, build_table(config)).bytes(stage, [1]), logits
 
     assert bytes_of(0, 1)[0] == bytes_of(0, 16)[0]
@@ -250,3 +263,69 @@ def test_stages_update_every_parameter_once():
         memory = StageMemory(config, build_table(config))
         updated = sum(memory.updated_parameters(stage, 1) for stage in range(4))
         assert updated == parameter_count(config.model), tied
+
+
+SIZES = {
+    "model.num_layers": 16,
+    "model.embed_dim": 64,
+    "model.num_query_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 256,
+    "model.vocab_size": 512,
+    "data.sequence_length": 64,
+    "data.global_batch_size": 32,
+    "eval.every": 0,
+    "compile.topology": "v5p:2x2x2",
+}
+MIXTURE = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 64}
+FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
+
+
+def drawn(config, facts):
+    """Yield candidates of the mpmd engine on eight devices whose chunks are equal, at random."""
+    space, legality, draw = Space(config, 8, 1, {}), Legality(config, 1), np.random.default_rng(7)
+    machine = machine_of("v5p:2x2x2", 1, config)
+    for grid in space.grids():
+        if legality.of_mesh(grid):
+            continue
+        for engine, schedule in space.pipelines(grid.size("stage")):
+            if engine != "mpmd":
+                continue
+            block = block_of(space, legality, grid, engine, schedule, 32)
+            priced = price(block, legality, facts, machine, Outcome().fallen)
+            if priced is None:
+                continue
+            index = int(draw.choice(np.flatnonzero(priced.legal)))
+            candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+            if config.model.stacked_layers % (grid.size("stage") * candidate.repeats) == 0:
+                yield candidate
+
+
+def by_table(candidate, config):
+    """Return the bytes of the fullest stage."""
+    resolved = resolve(candidate.config(config), 8, 1)
+    resolved = on_platform(resolved, "tpu")
+    memory = StageMemory(resolved, build_table(resolved), on_tpus=True)
+    stages = candidate.grid.size("stage")
+    layers = config.model.stacked_layers // (stages * candidate.repeats)
+    return max(memory.bytes(stage, [layers] * candidate.repeats) for stage in range(stages))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tolerance"),
+    [
+        ({"model.dtype": "bfloat16", "model.tie_embeddings": True}, 0.01),
+        pytest.param(FIRST, 0.06, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_mpmd_is_that_of_the_fullest_stage(keys, tolerance):
+    """But for the moments of different stages that are taken together."""
+    config = replace(Config(), **SIZES | keys)
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    facts = Facts(config)
+    schedules = set()
+    for candidate in drawn(config, facts):
+        expected = by_table(candidate, config)
+        assert candidate.memory == pytest.approx(expected, rel=tolerance), candidate.updates()
+        schedules.add(candidate.schedule)
+    assert {"gpipe", "1f1b", "interleaved_zb", "zb_h2", "zb_v", "dualpipe_v"} <= schedules
