@@ -18,8 +18,7 @@ from maxpipe.devices.start import start_jax
 from maxpipe.supervision import supervise_in_program
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.telemetry.recorder import METRICS
-from maxpipe.training.loop import DIVERGED, DONE, OnStep
-from maxpipe.training.loop import Run as LoopRun
+from maxpipe.training.loop import DIVERGED, DONE, OnStep, Session
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.start import launch, log
 
@@ -57,7 +56,7 @@ class Run:
         devices = jax.devices()
         self.config = resolve(self._loaded, len(devices), num_slices(devices))
         self.directory: Path = RunDirectory(config).root.absolute()
-        self._current: LoopRun | None = None
+        self._current: Session | None = None
         self._step = 0
         self._state: Any = None
 
@@ -106,7 +105,7 @@ class Run:
 
         begun = False
 
-        def begin(current: LoopRun) -> None:
+        def begin(current: Session) -> None:
             nonlocal begun
             self._current, begun = current, True
             current.on_step = callback

@@ -25,7 +25,7 @@ from maxpipe.devices.simulated import hindrance_of
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.supervision.ending import leave_behind
 from maxpipe.training.elastic import fit_next
-from maxpipe.training.loop import Run
+from maxpipe.training.loop import Session
 from maxpipe.training.step_ahead import BuildTrainer, confirm, step_file
 from maxpipe.training.stored_step import holds, write
 
@@ -36,7 +36,7 @@ OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
 
 
 def compile_ahead(
-    given: Loaded, run: Run, build_trainer: BuildTrainer, log: Callable[[str], None]
+    given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
 ) -> None:
     """Let process 0 compile the step for fewer hosts in a thread, once `run` has begun to train.
 
@@ -54,7 +54,9 @@ def compile_ahead(
         thread.start()
 
 
-def _work(given: Loaded, run: Run, build_trainer: BuildTrainer, log: Callable[[str], None]) -> None:
+def _work(
+    given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
+) -> None:
     first = run.step
     while run.step < first + _STEPS:
         time.sleep(_LOOK_SECONDS)

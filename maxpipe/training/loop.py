@@ -33,8 +33,8 @@ OnStep = Callable[[int, Row], None]
 
 
 @dataclass(kw_only=True)
-class Run:
-    """What the loop works with; built by `maxpipe.training.start.start_run`.
+class Session:
+    """What the loop works with; built by `maxpipe.training.start.start_session`.
 
     Attributes:
       config: the resolved configuration.
@@ -75,7 +75,7 @@ class Run:
     on_step: OnStep | None = None
 
 
-def train(run: Run) -> int:
+def train(run: Session) -> int:
     """Train to the last step, or until a signal asks to stop.
 
     Returns:
@@ -88,7 +88,7 @@ def train(run: Run) -> int:
         return _diverged(run, f"{error}: the learning rate is too high for the update")
 
 
-def _train(run: Run) -> int:
+def _train(run: Session) -> int:
     config, clock, signals = run.config, run.supervision.time, run.supervision.interruption
     # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
@@ -167,7 +167,7 @@ class _Due:
         return self.evaluate or self.save or self.replicate or self.trace or self.call
 
 
-def _due(run: Run, is_overdue: bool) -> _Due:
+def _due(run: Session, is_overdue: bool) -> _Due:
     """Return what has to happen after the step just dispatched.
 
     Args:
@@ -186,7 +186,7 @@ def _due(run: Run, is_overdue: bool) -> _Due:
     )
 
 
-def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
+def _too_many_skips(run: Session, step_log: "StepLog", saved_step: int) -> int:
     """End a run after the last recorded step; a step dispatched after it does not count."""
     run.step = step_log.last_step
     count = step_log.skips
@@ -201,14 +201,14 @@ def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
     return _diverged(run, reason, remedy)
 
 
-def _diverged(run: Run, reason: str, remedy: str = "") -> int:
+def _diverged(run: Session, reason: str, remedy: str = "") -> int:
     """Report why a run cannot continue from its state, and return the exit code."""
     lower = "Lower optimizer.learning_rate and start again"
     run.recorder.print_line(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
-def save(run: Run) -> None:
+def save(run: Session) -> None:
     """Start an asynchronous checkpoint of the state and the data position after `run.step`.
 
     Raises:
@@ -221,13 +221,13 @@ def save(run: Run) -> None:
     _checkpoint(run, partial(run.checkpointer.save, on_set_aside=on_set_aside))
 
 
-def replicate(run: Run) -> None:
+def replicate(run: Session) -> None:
     """Start a replica in memory, which holds the same as a checkpoint."""
     _checkpoint(run, run.checkpointer.replicate)
 
 
 def _checkpoint(
-    run: Run, start: Callable[[int, object, np.ndarray, dict[str, Any]], object]
+    run: Session, start: Callable[[int, object, np.ndarray, dict[str, Any]], object]
 ) -> None:
     """Call `start` with the step, its state as on disk, the data position, and the meta."""
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
@@ -239,7 +239,7 @@ def _checkpoint(
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Session) -> None:
     """Record the mean cross-entropy over the evaluation's batches, and over those of each source of
     a mixture, and how `eval.prompts` continue.
     """
@@ -271,7 +271,7 @@ def evaluate(run: Run) -> None:
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
-def _evaluate(run: Run, held_out: HeldOut) -> Counter[str]:
+def _evaluate(run: Session, held_out: HeldOut) -> Counter[str]:
     """Return sums over all batches: "cross_entropy", "weight", and "bytes" if they are known."""
     total, pending = Counter[str](), Metrics()
     for batch in held_out:
@@ -298,7 +298,7 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum()
 
 
-def run_and_close(run: Run, train: Callable[[], int]) -> int:
+def run_and_close(run: Session, train: Callable[[], int]) -> int:
     """Call `train`, then close everything however it ended; raise the error of a failed last save.
 
     Raises:
@@ -337,7 +337,7 @@ class StepLog:
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       skips: number of non-finite steps in a row before the first recorded one.
       progress: called with the number of each finished step.
-      on_step: see `Run`.
+      on_step: see `Session`.
       trainer: the trainer, which has the stage clocks.
 
     Attributes:

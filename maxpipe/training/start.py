@@ -28,7 +28,7 @@ from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit, folded, terminal_width
-from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
+from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.held_out import HeldOut, open_held_out
 from maxpipe.data.loader import (
     Loader,
@@ -66,13 +66,12 @@ from maxpipe.training.compile_ahead import compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.elastic import fit_hosts
 from maxpipe.training.initial_weights import (
-    InitialWeights,
     open_weights,
     with_adapters,
     with_progress,
 )
 from maxpipe.training.inputs import naming_all_inputs
-from maxpipe.training.loop import DONE, Run, run_and_close, train
+from maxpipe.training.loop import DONE, Session, run_and_close, train
 from maxpipe.training.out_of_memory import explaining_memory
 from maxpipe.training.resuming import (
     DOCUMENTS,
@@ -102,7 +101,7 @@ class BuildTrainer(Protocol):
     def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
-def ignore_start(current: Run) -> None:
+def ignore_start(session: Session) -> None:
     """Ignore the start of a run."""
 
 
@@ -110,7 +109,7 @@ def launch(
     loaded: Loaded,
     supervision: Supervision,
     build_trainer: BuildTrainer,
-    on_start: Callable[[Run], None] = ignore_start,
+    on_start: Callable[[Session], None] = ignore_start,
 ) -> int:
     """Start JAX, fit the configuration to the devices, and train: the one way to start a run.
 
@@ -118,7 +117,7 @@ def launch(
       loaded: the configuration.
       supervision: signals, deadlines and leases of this process.
       build_trainer: see `BuildTrainer`.
-      on_start: called with the `Run` before its first step, unless it is already finished.
+      on_start: called with the `Session` before its first step, unless the run is finished.
 
     Returns:
       The exit code, see `maxpipe.train`.
@@ -138,13 +137,12 @@ def launch(
             config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
-            mesh = build_mesh(config)
 
-            def begin(current: Run) -> None:
-                compile_ahead(given, current, build_trainer, log)
-                on_start(current)
+            def begin(session: Session) -> None:
+                compile_ahead(given, session, build_trainer, log)
+                on_start(session)
 
-            return run(config, loaded, mesh, supervision, build_trainer, begin)
+            return run(config, loaded, build_mesh(config), supervision, build_trainer, begin)
 
 
 def run(
@@ -153,53 +151,45 @@ def run(
     mesh: Mesh,
     supervision: Supervision,
     build_trainer: BuildTrainer,
-    on_start: Callable[[Run], None],
+    on_start: Callable[[Session], None],
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
-    if jax.process_index() == 0:
-        with naming_all_inputs(config):
-            require_trackers(config.telemetry)
     decisions = Decisions(log)
-    device = mesh.devices.flat[0]
-    emulated = explain_quantisation(config.model.quantisation, device)
-    for line in (*emulated, *advice(device, os.environ), *explain_threads(config)):
-        decisions.add(line)
-    memory = device_memory(mesh.devices.reshape(-1).tolist())
+    # 1. What is left to decide, and what the run's directory holds.
     with naming_all_inputs(config):
-        check_samples(config)
-        config = choose_stages(config, memory, decisions.add)
-    directory, checkpointer = open_run_directory(config, supervision.memory)
-    directory.derived = differing_keys(config, loaded.config)
-    with naming_all_inputs(config):
+        config = _decide(config, mesh, decisions.add)
+        directory, checkpointer = open_run_directory(config, supervision.memory)
+        directory.derived = differing_keys(config, loaded.config)
         config = dated(config, directory, decisions.add)
     mark = followed(config.checkpoint.resume, job_of_process())
     config = followed_once(config, checkpointer, job_of_process(), log)
-    last_step = finished_step(config, checkpointer)
-    if last_step is not None:
+    if (last_step := finished_step(config, checkpointer)) is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
         for line in _describe_finished(config, directory, checkpointer, last_step):
             log(line)
         return DONE
-    memory_checked = partial(explaining_memory, loaded.config, config, mesh)
-    with memory_checked(), naming_all_inputs(config):
+    # 2. The trainer, and a state to go on from.
+    explained = partial(explaining_memory, loaded.config, config, mesh)
+    with explained(), naming_all_inputs(config):
         ready = build_with_step_ahead(config, mesh, build_trainer, decisions.add)
         trainer = ready or build_trainer(config, mesh, note=decisions.add)
         if supervision.memory is not None and config.checkpoint.replica_every:
             abstract = trainer.abstract_canonical()
             decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
-        current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
-    current.meta |= mark
+        session = start_session(config, mesh, trainer, directory, checkpointer, supervision)
+    session.meta |= mark
     supervision.progress.run_directory(directory.root)
+    # 3. The report, and the steps.
     reasons = decisions.take(notes(config, loaded, verbose=loaded.verbose))
-    held_out = str(current.held_out) if current.held_out else ""
-    for line in report(config, mesh, str(directory.root), current.step, held_out, reasons):
+    held_out = str(session.held_out) if session.held_out else ""
+    for line in report(config, mesh, str(directory.root), session.step, held_out, reasons):
         log(line)
     if not (ready or config.compile.load):
-        current.recorder.print_line("compiling   the first step, minutes for a large model")
-    on_start(current)
-    exit_code = run_and_close(current, memory_checked()(partial(train, current)))
+        session.recorder.print_line("compiling   the first step, minutes for a large model")
+    on_start(session)
+    exit_code = run_and_close(session, explained()(partial(train, session)))
     seconds = sum(supervision.time.seconds().values())  # as the account of time adds up to
-    log(_farewell(current, exit_code, str(directory.root), seconds))
+    log(_farewell(session, exit_code, directory.root, seconds))
     return exit_code
 
 
@@ -228,6 +218,18 @@ def _owned(config: Config) -> Iterator[RunLease]:
             remedy = "give a file system that they share, such as NFS"
             raise ConfigError(Problem("output_dir", f"{problem}: {remedy}"))
         yield lease
+
+
+def _decide(config: Config, mesh: Mesh, note: Note) -> Config:
+    """Choose the stages, after a check of what else depends on the devices."""
+    if jax.process_index() == 0:
+        require_trackers(config.telemetry)
+    device = mesh.devices.flat[0]
+    emulated = explain_quantisation(config.model.quantisation, device)
+    for line in (*emulated, *advice(device, os.environ), *explain_threads(config)):
+        note(line)
+    check_samples(config)
+    return choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), note)
 
 
 def open_run_directory(
@@ -291,14 +293,14 @@ def _describe_finished(
     return [*lines, f"{directory.root} is finished: {finished}{in_vain}"]
 
 
-def start_run(
+def start_session(
     config: Config,
     mesh: Mesh,
     trainer: Trainer,
     directory: RunDirectory,
     checkpointer: Checkpointer,
     supervision: Supervision,
-) -> Run:
+) -> Session:
     """Initialise the state or restore it from a checkpoint, and return what the loop works with.
 
     Args:
@@ -318,18 +320,15 @@ def start_run(
     _log_notes(config, loader, held_out)
     fingerprint, versions = fingerprint_data(config), package_versions()
     resume_step = step_to_continue(config, checkpointer)
-    changed: list[Change] = []
-    if resume_step is not None:
+    step, skips, changed = 0, 0, list[Change]()
+    if resume_step is None:
+        state = _first_state(config, trainer, directory)
+    else:
         # A refusal should not cost the time of a restore; the restore itself deals with damage.
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
             changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
-    # Checked against the model before anything is written.
-    weights = open_weights(config, together=True) if resume_step is None else None
-    claim_run_directory(config, directory, is_new=resume_step is None)
-    if resume_step is None:
-        state, step, skips = _initial_state(config, trainer, weights), 0, 0
-    else:
+        claim_run_directory(config, directory, is_new=False)
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
@@ -338,22 +337,22 @@ def start_run(
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             loader.close()
-            return start_run(config, mesh, trainer, directory, checkpointer, supervision)
+            return start_session(config, mesh, trainer, directory, checkpointer, supervision)
         # This may not be the step checked above, if that one was damaged.
-        meta, step = restored.meta, restored.step
+        meta, step, skips = restored.meta, restored.step, int(restored.state.skips)
         changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
         changed += version_changes(versions, meta.get(VERSIONS))
         for line in describe_changes(config, changed, meta, step):
             log(line)
-        skips = int(restored.state.skips)
         state = live_state(trainer, restored.state, changed)
         loader = continue_loader(loader, config, place, restored.iterator, meta)
-    recorder = build_recorder(config, mesh, directory, step, max(checkpointer.steps(), default=0))
+    recorder = _build_recorder(config, mesh, directory, step, max(checkpointer.steps(), default=0))
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(config, step)
         directory.keep_tokenizer(config)
-    return Run(
+    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
+    return Session(
         config=config,
         trainer=trainer,
         state=state,
@@ -364,8 +363,13 @@ def start_run(
         place_eval=place_eval,
         checkpointer=checkpointer,
         recorder=recorder,
-        profiler=_build_profiler(config, directory, recorder),
-        meta=_meta(config, versions, fingerprint, loader),
+        profiler=Profiler(
+            config.telemetry.profile_steps,
+            directory.root / "profile",
+            is_required=config.telemetry.required,
+            print_line=recorder.print_line,
+        ),
+        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         held_out=held_out,
         held_out_by_source=by_source,
@@ -373,18 +377,10 @@ def start_run(
     )
 
 
-def _meta(
-    config: Config, versions: Mapping[str, str], fingerprint: DataFingerprint, loader: Loader
-) -> dict[str, object]:
-    """Return what each checkpoint of this start records about its run."""
-    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
-    return {"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded}
-
-
-def _initial_state(
-    config: Config, trainer: Trainer[StateT], weights: InitialWeights | None
-) -> StateT:
+def _first_state(config: Config, trainer: Trainer[StateT], directory: RunDirectory) -> StateT:
     """Return the state before the first step, with the weights of `init_from` if there are any."""
+    weights = open_weights(config, together=True)  # fit the model before anything is written
+    claim_run_directory(config, directory, is_new=True)
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
         log(f"weights     random, seed {config.seed}")
@@ -412,7 +408,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
         directory.publish(config)
 
 
-def build_recorder(
+def _build_recorder(
     config: Config, mesh: Mesh, directory: RunDirectory, step: int, newest: int
 ) -> Recorder:
     """Build the telemetry of a run that continues after `step`; `newest` is the last saved step."""
@@ -426,15 +422,6 @@ def build_recorder(
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
         stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
-    )
-
-
-def _build_profiler(config: Config, directory: RunDirectory, recorder: Recorder) -> Profiler:
-    return Profiler(
-        config.telemetry.profile_steps,
-        directory.root / "profile",
-        is_required=config.telemetry.required,
-        print_line=recorder.print_line,
     )
 
 
@@ -452,27 +439,23 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
 
 def _log_notes(config: Config, loader: Loader, held_out: HeldOut | None) -> None:
     """Log the notes of the tokenizer and of the data loaders."""
-    for note in tokenizer_notes(config):
-        log(f"data.tokenizer: {note}")
-    for note in conversation_notes(config):
-        log(note)
-    for note in loader.notes:
-        log(f"data.path: {note}{_held_out(config, held_out)}")
+    share = ""
+    if held_out is not None and not (config.data.eval_path or config.data.mixture):
+        count = f"held out for evaluation: {held_out.num_documents:,} of them"
+        share = f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
+    for line in (
+        *(f"data.tokenizer: {note}" for note in tokenizer_notes(config)),
+        *conversation_notes(config),
+        *(f"data.path: {note}{share}" for note in loader.notes),
+    ):
+        log(line)
 
 
-def _held_out(config: Config, held_out: HeldOut | None) -> str:
-    """Return how many documents are held out, as the end of a line about the data."""
-    if held_out is None or config.data.eval_path or config.data.mixture:
-        return ""
-    count = f"held out for evaluation: {held_out.num_documents:,} of them"
-    return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
-
-
-def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
+def _farewell(session: Session, exit_code: int, root: Path, seconds: float) -> str:
     """Return the last line of a start: how far it got, and what the next start would do."""
-    step, last_step = current.step, current.config.steps
+    step, last_step = session.step, session.config.steps
     if exit_code:
-        saved_step = max(current.checkpointer.steps(), default=None)
+        saved_step = max(session.checkpointer.steps(), default=None)
         if saved_step is None:
             saved = f"nothing is saved in {root}, so the next start begins with step 1"
         else:

@@ -10,7 +10,7 @@ from maxpipe.checkpoint.errors import CheckpointSaveError, StateNotFinite
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervision import Supervision
 from maxpipe.training import loop
-from maxpipe.training.loop import DIVERGED, DONE, Run, evaluate, run_and_close, train
+from maxpipe.training.loop import DIVERGED, DONE, Session, evaluate, run_and_close, train
 
 
 class Trainer:
@@ -187,7 +187,7 @@ def run(notes):
         checkpointer.not_finite = set(not_finite)
         checkpointer.saved_step = start
         checkpointer.replica_every = config.checkpoint.replica_every
-        return Run(
+        return Session(
             config=config,
             trainer=Trainer(notes, bad),
             state=start,
