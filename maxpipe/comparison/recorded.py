@@ -5,7 +5,8 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,44 +58,40 @@ class Recorded:
 
     @property
     def step(self) -> int:
-        """Return the number of finished steps."""
         return int(self.steps["step"][-1] or 0) if self.steps["step"] else 0
 
     @property
     def total_steps(self) -> int | None:
-        """Return `steps` of the configuration."""
         return value if isinstance(value := self.settings.get("steps"), int) else None
 
     @property
     def loss(self) -> Number:
-        """Return the loss of the last step."""
         return self.steps["loss"][-1] if self.steps["loss"] else None
 
     @property
     def last_is_finite(self) -> bool:
-        """Return whether loss and gradients of the last step are finite, earlier steps aside."""
+        """Whether loss and gradients of the last step are finite."""
         return not self.steps["step"] or None not in (self.loss, self.steps["grad_norm"][-1])
 
     @property
     def eval_loss(self) -> Number:
-        """Return the last evaluation loss."""
         return [*self.evaluations.values()][-1] if self.evaluations else None
 
     @property
     def best_eval(self) -> tuple[int, float] | None:
-        """Return step and loss of the best evaluation."""
+        """Step and loss of the best evaluation."""
         return min(self.evaluations.items(), key=lambda at: at[1], default=None)
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return the tokens of a global batch."""
         rows = self.settings.get("data.global_batch_size")
         length = self.settings.get("data.sequence_length")
         return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
     def median(self, column: str) -> Number:
         """Return the median of a column, so that compilation and evaluations count for little."""
-        return statistics.median(values) if (values := _finite(self.steps[column])) else None
+        values = [value for value in self.steps[column] if value is not None]
+        return statistics.median(values) if values else None
 
 
 def read_runs(words: Sequence[str]) -> list[Recorded]:
@@ -139,9 +136,9 @@ def last_step(file: Path) -> int:
 
 
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
-    """Return the keys that differ between runs or were changed midway; not names and places.
+    """Return the keys that differ between runs or were changed midway.
 
-    A key that was derived in all runs follows from others.
+    Names and places are left out, and so is a key that was derived in all runs.
     """
     known = [run for run in runs if run.settings]
     midway = {change[1] for run in known for change in run.changes}
@@ -174,7 +171,8 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
         is_run = (path / CONFIG).is_file() and (path / HISTORY).is_dir()
         is_run |= (path / METRICS).is_file()
         if depth and not is_run:
-            inner = [place for place in path.iterdir() if _may_hold_runs(place)]
+            visible = (place for place in path.iterdir() if not place.name.startswith("."))
+            inner = [place for place in visible if place.is_dir() and not place.is_symlink()]
     except OSError as error:  # another user's directory
         _warn(path, error)
         return
@@ -182,10 +180,6 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
         yield path
     for place in inner:
         yield from _runs_below(place, depth - 1)
-
-
-def _may_hold_runs(place: Path) -> bool:
-    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
 
 
 def _warn(path: Path, error: OSError) -> None:
@@ -197,7 +191,7 @@ def _read(name: str, root: Path) -> Recorded:
     evaluations: dict[int, float] = {}
     bits_per_byte: Number = None
     changes: list[tuple[int, str, object, object]] = []
-    seconds: dict[str, float] = {}
+    seconds = defaultdict[str, float](float)
     for step, row in metrics_rows(root / METRICS):
         if "loss" in row:
             for column, values in columns.items():
@@ -207,11 +201,9 @@ def _read(name: str, root: Path) -> Recorded:
             bits_per_byte = _number(row.get("eval_bits_per_byte"))
         if isinstance(key := row.get(CHANGED), str) and row.get("before") is not None:
             changes.append((step, key, row["before"], row.get("now")))
-        if "goodput" in row:
-            for key, value in row.items():
-                if key.startswith("seconds_in_") and (number := _number(value)) is not None:
-                    phase = key.removeprefix("seconds_in_")
-                    seconds[phase] = seconds.get(phase, 0.0) + number
+        for key, value in row.items() if "goodput" in row else ():
+            if key.startswith("seconds_in_"):
+                seconds[key.removeprefix("seconds_in_")] += _number(value) or 0.0
     settings, derived = _read_settings(root / CONFIG)
     return Recorded(
         name, root, settings, derived, columns, evaluations, bits_per_byte, changes, seconds
@@ -270,10 +262,6 @@ def _number(value: object) -> Number:
     return float(value) if is_finite(value) else None
 
 
-def _finite(values: Iterable[Number]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
 def _names(roots: Sequence[Path]) -> list[str]:
     """Return the shortest ends of paths that distinguish each from all others, which differ."""
     depth = 1
@@ -294,12 +282,9 @@ def _natural(path: Path) -> list[tuple[int, float, str]]:
 
 def _absence(word: str, path: Path) -> str:
     """Return why a word names no directory, with the directories next to its path."""
-    parent = path.parent
     try:
-        near = sorted(inner.name for inner in parent.iterdir() if inner.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
+        near = sorted(inner.name for inner in path.parent.iterdir() if inner.is_dir())
+    except OSError:
         near = []
-    except OSError as error:
-        return f"cannot look for {word} in {parent}: {error.strerror}"
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
-    return f"there is no directory {word}" + (f"; {parent} has {shown}" if near else "")
+    return f"there is no directory {word}" + (f"; {path.parent} has {shown}" if near else "")

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -47,8 +47,7 @@ class Member:
 
     Attributes:
       words: the values that distinguish it, as `key=value`.
-      name: the run's name.
-      directory: the run's directory.
+      name, directory: of the run.
     """
 
     words: tuple[str, ...]
@@ -57,7 +56,6 @@ class Member:
 
 
 def add_sweep_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--sweep key=value,value ...`."""
     parser.add_argument(
         _FLAG,
         nargs="+",
@@ -69,8 +67,8 @@ def add_sweep_flag(parser: argparse.ArgumentParser) -> None:
 def sweep(base: Loaded, flags: argparse.Namespace) -> int:
     """Train all members of a sweep, print how they compare, and return the exit code.
 
-    The exit code is 0 if all members ended with 0, a member's own if a signal has stopped it, and
-    otherwise 1: a member that fails is reported, and the others still run.
+    It is 0 if all members ended with 0, a member's own if a signal has stopped it, otherwise 1. A
+    member that fails is reported, and the others still run.
 
     Args:
       base: the configuration without the values of the sweep.
@@ -191,28 +189,19 @@ def _run(command: Sequence[str]) -> int:
     process = subprocess.Popen(
         command, start_new_session=True, preexec_fn=die_with_parent(os.getpid())
     )
-    with _handing_on(process) as received:
-        code = process.wait()
-    if received and code not in STOPPED:
-        return INTERRUPTED if received[-1] == signal.SIGINT else PREEMPTED
-    return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Pass `numbers_to_pass_on` on to a process, in the main thread only; yield those received."""
     received: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
         process.send_signal(as_passed_on(number))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        with handling(numbers_to_pass_on(), hand_on):
-            yield received
+        with handling(numbers_to_pass_on(), pass_on) if is_main else nullcontext():
+            code = process.wait()
     finally:
         if process.poll() is None:  # an error here must not leave it running
             os.killpg(process.pid, signal.SIGTERM)
+    if received and code not in STOPPED:
+        return INTERRUPTED if received[-1] == signal.SIGINT else PREEMPTED
+    return 128 - code if code < 0 else code

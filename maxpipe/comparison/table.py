@@ -116,5 +116,4 @@ def _width(text: str) -> int:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells in columns, as text."""
     return "\n".join(columns(rows)) + "\n"

@@ -24,8 +24,8 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
 
-    The trackers of `telemetry.wandb` and `telemetry.mlflow` get the same values as TensorBoard. A
-    failed write is reported once, or raises `TelemetryError` with `telemetry.required`.
+    Trackers get the same values as TensorBoard. A failed write is reported once, or raises
+    `TelemetryError` with `telemetry.required`.
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
@@ -135,9 +135,7 @@ class Recorder:
             "tokens_per_second": self._tokens / step_seconds,
             "mfu": None if self._peak_seconds is None else self._peak_seconds / step_seconds,
         }
-        assert not row.keys() & extra.keys(), (
-            f"{row.keys() & extra.keys()} would hide values of the step"
-        )
+        assert not row.keys() & extra.keys()
         scalars = {name: value for name, value in extra.items() if not isinstance(value, list)}
         dense = [math.nan] * self._dense_layers
         layers = {name: dense + value for name, value in extra.items() if isinstance(value, list)}

@@ -55,8 +55,7 @@ class Sink(Generic[Writer]):
         Raises:
           TelemetryError: it cannot be written, and telemetry is required.
         """
-        if not self._try(action):
-            self._failures += 1
+        self._failures += not self._try(action)
 
     def close(self, action: Callable[[Writer], None]) -> None:
         """Call `action`, which closes the writer, and print how many writes have failed."""
@@ -80,16 +79,14 @@ class Sink(Generic[Writer]):
                 self.writer = self._open_writer()
             action(self.writer)
         except OSError as error:
+            reason = f"{self._name} cannot be written: {error.strerror or error}"
+            if self._is_required:
+                raise TelemetryError(f"{reason} ({REQUIRED})") from error
+            if not self._has_warned:
+                remedy = f"{REQUIRED}=true would end it"
+                self._print_line(f"warning: {reason}; training continues; {remedy}")
+            self._has_warned = True
             if not self._tries_again:
                 self.writer = self._open_writer = None
-            self._fail(error)
             return False
         return True
-
-    def _fail(self, error: OSError) -> None:
-        reason = f"{self._name} cannot be written: {error.strerror or error}"
-        if self._is_required:
-            raise TelemetryError(f"{reason} ({REQUIRED})") from error
-        if not self._has_warned:
-            self._print_line(f"warning: {reason}; training continues; {REQUIRED}=true would end it")
-        self._has_warned = True

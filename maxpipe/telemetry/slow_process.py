@@ -15,8 +15,8 @@ STEPS = 5  # steps in a row before a process is called slow, and before it no lo
 class SlowProcess:
     """Watches the stages of a run, and reports when their processes begin or cease to be slow.
 
-    Uneven stages are reported, too, if one takes that much longer: the others wait for it all the
-    same. The first step of a process compiles, and is left out.
+    A stage with more layers may be what is slow: the others wait for it all the same. The first
+    step of a process compiles, and is left out.
 
     Args:
       processes: for each stage, the processes that hold it.

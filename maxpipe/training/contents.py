@@ -18,7 +18,7 @@ from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
 
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-_RUNTIMES = ("libtpu",)  # installed where they are needed
+_RUNTIME = "libtpu"  # installed where it is needed
 
 
 def run_contents(config: Config) -> dict[str, str]:
@@ -27,7 +27,10 @@ def run_contents(config: Config) -> dict[str, str]:
     The content at a key's path is named by the key. What cannot be read has its error in
     place of a digest: if no process can read it, opening it reports that later.
     """
-    contents = _data_digests(config)
+    try:
+        contents = data_digests(config)
+    except ConfigError as error:
+        contents = {problem.key: problem.message for problem in error.problems}
     for key, digest in _PATHS.items():
         if value := str(get(config, key)):
             try:
@@ -35,7 +38,8 @@ def run_contents(config: Config) -> dict[str, str]:
             except (ConfigError, OSError) as error:
                 contents[key] = str(error)
     contents |= {f"code of {name}": _code_digest(name) for name in own_packages(config)}
-    contents |= {f"version of {name}": version for name, version in _all_versions().items()}
+    versions = package_versions() | {_RUNTIME: _runtime_version()}
+    contents |= {f"version of {name}": version for name, version in versions.items()}
     return contents | {"code of maxpipe": source_digest()}
 
 
@@ -56,21 +60,11 @@ def own_packages(config: Config) -> list[str]:
     return sorted(names - {"", "maxpipe"})
 
 
-def _all_versions() -> dict[str, str]:
-    versions = package_versions()
-    for name in _RUNTIMES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
-
-
-def _data_digests(config: Config) -> dict[str, str]:
+def _runtime_version() -> str:
     try:
-        return data_digests(config)
-    except ConfigError as error:
-        return {problem.key: problem.message for problem in error.problems}
+        return metadata.version(_RUNTIME)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _model_digest(key: str, value: str) -> str:

@@ -111,7 +111,7 @@ def _problems_of(parts: Sequence[Part]) -> list[Problem]:
 
 
 def _readers(config: Config) -> list[Part]:
-    """Return functions that open tokenizer, with it the prompts, and documents."""
+    """Return functions that open the tokenizer, with the prompts, and the documents."""
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     documents = [partial(open_sources, config.data, split) for split in splits]
     return [partial(read_prompts, config), *documents]
@@ -119,27 +119,23 @@ def _readers(config: Config) -> list[Part]:
 
 def _is_finished(config: Config) -> bool:
     """Return whether a step that ends the run is in its directory."""
-    store = _store(config)
-    newest = max(store.steps(), default=0)
-    return _resume(config, store) in NEWEST and newest >= config.steps
-
-
-def _store(config: Config) -> StepsDirectory:
-    return StepsDirectory(RunDirectory(config).checkpoints.absolute())  # like a checkpointer's
-
-
-def _resume(config: Config, store: StepsDirectory) -> str:
-    """Return the value of `checkpoint.resume` that this attempt of its job follows."""
-    resume = config.checkpoint.resume
-    step = step_since(resume, job_of_process(), store.steps(), store.record)
-    return resume if step is None else AUTO
+    store, resume = _resume(config)
+    return resume in NEWEST and max(store.steps(), default=0) >= config.steps
 
 
 def _open_beginning(config: Config, open_part: Callable[[Config], object]) -> None:
     """Open what a run starts from that has no checkpoint to continue from."""
-    store = _store(config)
-    if step_to_resume(_resume(config, store), store.steps(), str(store)) is None:
+    store, resume = _resume(config)
+    if step_to_resume(resume, store.steps(), str(store)) is None:
         open_part(config)
+
+
+def _resume(config: Config) -> tuple[StepsDirectory, str]:
+    """Return the checkpoints, and the `checkpoint.resume` that this attempt of its job follows."""
+    store = StepsDirectory(RunDirectory(config).checkpoints.absolute())  # like a checkpointer's
+    resume = config.checkpoint.resume
+    step = step_since(resume, job_of_process(), store.steps(), store.record)
+    return store, resume if step is None else AUTO
 
 
 def _find_weights(config: Config) -> None:
@@ -159,8 +155,6 @@ def _find_weights(config: Config) -> None:
 
 
 def _check_executable(file: str) -> None:
-    """Refuse a `compile.load` file that does not exist, or is a pipe, which may never end."""
     if file and not Path(file).is_file():
         reason = "it is no regular file" if Path(file).exists() else "No such file or directory"
-        message = f"cannot read {file}: {reason}"
-        raise ConfigError(Problem("compile.load", message))
+        raise ConfigError(Problem("compile.load", f"cannot read {file}: {reason}"))

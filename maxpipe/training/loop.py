@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -76,11 +76,10 @@ class Session:
 
 
 def train(run: Session) -> int:
-    """Train to the last step, or until a signal asks to stop.
+    """Train to the last step, or until a signal asks to stop; return the exit code.
 
-    Returns:
-      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row, or the state to
-      save, were not finite.
+    It is 0, 75 or 130 after a signal, or 42 if too many steps in a row, or the state to save, were
+    not finite.
     """
     try:
         return _train(run)
@@ -124,7 +123,7 @@ def _train(run: Session) -> int:
             # 2. Log the step before this one, and this one too if it must be finished now.
             step_log.add(run.step, metrics)
             due = _due(run, is_overdue)
-            if due.any:
+            if any(due):
                 step_log.finish()
             run.profiler.after(run.step)
             if step_log.has_diverged:
@@ -154,24 +153,18 @@ def _train(run: Session) -> int:
     return signals.exit_code if is_interrupted else DONE
 
 
-@dataclass(frozen=True)
-class _Due:
+class _Due(NamedTuple):
     evaluate: bool
     save: bool
     replicate: bool
     trace: bool
     call: bool
 
-    @property
-    def any(self) -> bool:
-        return self.evaluate or self.save or self.replicate or self.trace or self.call
-
 
 def _due(run: Session, is_overdue: bool) -> _Due:
     """Return what has to happen after the step just dispatched.
 
     Args:
-      run: the run, which has dispatched it.
       is_overdue: whether a save waits for the next finite step.
     """
     every, step = run.config.eval.every, run.step
@@ -240,8 +233,8 @@ def _checkpoint(
 
 
 def evaluate(run: Session) -> None:
-    """Record the mean cross-entropy over the evaluation's batches, and over those of each source of
-    a mixture, and how `eval.prompts` continue.
+    """Record the mean cross-entropy of all held-out data and of each source of a mixture, and how
+    `eval.prompts` continue.
     """
     assert run.held_out is not None
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
@@ -288,7 +281,6 @@ def _evaluate(run: Session, held_out: HeldOut) -> Counter[str]:
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:
-    """Wait for scalars, and return them."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
@@ -419,7 +411,7 @@ class StepLog:
                 self._on_step(step, row)
 
     def resume(self) -> None:
-        """Leave what happened since the last step out of the next step's time."""
+        """Exclude the time since the last step from the next step's."""
         if self._pending is None:
             self._since = time.perf_counter()
             self._trainer.resume_clocks()

@@ -27,7 +27,7 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock, timed
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.expert_load import load_figures, with_excess
-from maxpipe.training.stage_exchange import DeviceExchange, HostExchange, StageExchange
+from maxpipe.training.stage_exchange import DeviceExchange, HostExchange
 from maxpipe.training.state import (
     HostArray,
     TrainState,
@@ -122,7 +122,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
         mesh = rules.mesh
         assert isinstance(mesh, Mesh)
-        self._exchange: StageExchange = HostExchange(engine)
+        self._exchange: HostExchange | DeviceExchange = HostExchange(engine)
         if len(processes_of(mesh)) > 1:
             self._exchange = DeviceExchange(engine, mesh)
             engine.clocks = {stage: StageClock() for stage in stages if self._is_here[stage]}
@@ -215,12 +215,10 @@ class MpmdTrainer(Trainer[MpmdState]):
         return after_step, self.engine.everywhere(metrics | verdict.metrics)
 
     def stage_seconds(self) -> list[float]:
-        """Return each stage's seconds for a step, without waits for other stages.
+        """Return each stage's seconds for a step, without waits for other stages, on process 0.
 
-        For a stage of several processes this is the time of the slowest.
-
-        Returns:
-          The seconds on process 0; an empty list on others, or if there is only one process.
+        For a stage of several processes this is the time of the slowest. The list is empty on other
+        processes, or if there is only one.
         """
         if not self.engine.clocks:
             return []

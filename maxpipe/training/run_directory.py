@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import Record, read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
@@ -144,8 +144,7 @@ class RunDirectory:
         try:
             self.config_history.mkdir(exist_ok=True)
             earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
-            is_file = earlier and earlier[-1].is_file()  # a pipe would never end
-            if not is_file or earlier[-1].read_bytes() != text:
+            if not earlier or earlier[-1].read_bytes() != text:
                 number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
                 write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
         except OSError as error:
@@ -191,8 +190,7 @@ class RunDirectory:
             self._mirror.write_file("config.yml", to_yaml(config, derived=self.derived).encode())
             for name, content in _tokenizer_contents(config.data).items():
                 self._mirror.write_file(f"{TOKENIZER}/{name}", content)
-            files = self.origin.iterdir() if self.origin.is_dir() else ()
-            for file in filter(Path.is_file, files):  # a pipe would never end
+            for file in self.origin.iterdir() if self.origin.is_dir() else ():
                 self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:
@@ -210,15 +208,9 @@ class RunDirectory:
 
         `config.yml` is from the last start, which may have stopped before its first checkpoint.
         """
-        for step in reversed(steps):
-            with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
-                meta = read_record(step_path(self.checkpoints, step)).meta
-                if isinstance(meta["config"], Mapping):
-                    yield meta
+        yield from _metas(steps, lambda step: read_record(step_path(self.checkpoints, step)))
         try:
-            is_file = self.config_file.is_file()  # a pipe would never end
-            text = self.config_file.read_text(encoding="utf-8") if is_file else ""
-            written = yaml.safe_load(text)
+            written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             written = None  # lost or torn
         if isinstance(written, Mapping):
@@ -227,11 +219,16 @@ class RunDirectory:
     def _mirrored(self, mirror: Mirror) -> Iterator[Meta]:
         """Yield the metadata of readable checkpoints in the mirror, newest first."""
         with explained(mirror.url, MIRROR):
-            for step in reversed(mirror.steps()):
-                with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
-                    meta = mirror.record(step).meta
-                    if isinstance(meta["config"], Mapping):
-                        yield meta
+            yield from _metas(mirror.steps(), mirror.record)
+
+
+def _metas(steps: Sequence[int], record_of: Callable[[int], Record]) -> Iterator[Meta]:
+    """Yield the metadata of readable records with a configuration, newest first."""
+    for step in reversed(steps):
+        with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
+            meta = record_of(step).meta
+            if isinstance(meta["config"], Mapping):
+                yield meta
 
 
 def _is_seen(path: Path) -> bool:

@@ -6,7 +6,6 @@ every process starts in the same order. Letters: N layers, L layers of a chunk, 
 largest stage, S stages.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -24,30 +23,8 @@ from maxpipe.sharding.rules import without
 HostArray = np.ndarray | jax.Array
 
 
-class StageExchange(ABC):
-    """Convert one array at a time between the stages' layouts and the layout on disk."""
-
-    @abstractmethod
-    def join_layers(self, chunks: Sequence[jax.Array], on_disk: jax.ShapeDtypeStruct) -> HostArray:
-        """Return [N, ...] on the host, given [L, ...] of each chunk."""
-
-    @abstractmethod
-    def split_layers(
-        self, layers: jax.Array, shardings: Sequence[NamedSharding]
-    ) -> list[jax.Array]:
-        """Return [L, ...] of each chunk in its layout, given [N, ...]; inverts `join_layers`."""
-
-    @abstractmethod
-    def join_outer(self, x: jax.Array, on_disk: jax.ShapeDtypeStruct) -> HostArray:
-        """Return an array of one stage on the host."""
-
-    @abstractmethod
-    def place_outer(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """Return an array on disk in its layout on one stage; inverts `join_outer`."""
-
-
-class HostExchange(StageExchange):
-    """Exchange within one process, on the host.
+class HostExchange:
+    """Converts one array at a time within one process, on the host.
 
     Args:
       engine: the engine, which knows the layers of each chunk.
@@ -57,25 +34,29 @@ class HostExchange(StageExchange):
         self._engine = engine
 
     def join_layers(self, chunks: Sequence[jax.Array], on_disk: jax.ShapeDtypeStruct) -> HostArray:
+        """Return [N, ...] on the host, given [L, ...] of each chunk."""
         return self._engine.to_canonical(tuple(chunks))
 
     def split_layers(
         self, layers: jax.Array, shardings: Sequence[NamedSharding]
     ) -> list[jax.Array]:
+        """Return [L, ...] of each chunk in its layout; inverts `join_layers`."""
         return [
             jax.device_put(self._engine.layers_of(chunk, layers), sharding)
             for chunk, sharding in enumerate(shardings)
         ]
 
     def join_outer(self, x: jax.Array, on_disk: jax.ShapeDtypeStruct) -> HostArray:
+        """Return an array of one stage on the host."""
         return to_host(x)
 
     def place_outer(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """Return an array on disk in its layout on one stage; inverts `join_outer`."""
         return jax.device_put(x, sharding)
 
 
-class DeviceExchange(StageExchange):
-    """Exchange between processes, by programs on all devices.
+class DeviceExchange:
+    """Does the same between processes, by programs on all devices.
 
     What the stages hold is, without a copy, an array [S, K, ...] sharded over `stage`. A program
     moves `stage` to the dimension that it splits on disk, and only then orders the layers, so that

@@ -18,6 +18,7 @@ from maxpipe.checkpoint.going_back import followed
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import NEWEST
+from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
@@ -28,7 +29,7 @@ from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, emit, folded, terminal_width
-from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.data.fingerprint import DataFingerprint, fingerprint_data
 from maxpipe.data.held_out import HeldOut, open_held_out
 from maxpipe.data.loader import (
     Loader,
@@ -91,6 +92,7 @@ from maxpipe.training.resuming import (
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.samples import check_samples
 from maxpipe.training.start_report import Decisions, report
+from maxpipe.training.state import TrainState
 from maxpipe.training.step_ahead import build_with_step_ahead
 from maxpipe.training.trainer import StateT, Trainer
 
@@ -324,23 +326,15 @@ def start_session(
     if resume_step is None:
         state = _first_state(config, trainer, directory)
     else:
-        # A refusal should not cost the time of a restore; the restore itself deals with damage.
-        with suppress(CheckpointDamaged):
-            meta = checkpointer.record(resume_step).meta
-            changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
-        claim_run_directory(config, directory, is_new=False)
-        if config.init_from:
-            log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         try:
-            with supervision.time.phase("restore"), naming_shapes(changed, directory):
-                restored = restore(config, trainer, checkpointer, resume_step, changed)
+            restored, changed = _restore(
+                config, trainer, directory, checkpointer, resume_step, fingerprint, supervision
+            )
         except ReplicasDamaged as error:
             log(f"{error}, so the run starts again")
             loader.close()
             return start_session(config, mesh, trainer, directory, checkpointer, supervision)
-        # This may not be the step checked above, if that one was damaged.
         meta, step, skips = restored.meta, restored.step, int(restored.state.skips)
-        changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
         changed += version_changes(versions, meta.get(VERSIONS))
         for line in describe_changes(config, changed, meta, step):
             log(line)
@@ -391,6 +385,31 @@ def _first_state(config: Config, trainer: Trainer[StateT], directory: RunDirecto
     with ByteProgress("init_from", weights.num_bytes, log, terminal) as progress:
         read = with_adapters(config, with_progress(weights, progress))
         return trainer.replace_parameters(state, read)
+
+
+def _restore(
+    config: Config,
+    trainer: Trainer,
+    directory: RunDirectory,
+    checkpointer: Checkpointer,
+    step: int,
+    fingerprint: DataFingerprint,
+    supervision: Supervision,
+) -> tuple[Restored[TrainState], list[Change]]:
+    """Return the newest sound checkpoint, or that of `step`, and what was changed since."""
+    changed: list[Change] = []
+    # A refusal should not cost the time of a restore; the restore itself deals with damage.
+    with suppress(CheckpointDamaged):
+        meta = checkpointer.record(step).meta
+        changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+    claim_run_directory(config, directory, is_new=False)
+    if config.init_from:
+        log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
+    with supervision.time.phase("restore"), naming_shapes(changed, directory):
+        restored = restore(config, trainer, checkpointer, step, changed)
+    # This may not be the step checked above, if that one was damaged.
+    place = checkpointer.place
+    return restored, check_continuity(config, fingerprint, restored.meta, directory, place)
 
 
 def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool) -> None:

@@ -79,7 +79,7 @@ class Trainer(ABC, Generic[StateT]):
         return []
 
     def resume_clocks(self) -> None:
-        """Leave what happened since the last step out of the next one's `stage_seconds`."""
+        """Exclude the time since the last step from the next step's `stage_seconds`."""
 
     @abstractmethod
     def replace_parameters(self, state: StateT, read: ReadParameter) -> StateT:
@@ -102,7 +102,7 @@ class Trainer(ABC, Generic[StateT]):
 
     @abstractmethod
     def canonical_params(self, state: StateT) -> Params:
-        """Return the parameters of `to_canonical`'s result."""
+        """Return only the parameters of `to_canonical`'s result."""
 
     @abstractmethod
     def from_canonical(self, state: TrainState) -> StateT:

@@ -86,7 +86,7 @@ def test_nothing_to_resume_in_a_relative_directory_is_one_problem(config, tmp_pa
 
 # Runs commands, from JSON on the command line, where neither JAX nor extras can be imported.
 WITHOUT_JAX = """
-import contextlib, io, json, runpy, sys
+import contextlib, importlib.util, io, json, sys
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
@@ -95,9 +95,11 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 said = []
-for name, *sys.argv[1:] in json.loads(sys.argv[1]):
+for command, *words in json.loads(sys.argv[1]):
+    is_package = importlib.util.find_spec(f"maxpipe.{command}").submodule_search_locations
+    module = f"maxpipe.{command}" + ".__main__" * bool(is_package)
     with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.suppress(SystemExit):
-        runpy.run_module(f"maxpipe.{name}", run_name="__main__")
+        importlib.import_module(module).main(words)
     said.append(error.getvalue())
 print(json.dumps(said))
 """

@@ -6,15 +6,12 @@ import sys
 from datetime import date, timedelta
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.record import record_file
 from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace, to_yaml
-from maxpipe.storage.object_store import Deadline
 from maxpipe.training.resuming import dated
 from maxpipe.training.run_directory import RunDirectory
 
@@ -186,28 +183,6 @@ def test_keep_config_adds_what_differs_from_the_newest(config):
         run.keep_config(replace(config, **{"optimizer.learning_rate": rate}), step)
     kept = sorted(file.name for file in run.config_history.iterdir())
     assert kept == ["0001-step-0.yml", "0002-step-20.yml"]
-
-
-def test_keep_config_pipe_in_place_of_the_newest_is_not_read(config):
-    run = RunDirectory(config)
-    claim(config)
-    run.config_history.mkdir()
-    os.mkfifo(run.config_history / "0007-step-10.yml")
-    Deadline(20).wait(lambda: run.keep_config(config, 10))  # reading it would never end
-    assert load(run.config_history / "0008-step-10.yml").config == config
-
-
-def test_publish_leaves_a_pipe_in_origin_out(config):
-    store = fsspec.filesystem("memory")
-    run = RunDirectory(config, Mirror("memory://published/a/checkpoints", store))
-    run.origin.mkdir(parents=True)
-    (run.origin / "config.json").write_text("{}")
-    os.mkfifo(run.origin / "vocab.json")
-    Deadline(20).wait(lambda: run.publish(config))  # reading it would never end
-    assert sorted(store.find("/published")) == [
-        "/published/a/config.yml",
-        "/published/a/origin/config.json",
-    ]
 
 
 def test_keep_origin_removes_files_of_an_earlier_start_and_leaves_directories(config):
