@@ -65,20 +65,6 @@ def test_sink_gives_a_writer_up_after_its_first_error(writer, lines):
     assert lines == [f"warning: {reason}; training continues; telemetry.required=true would end it"]
 
 
-def test_sink_that_cannot_be_opened_is_said_and_training_continues(lines):
-    for error in (OSError(errno.EACCES, "denied"), OSError("denied")):
-
-        def fail(error=error):
-            raise error
-
-        sink = Sink("the log", fail, is_required=False, print_line=lines.append)
-        write(sink, "a")
-        sink.close(Writer.close)
-    assert len(lines) == 2
-    for line in lines:
-        assert line.startswith("warning: the log cannot be written: denied; training continues")
-
-
 @pytest.fixture
 def opening(writer):
     """Return a function that opens the writer, and fails while there are errors in its list."""
@@ -92,30 +78,29 @@ def opening(writer):
     return _opening
 
 
-def opened(opening, lines):
-    return Sink("the log", opening, is_required=False, print_line=lines.append, tries_again=True)
-
-
-@pytest.mark.parametrize(("failures", "said"), [(1, None), (2, "once"), (3, "2 times")])
-def test_sink_that_tries_again_is_opened_later_and_counts_uses(
-    writer, lines, opening, monkeypatch, failures, said
+@pytest.mark.parametrize(
+    ("failures", "tries_again", "pause", "asked", "said"),
+    [
+        (1, False, 0, [], None),  # given up at once
+        (1, True, 0, ["a", "b", "c", "close"], None),
+        (2, True, 0, ["b", "c", "close"], "once"),
+        (3, True, 0, ["c", "close"], "2 times"),
+        (1, True, 1000, [], "3 times"),  # does not open for every use
+    ],
+)
+def test_sink_that_cannot_be_opened_is_opened_later_if_it_may(
+    writer, lines, opening, monkeypatch, failures, tries_again, pause, asked, said
 ):
-    monkeypatch.setattr("maxpipe.telemetry.sink.REOPENING_SECONDS", 0)
+    monkeypatch.setattr("maxpipe.telemetry.sink.REOPENING_SECONDS", pause)
     opening.errors *= failures
-    sink = opened(opening, lines)
+    sink = Sink(
+        "the log", opening, is_required=False, print_line=lines.append, tries_again=tries_again
+    )
     write(sink, "a", "b", "c")
     sink.close(Writer.close)
-    assert writer.asked == [*"abc"[failures - 1 :], "close"]
+    assert writer.asked == asked
     assert lines[0].startswith("warning: the log cannot be written: No space left on device; ")
     assert lines[1:] == ([f"the log lacks what could not be written {said}"] if said else [])
-
-
-def test_sink_that_tries_again_does_not_open_for_every_use(writer, lines, opening):
-    sink = opened(opening, lines)
-    write(sink, "a", "b")
-    sink.close(Writer.close)
-    assert writer.asked == []
-    assert lines[1:] == ["the log lacks what could not be written 2 times"]
 
 
 @pytest.mark.parametrize("fails_at", ["open", "write", "close"])
