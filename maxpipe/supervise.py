@@ -25,7 +25,7 @@ from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import emit, printable
 from maxpipe.devices.cluster import find_place
-from maxpipe.storage.records import read_record
+from maxpipe.storage.records import Damaged, read_record
 from maxpipe.supervision.council import Policy, Status
 from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.supervisor import supervise
@@ -62,13 +62,13 @@ def status(run: Path) -> list[str]:
     file = run / STATUS_FILE
     try:
         known = read_record(file, Status)
-        silent = time.time() - file.stat().st_mtime
-    except (OSError, ValueError):
+    except Damaged:
         message = (
             f"no supervisor has written {file}, or it is damaged: RUN_DIR is "
             "<output_dir>/<run_name> of a run under maxpipe supervise"
         )
         raise ConfigError(Problem("--status", message)) from None
+    silent = time.time() - file.stat().st_mtime
     state = known.state
     has_ended = state.startswith("has ended")
     if silent > SILENT_SECONDS and not has_ended:

@@ -12,7 +12,7 @@ from helpers.training_process import command
 
 from maxpipe import export, train
 from maxpipe.checkpoint import record
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import step_record
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
@@ -137,7 +137,7 @@ def test_command_bad_input_exits_with_2_and_reason(run_dir, capsys):
 
 def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
-    config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
+    config = from_record(step_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
         find_tokenizer(
             None,

@@ -82,9 +82,7 @@ def list_steps(store: StepStore) -> int:
 def verify(store: StepStore, steps_now: Callable[[], list[int]]) -> int:
     """Read every committed step, compare all digests, and print a verdict for each.
 
-    Args:
-      store: the steps as listed at the start.
-      steps_now: function that lists the committed steps again.
+    `steps_now` lists the committed steps again: a running training may delete some.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxpipe.checkpoint.reader import verify_step
@@ -132,19 +130,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m maxpipe.checkpoint", description="List, verify and show checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    codes = "exit code 1 if one is damaged, 3 if unreadable"
     for name, text in (
         ("ls", "list steps: state, size, time"),
-        (
-            "verify",
-            "read every committed step and compare digests; "
-            "exit code 1 if one is damaged, 3 if unreadable",
-        ),
+        ("verify", f"read every committed step and compare digests; {codes}"),
         ("show", "configuration, versions and arrays of one step"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "dir", metavar=KEY, help="run directory, or its checkpoints; also s3:// and gs://"
-        )
+        places = "run directory, or its checkpoints; also s3:// and gs://"
+        command.add_argument("dir", metavar=KEY, help=places)
         if name == "show":
             command.add_argument("--step", type=int, help="default: the newest")
     return parser

@@ -46,11 +46,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def saveable(name: str, leaf: object) -> Array:
-    """Return the leaf as an array.
-
-    Raises:
-      TypeError: it is not an array of plain numbers.
-    """
+    """Return the leaf as an array; raises TypeError if it is not one of plain numbers."""
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} is a typed PRNG key; save jax.random.key_data of it")
     if isinstance(leaf, jax.Array | np.ndarray):
@@ -67,10 +63,8 @@ def differences(
 ) -> list[str]:
     """Return one line for each array that is missing, unexpected, or of another shape or dtype.
 
-    Args:
-      saved: leaves of a checkpoint without the iterator state.
-      expected: the arrays that the run needs.
-      any_float: whether two floating dtypes count as equal.
+    `saved` are the leaves of a checkpoint without the data position. With `any_float`, two floating
+    dtypes count as equal.
     """
     lines = []
     for name in sorted(saved.keys() | expected.keys()):
@@ -112,8 +106,7 @@ def load(
       shardings: name -> layout of the `jax.Array` (only this process's shards are read), or None
         for NumPy.
 
-    Raises:
-      ValueError, OSError, ...: TensorStore's errors for missing or damaged files.
+    Raises TensorStore's errors for missing or damaged files.
     """
     import tensorstore as ts
 
@@ -128,8 +121,10 @@ def load(
     for name, sharding in shardings.items():
         store = _open(step_directory / ITEM, name, context)
         _check(name, store, leaves[name])
-        if sharding is None:
-            _check_memory(name, nbytes(leaves[name]))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sharding is None and (size := nbytes(leaves[name])) > memory:
+            message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
+            raise OSError(errno.ENOMEM, message)
         pending.append((name, _start(store, leaves[name].shape, sharding)))
         in_flight += nbytes(leaves[name])
         while in_flight > BYTES_IN_FLIGHT:
@@ -170,14 +165,6 @@ def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
     lengths = zip(chunk, leaf.shape, strict=True)
     if any(length is not None and length > max(size, 1) for length, size in lengths):
         raise ValueError(f"{name} has chunks of {list(chunk)}")
-
-
-def _check_memory(name: str, size: int) -> None:
-    """Raise OSError for an array that the memory of this machine cannot hold as a whole."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory:
-        message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
-        raise OSError(errno.ENOMEM, message)
 
 
 def _start(

@@ -15,7 +15,7 @@ import numpy as np
 from maxpipe.checkpoint.arrays import Array, differences, named_leaves
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import Leaf, read_record
+from maxpipe.checkpoint.record import Leaf, step_record
 from maxpipe.checkpoint.steps import StepStore
 
 State = TypeVar("State")
@@ -26,12 +26,8 @@ class ParameterReader:
 
     A leaf is read from one step at a time, so memory does not grow with the number of steps.
 
-    Args:
-      directories: the directories of committed steps, at least one.
-
-    Attributes:
-      leaves: name on disk, such as `params.embed.table` -> shape and dtype of each parameter.
-      steps: the numbers of the steps, in the order of `directories`.
+    `leaves` has shape and dtype of each parameter by its name on disk, such as
+    `params.embed.table`; `steps` the numbers of the steps.
 
     Raises:
       CheckpointMismatch: the parameters of the steps differ in name, shape or dtype.
@@ -43,7 +39,7 @@ class ParameterReader:
         self.steps: list[int] = []
         for directory in directories:
             with naming_step(directory.name.partition(".")[0], len(directories)):
-                record = read_record(directory)
+                record = step_record(directory)
             leaves = {name: leaf for name, leaf in record.leaves.items() if _is_parameter(name)}
             self._sources.append((directory, leaves))
             self.steps.append(record.step)
@@ -59,12 +55,7 @@ class ParameterReader:
     def read(self, name: str, sharding: jax.sharding.Sharding | None = None) -> Array:
         """Return a parameter as it was saved, or its mean over several steps in float32.
 
-        Args:
-          name: the parameter's name on disk.
-          sharding: the sharding of the result; None for a NumPy array.
-
-        Raises:
-          CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+        Without a sharding it is a NumPy array. Raises as `maxpipe.checkpoint.reader`.
         """
         if len(self._sources) == 1:
             ((directory, leaves),) = self._sources
@@ -91,12 +82,7 @@ def open_parameters(store: StepStore, steps: Sequence[int]) -> Iterator[Paramete
 def read_mean_parameters(directories: Sequence[Path], abstract_params: State) -> State:
     """Read and verify the mean of the parameters of several steps, in float32.
 
-    Args:
-      directories: the directories of committed steps.
-      abstract_params: see `maxpipe.checkpoint.reader.read_parameters`.
-
-    Raises:
-      CheckpointMismatch, CheckpointDamaged, CheckpointUnreadable: as `read_parameters`.
+    `abstract_params`, and what is raised, are those of `maxpipe.checkpoint.reader.read_parameters`.
     """
     reader = ParameterReader(directories)
     expected: dict[str, jax.ShapeDtypeStruct] = named_leaves({PARAMS: abstract_params})

@@ -28,17 +28,11 @@ Words = TypeVar("Words", jax.Array, np.ndarray)
 
 
 class Summary(NamedTuple):
-    """The results of one pass over an array.
+    """The results of one pass over an array."""
 
-    Attributes:
-      digest: integer in [0, 2^32).
-      is_finite: whether the array has neither NaN nor infinity; true for integers.
-      has_finite_squares: whether the square of each number is also finite in the array's dtype.
-    """
-
-    digest: int
-    is_finite: bool
-    has_finite_squares: bool
+    digest: int  # in [0, 2^32)
+    is_finite: bool  # the array has neither NaN nor infinity; true for integers
+    has_finite_squares: bool  # the square of each number is also finite in the array's dtype
 
 
 class _Pending(NamedTuple):
@@ -55,14 +49,10 @@ def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
 
 
 def summaries(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, Summary]:
-    """Return the summaries of all arrays; the devices compute those of `jax.Array`s in parallel.
+    """Return name -> summary of all arrays, the same in all processes.
 
-    Args:
-      arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in
-        all of them) or NumPy array; element size 1, 2, 4 or 8 bytes.
-
-    Returns:
-      name -> summary, the same in all processes.
+    The devices compute those of `jax.Array`s of any sharding in parallel; with several processes
+    these are the same global arrays in all of them. Elements have 1, 2, 4 or 8 bytes.
     """
     pending = {name: _start(array) for name, array in arrays.items()}
     # A scalar is replicated, so a local copy suffices even if other processes cannot be reached.

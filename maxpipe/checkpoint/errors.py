@@ -28,10 +28,11 @@ PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
 
-def errno_of(error: Exception) -> int | None:
+def errno_of(error: BaseException) -> int | None:
     """Return the number of the file system's error that this one reports; None if it is another."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno:
+            return cause.errno
     match = _OS_ERROR.search(str(error))
     return int(match[1]) if match else None
 

@@ -28,7 +28,7 @@ from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
 from maxpipe.checkpoint.reader import Restored, read_step
-from maxpipe.checkpoint.record import ITERATOR, Record, read_record
+from maxpipe.checkpoint.record import ITERATOR, Record, step_record
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
@@ -38,33 +38,28 @@ State = TypeVar("State")
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run.
+    """Saves and restores the checkpoints of one run; with several processes all call it alike.
 
-    A save is due every `every` steps and `every_minutes` after the last one. It runs in the
-    background: the arrays are copied to host memory, written, and committed by one atomic rename. A
-    commit holds the state, the position in the data, the caller's meta and a digest of every array.
-    The last `keep` steps are kept, besides every `keep_every`-th and the `keep_best` best. Another
-    step is deleted only after a newer one has been committed.
+    A save runs in the background: the arrays are copied to host memory, written, and committed by
+    one atomic rename, together with the position in the data, the caller's meta and a digest of
+    every array. An error of a background save is raised once, by the next call.
 
-    With a mirror every committed step is then copied to an object store in the background. The next
-    save waits for the copy. Steps that are only in the mirror count like those in the directory;
-    `restore` fetches them.
+    With a mirror every committed step is then copied to an object store, also in the background.
+    The next save waits for the copy. Steps that are only in the mirror count like those in the
+    directory; `restore` fetches them.
 
     A restore verifies every digest. If a step is damaged, the mirror's copy replaces it. If that is
     damaged, too, the run continues from the newest sound step, and the damaged newer steps are
     renamed to `<step>.damaged`. If a run goes back to an older step, its next save renames the
-    newer steps to `<step>.abandoned`. An error of a background save is raised once, by the next
-    call.
+    newer steps to `<step>.abandoned`.
 
     With replicas, `replicate` puts a step into host memory. It is restored like a step in the
     directory if it is at least as new as those; a damaged replica is dropped.
 
-    With several processes all of them make the same calls.
-
     Args:
       directory: the directory of the steps, one subdirectory each; made by the first save. It must
         be in a local or shared file system with atomic renames.
-      settings: the `checkpoint` section of the configuration.
+      settings: the `checkpoint` section of the configuration: when to save, what to keep.
       mirror: the directory's mirror, if it has one.
       replicas: the run's replicas in host memory, if it keeps any.
       log: function that receives warnings; called in process 0 only.
@@ -121,10 +116,10 @@ class Checkpointer:
         With `is_saved`, replicas do not count.
 
         Raises:
-          CheckpointDamaged, CheckpointUnreadable: as `read_record`.
+          CheckpointDamaged, CheckpointUnreadable: as `step_record`.
         """
         if not is_saved and self._replicas is not None and step in self._replicas.steps:
-            return read_record(self._replicas.of(step))
+            return step_record(self._replicas.of(step))
         stores = [store for store in self._stores if step in store.steps()]
         return (stores or self._stores)[0].record(step)
 
@@ -152,12 +147,10 @@ class Checkpointer:
     def replicate(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> None:
         """Wait for the previous replica, then start writing a new one in the background.
 
-        Arguments and errors are those of `save`, except that a replica that cannot be written is
-        only reported.
+        As `save`, except that a replica that cannot be written is only reported.
         """
         assert self._replicas is not None
-        leaves = {**named_leaves(state), ITERATOR: iterator}
-        arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
+        arrays = _arrays(state, iterator)
         with jax.transfer_guard("allow"):
             if warning := self._replicas.finish():
                 self._log(warning)
@@ -175,7 +168,7 @@ class Checkpointer:
         meta: dict[str, Any],
         on_set_aside: Callable[[], None] | None = None,
     ) -> bool:
-        """Start saving in the background, unless the step was just saved or restored.
+        """Start saving in the background; return false if the step was just saved or restored.
 
         Waits for the previous save and for its copy to the mirror. After the return the arrays may
         be donated or overwritten. Until the commit a copy of this process's shards is in host
@@ -183,17 +176,13 @@ class Checkpointer:
 
         Args:
           step: number of training steps done.
-          state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes:
-            global ones) or NumPy arrays (with several processes: equal in all of them). PRNG keys
-            as key data.
+          state: pytree of global `jax.Array`s in the canonical layout, or of NumPy arrays that are
+            equal in all processes. PRNG keys as key data.
           iterator: data position, int64 [rows, columns] of all rows; NumPy or global `jax.Array`.
           meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the
             evaluation loss of this state if it is known.
           on_set_aside: called by the first save after a start or a restore, once the steps ahead of
             it are set aside and it can no longer be refused, and before this step is written.
-
-        Returns:
-          Whether a save was started.
 
         Raises:
           CheckpointSaveError: the previous save failed, or this one could not be started.
@@ -204,8 +193,7 @@ class Checkpointer:
         if step == self._latest:
             return False
         # 1. Names and dtypes, before any wait: the caller's mistakes come first.
-        leaves = {**named_leaves(state), ITERATOR: iterator}
-        arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
+        arrays = _arrays(state, iterator)
         # 2. One save at a time, so that the host holds one copy of the state.
         self.wait()
         self._timer.began()
@@ -228,20 +216,17 @@ class Checkpointer:
         return True
 
     def check(self, step: int, state: object) -> None:
-        """Check that a state that will not be saved is finite; any layout, any leaves.
+        """Check that a state in any layout, which will not be saved, is finite.
 
-        Each process checks the leaves of which it holds a part.
-
-        Raises:
-          StateNotFinite: as `save`.
+        Each process checks the leaves of which it holds a part; all raise `StateNotFinite` alike.
         """
         leaves = {
             name: leaf
             for name, leaf in named_leaves(state).items()
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and _is_here(leaf)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+            and (not isinstance(leaf, jax.Array) or leaf.sharding.has_addressable_devices)
         }
         failure: StateNotFinite | None = None
-        # If one process has found something, all have to raise.
         try:
             check_finite(step, leaves)
         except StateNotFinite as error:
@@ -255,11 +240,10 @@ class Checkpointer:
         step: int | None = None,
         optional: Collection[str] = (),
     ) -> Restored[State]:
-        """Read and verify a committed step.
+        """Read and verify a committed step: the newest sound one, or `step`, which must be saved.
 
-        Without `step`, reads the newest sound step. Damaged newer steps are reported and, once an
-        older one has been loaded, set aside as `<step>.damaged`. With `step`, reads that one only,
-        which must be saved; a replica of it does not count.
+        Damaged newer steps are reported and, once an older one has been loaded, set aside as
+        `<step>.damaged`. A replica of `step` does not count.
 
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as
@@ -291,26 +275,17 @@ class Checkpointer:
         is_saved = processes.of_first_process(int(self._is_saved(restored.step)))
         self._latest = restored.step if is_saved else None
         self._base = restored.step
-        if self._replicas is not None:
-            # The run is about to repeat these steps.
+        if self._replicas is not None:  # the run is about to repeat these steps
             self._replicas.drop(*(s for s in self._replicas.steps if s > restored.step))
         return restored
 
     def wait(self) -> None:
-        """Wait until nothing is being saved or copied to the mirror.
-
-        Raises:
-          CheckpointSaveError: the save failed; raised once.
-        """
+        """Wait until nothing is being saved or copied to the mirror; raises as `due`."""
         self._wait_for_commit()
         self._wait_for_mirror()
 
     def close(self) -> None:
-        """Wait for a running save and stop its threads; copy to the mirror what it still lacks.
-
-        Raises:
-          CheckpointSaveError: the save failed, and no call has raised this yet.
-        """
+        """Wait for a running save and stop its threads; copy what the mirror lacks."""
         if self._replicas is not None:
             self._replicas.wait()
         self._finish_saves()
@@ -343,10 +318,7 @@ class Checkpointer:
         """Set aside the steps after the restored one: a run that went back repeats them.
 
         In ascending order: after a crash midway, the run continues from the newest one, to which
-        the rows of metrics still belong.
-
-        Args:
-          step: the step about to be written.
+        the rows of metrics still belong. `step` is about to be written.
         """
         if jax.process_index() == 0:
             # A step restored from memory may have a saved copy as well, a damaged one.
@@ -360,7 +332,7 @@ class Checkpointer:
         processes.barrier("maxpipe_abandon")
 
     def _set_aside(self, step: int, state: str) -> str:
-        """Set a step aside in every store that has it; return the new names. Process 0 only."""
+        """Set a step aside in every store that has it, in process 0; return the new names."""
         stores = [store for store in self._stores if step in store.steps()]
         return " and ".join([store.set_aside(step, state) for store in stores])
 
@@ -490,8 +462,9 @@ class Checkpointer:
             self._log_in_process_0(message)
 
 
-def _is_here(leaf: Array) -> bool:
-    return not isinstance(leaf, jax.Array) or leaf.sharding.has_addressable_devices
+def _arrays(state: object, iterator: Array) -> dict[str, Array]:
+    leaves = {**named_leaves(state), ITERATOR: iterator}
+    return {name: saveable(name, leaf) for name, leaf in leaves.items()}
 
 
 def _brief(text: str) -> str:

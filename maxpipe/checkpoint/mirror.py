@@ -11,13 +11,15 @@ program's objects. Imports no JAX.
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_record
+from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_step_record
 from maxpipe.checkpoint.steps import (
     ABANDONED,
     COMMITTED,
@@ -31,9 +33,10 @@ from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.config.values import closest
-from maxpipe.storage.lease_places import LeaseObjects
+from maxpipe.storage.lease import LeaseObjects
 from maxpipe.storage.local_files import scratch_directory
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
+from maxpipe.storage.records import Damaged, parse_record
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -43,6 +46,13 @@ CHECKPOINTS = "checkpoints"  # name of the steps' directory within a run's direc
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
 _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """Names and sizes of the objects of a step."""
+
+    files: dict[str, int]
 
 
 class Mirror:
@@ -106,32 +116,27 @@ class Mirror:
         for entry in self.entries():
             try:
                 objects = self._find(self._path(str(entry.step)))
-                time = self._modified(self._path(entry.name))
+                state = self._path(entry.name)
+                time = self._ask(self._store.modified, state)
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
-            yield entry, sum(info["size"] for info in objects.values()), time
+            yield entry, sum(info["size"] for info in objects.values()), time.astimezone()
 
     def record(self, step: int) -> Record:
-        """Return the record of a committed step.
-
-        Raises:
-          CheckpointDamaged, CheckpointUnreadable: as `read_record`.
-        """
+        """Return the record of a committed step; raises as `step_record`."""
         try:
-            data = self._read(self._path(str(step), ITEM, FILE))
+            data = self._ask(self._store.cat_file, self._path(str(step), ITEM, FILE))
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"record is missing: {error}") from error
-        return parse_record(data, str(step))
+        return parse_step_record(data, str(step))
 
     def upload(self, step: int, directory: Path) -> None:
         """Copy the committed checkpoint in `directory`; it becomes visible when it is complete.
 
         Copies of the same step that were set aside are overwritten.
         """
-        sizes = {
-            path.relative_to(directory).as_posix(): path.stat().st_size
-            for path in _files_of(directory)
-        }
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
         earlier = [
             entry.name
             for entry in self.entries()
@@ -143,11 +148,7 @@ class Mirror:
             self._remove(name)
         # 2. Copy the files.
         sources = [str(directory / name) for name in sizes]
-        targets = [self._path(str(step), name) for name in sizes]
-        callback = self._deadline.callback()
-        self._deadline.wait(
-            lambda: self._store.put(sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
-        )
+        self._copy(self._store.put, sources, [self._path(str(step), name) for name in sizes])
         self._names |= {str(step)}
         # 3. Commit, then remove the mark.
         self._write(f"{step}.json", {"files": sizes})
@@ -168,19 +169,13 @@ class Mirror:
                 raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
         directory.mkdir(parents=True)
         sources = [f"{root}/{name}" for name in sizes]
-        targets = [str(directory / name) for name in sizes]
-        callback = self._deadline.callback()
-        self._deadline.wait(
-            lambda: self._store.get(sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
-        )
+        self._copy(self._store.get, sources, [str(directory / name) for name in sizes])
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
         """Yield a temporary copy of a committed step.
 
-        Raises:
-          CheckpointDamaged: as `download`.
-          CheckpointUnreadable: the store or the file system does not allow the copy.
+        Raises `CheckpointUnreadable` if the store or the file system does not allow it.
         """
         with scratch_directory() as scratch:
             copy = scratch / str(step)
@@ -196,14 +191,10 @@ class Mirror:
             yield copy
 
     def set_aside(self, step: int, state: str) -> str:
-        """Rename the commit of a step, so that it is not restored, counted or deleted.
-
-        This holds until a step of the same number is uploaded. Returns the URL of the renamed
-        commit; restoring its old name undoes this.
-        """
+        """Rename the commit of a step; return its URL. It comes back with an upload of the step."""
         name = f"{step}.{state}.json"
         commit = self._path(f"{step}.json")
-        self._deadline.wait(lambda: self._store.cp_file(commit, self._path(name)))
+        self._ask(self._store.cp_file, commit, self._path(name))
         self._names |= {name}
         self._remove(f"{step}.json")
         return self._path(name)
@@ -214,7 +205,7 @@ class Mirror:
             self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
         with contextlib.suppress(FileNotFoundError):
-            self._deadline.wait(lambda: self._store.rm(self._path(str(step)), recursive=True))
+            self._ask(self._store.rm, self._path(str(step)), recursive=True)
         self._names -= {str(step)}
         self._remove(f"{step}.{UNFINISHED}.json")
 
@@ -223,28 +214,26 @@ class Mirror:
         """Yield temporary copies of the files in a directory of the run; [] if it is missing."""
         with scratch_directory() as scratch:
             try:
-                entries = self._deadline.wait(
-                    lambda: self._store.ls(self._in_run(name), detail=True)
-                )
+                entries = self._ask(self._store.ls, self._in_run(name), detail=True)
             except FileNotFoundError:
                 entries = []
             names = [entry["name"] for entry in entries if entry["type"] == "file"]
             files = [scratch / source.rpartition("/")[2] for source in names]
             if names:
                 targets = [str(file) for file in files]
-                self._deadline.wait(lambda: self._store.get(names, targets))
+                self._ask(self._store.get, names, targets)
             yield files
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a file of the run, such as `config.yml`, next to the directory of its steps."""
-        self._deadline.wait(lambda: self._store.pipe_file(self._in_run(name), content))
+        self._ask(self._store.pipe_file, self._in_run(name), content)
 
     def _in_run(self, name: str) -> str:
         return f"{self.url.rpartition('/')[0]}/{name}"
 
     def _list(self) -> frozenset[str]:
         try:
-            paths = self._deadline.wait(lambda: self._store.ls(self.url, detail=False))
+            paths = self._ask(self._store.ls, self.url, detail=False)
         except FileNotFoundError:
             return frozenset()
         return frozenset(path.rstrip("/").rpartition("/")[2] for path in paths)
@@ -252,45 +241,38 @@ class Mirror:
     def _committed_files(self, commit: str) -> dict[str, int]:
         """Return names and sizes of the objects that a commit lists."""
         try:
-            sizes = json.loads(self._read(self._path(commit)))["files"]
-            is_valid = all(map(_is_inside, sizes)) and all(
-                isinstance(size, int) for size in sizes.values()
-            )
-        except (
-            FileNotFoundError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+            sizes = parse_record(self._ask(self._store.cat_file, self._path(commit)), _Commit).files
+        except (FileNotFoundError, Damaged) as error:
             raise CheckpointDamaged(f"{commit} cannot be read: {error}") from error
-        if not is_valid:
-            raise CheckpointDamaged(f"{commit} is not a list of files and sizes")
+        if not all(map(_is_inside, sizes)):
+            raise CheckpointDamaged(f"{commit} names files outside of its step")
         return sizes
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         data = json.dumps(content).encode()
-        self._deadline.wait(lambda: self._store.pipe_file(self._path(name), data))
+        self._ask(self._store.pipe_file, self._path(name), data)
         self._names |= {name}
 
     def _remove(self, name: str) -> None:
         # Google's store raises an error for an object that is not there, Amazon's does not.
         with contextlib.suppress(FileNotFoundError):
-            self._deadline.wait(lambda: self._store.rm_file(self._path(name)))
+            self._ask(self._store.rm_file, self._path(name))
         self._names -= {name}
 
-    def _read(self, path: str) -> bytes:
-        return cast(bytes, self._deadline.wait(lambda: self._store.cat_file(path)))
+    def _copy(
+        self, transfer: Callable[..., object], sources: list[str], targets: list[str]
+    ) -> None:
+        callback = self._deadline.callback()
+        self._ask(transfer, sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
+
+    def _ask(self, request: Callable[..., Any], *words: object, **options: object) -> Any:
+        """Return the store's answer to a request; raise `StoreSilent` if there is none in time."""
+        return self._deadline.wait(partial(request, *words, **options))
 
     def _find(self, root: str) -> dict[str, dict[str, int]]:
         """Return path without protocol -> size and other facts of each object below a path."""
-        objects = self._deadline.wait(lambda: self._store.find(root, detail=True))
-        return cast(dict[str, dict[str, int]], objects)
-
-    def _modified(self, path: str) -> datetime:
-        time = self._deadline.wait(lambda: self._store.modified(path))
-        return cast(datetime, time).astimezone()
+        objects: dict[str, dict[str, int]] = self._ask(self._store.find, root, detail=True)
+        return objects
 
     def _path(self, *names: str) -> str:
         return "/".join((self.url, *names))
@@ -317,14 +299,10 @@ def open_url(
 
 
 def open_steps(run: str, key: str) -> StepStore:
-    """Return the steps of a run, on disk or in an object store.
-
-    Args:
-      run: path or URL of the run's directory, or of the `checkpoints` in it.
-      key: the argument that gave `run`, for messages.
+    """Return the steps of a run, given by path or URL of its directory or its `checkpoints`.
 
     Raises:
-      ConfigError: there is no such directory, or the store cannot be read.
+      ConfigError: there is no such directory, or the store cannot be read; under `key`.
     """
     if is_remote(run):
         url = run.rstrip("/")
@@ -366,7 +344,3 @@ def _runs_in(directory: Path) -> list[str]:
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     return ".." not in path.parts and not path.is_absolute()
-
-
-def _files_of(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())

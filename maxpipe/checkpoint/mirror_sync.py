@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -11,10 +12,9 @@ import jax
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.policies import Retention
+from maxpipe.checkpoint.reader import in_all
 from maxpipe.checkpoint.steps import COMMITTED, DAMAGED, UNFINISHED, StepsDirectory
 from maxpipe.devices import processes
-
-_FETCHED, _DAMAGED, _FAILED = range(3)
 
 Result = TypeVar("Result")
 
@@ -22,12 +22,8 @@ Result = TypeVar("Result")
 class MirrorSync:
     """Keeps a mirror equal to a directory, one background update at a time, in process 0.
 
-    No committed step may be deleted from the directory while an update runs.
-
-    Args:
-      directory: the directory of the committed steps; all processes see the same one.
-      mirror: the directory's mirror.
-      retention: policy that decides which steps are kept, in either place.
+    All processes see the same directory. No committed step may be deleted from it while an update
+    runs. `retention` decides which steps are kept, in either place.
     """
 
     def __init__(self, directory: StepsDirectory, mirror: Mirror, retention: Retention):
@@ -45,10 +41,8 @@ class MirrorSync:
     def start(self, on_success: Callable[[], None]) -> None:
         """Start an update if the mirror lacks a kept step and the last update has not just failed.
 
-        `wait` must have been called after the previous update.
-
-        Args:
-          on_success: called by the update's thread when the mirror has all kept steps.
+        `wait` must have been called after the previous update. The update's thread calls
+        `on_success` when the mirror has all kept steps.
         """
         assert self._update is None
         local = self._directory.steps()
@@ -102,34 +96,26 @@ class MirrorSync:
                 log(f"checkpoint {step} in {self._directory} is damaged: {error}")
         if is_mirrored:
             log(f"fetching checkpoint {step} from {self._mirror}")
-            self._fetch_for_all(step)
+            in_all(partial(self._fetch_in_first, step), "its copy")
+            if not processes.agree(self._directory.of(step).is_dir()):
+                raise CheckpointUnreadable(
+                    "only some processes see it: all of them have to share the file system"
+                )
         return read()
 
-    def _fetch_for_all(self, step: int) -> None:
-        """Fetch a step in process 0; raise the same kind of error in all processes."""
-        outcome = _FETCHED
-        failure: Exception | None = None
-        if jax.process_index() == 0:
-            try:
-                self._fetch(step)
-            except CheckpointDamaged as error:
-                outcome, failure = _DAMAGED, error
-            # Every store has errors of its own; none of them means that the checkpoint is damaged.
-            except Exception as error:
-                outcome, failure = _FAILED, error
-        outcome = processes.of_first_process(outcome)
-        if outcome == _DAMAGED:
-            reason = failure or "damaged, as process 0 found"
-            raise CheckpointDamaged(f"{self._mirror}: {reason}") from failure
-        if outcome == _FAILED:
-            reason = f"{type(failure).__name__}: {failure}" if failure else "process 0 failed"
-            raise CheckpointUnreadable(
-                f"its copy in {self._mirror} cannot be fetched: {reason}"
-            ) from failure
-        if not processes.agree(self._directory.of(step).is_dir()):
-            raise CheckpointUnreadable(
-                "only some processes see it: all of them have to share the file system"
-            )
+    def _fetch_in_first(self, step: int) -> None:
+        """Fetch a step in process 0; the others do nothing."""
+        if jax.process_index() != 0:
+            return
+        try:
+            self._fetch(step)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{self._mirror}: {error}") from error
+        # Every store has errors of its own; none of them means that the checkpoint is damaged.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            message = f"its copy in {self._mirror} cannot be fetched: {reason}"
+            raise CheckpointUnreadable(message) from error
 
     def _fetch(self, step: int) -> None:
         # Orbax deletes directories with such names, and so the remains of a killed process.

@@ -32,13 +32,8 @@ class OrbaxWriter:
     finished the save, which they cannot do without it. Here `wait` raises the error at once, and
     does not wait for Orbax any more: the process has to tell the others and exit.
 
-    Args:
-      directory: the directory of the steps; made by the first save.
-      retention: policy that decides which steps are kept.
-      on_written: function that the background thread calls just before it commits.
-
-    Attributes:
-      is_pending: whether a save was started whose outcome `wait` has not reported.
+    `is_pending` says whether a save was started whose outcome `wait` has not reported. The
+    background thread calls `on_written` just before it commits.
     """
 
     def __init__(self, directory: Path, retention: Retention, on_written: Callable[[], None]):
@@ -63,10 +58,7 @@ class OrbaxWriter:
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
         """Copy the arrays to host memory and start saving; may raise any Orbax error.
 
-        Args:
-          step: number of the step.
-          arrays: name -> array.
-          record: JSON, from `Record.to_json`.
+        `record` is from `Record.to_json`.
         """
         import orbax.checkpoint as ocp  # takes a second or more, which only a save should cost
 
@@ -172,9 +164,6 @@ def _manager_class() -> type["ocp.CheckpointManager"]:
         commits it, while the training loop asks about later steps. The service takes the step of
         the latest question as the process's current one, so the processes would agree on a step
         that has passed.
-
-        Args:
-          on_error: function that a background thread calls with an error of this process.
         """
 
         def __init__(

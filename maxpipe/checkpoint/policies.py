@@ -2,13 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.storage.records import Damaged, shaped
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
@@ -17,6 +19,9 @@ EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: the loss of its state, or nul
 RESUME = "checkpoint.resume"
 AUTO = "auto"
 NEWEST = (AUTO, "must")  # values of checkpoint.resume that take the newest step
+FOLLOWED = "followed"  # in a checkpoint's meta
+
+Job = tuple[str, int]  # name ("" without a job) and number of the attempt
 
 
 class SaveTimer:
@@ -25,10 +30,6 @@ class SaveTimer:
     A save is due every `checkpoint.every` steps, and `checkpoint.every_minutes` after the last one.
     A save should take less than `checkpoint.grace_seconds`, because that is the time that a
     preempted run has for its last one.
-
-    Args:
-      settings: the `checkpoint` section of the configuration.
-      clock: monotonic clock, in seconds.
     """
 
     def __init__(self, settings: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
@@ -86,7 +87,7 @@ class Retention:
 
     Args:
       settings: the `checkpoint` section of the configuration.
-      record_of: function that returns the record of a committed step; raises as `read_record`.
+      record_of: function that returns the record of a committed step; raises as `step_record`.
     """
 
     def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):
@@ -142,18 +143,12 @@ def _loss(meta: Mapping[str, object]) -> float:
 def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | None:
     """Return the step to continue from, or None to start from initial values.
 
-    `auto` takes the newest step if there is one, `must` requires one, and a number takes exactly
-    that step. `never` is refused while committed steps exist: continuing would mix two runs under
-    one name, and deleting the steps because of one word would destroy work.
-
-    Args:
-      resume: value of `checkpoint.resume`.
-      steps: committed steps in any order.
-      place: where the steps are, for messages.
+    `auto` takes the newest of the committed steps if there is one, `must` requires one, and a
+    number takes exactly that step. `never` is refused while there are any: continuing would mix two
+    runs under one name, and deleting the steps because of one word would destroy work.
 
     Raises:
-      ConfigError: the value is not one of these, or `steps` does not allow it; names
-        `checkpoint.resume`.
+      ConfigError: the value is not one of these, or `steps`, in `place`, do not allow it.
     """
     where = f" in {place}" if place else ""
     existing = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
@@ -176,6 +171,52 @@ def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | 
     if int(resume) not in steps:
         raise _refusal(f"step {int(resume)} does not exist ({existing})")
     return int(resume)
+
+
+def followed(resume: str, job: Job) -> dict[str, dict[str, str | int]]:
+    """Return what a start that follows `resume` adds to the meta of its checkpoints.
+
+    A step or `never` is obeyed once per job, not again in each of its attempts: a run that loses
+    processes faster than it can get past its newest step would never end.
+    """
+    name, attempt = job
+    if not name or resume in NEWEST:
+        return {}
+    return {FOLLOWED: {"resume": resume, "job": name, "attempt": attempt}}
+
+
+def step_since(
+    resume: str, job: Job, steps: Iterable[int], record_of: Callable[[int], Record]
+) -> int | None:
+    """Return the newest step if an earlier attempt of this job, with this `resume`, has written it.
+
+    Damaged records are skipped, as a restore would skip them. `steps` are those that the run could
+    continue from, in any order.
+
+    Raises:
+      CheckpointUnreadable: a record cannot be read here.
+    """
+    if not followed(resume, job):
+        return None
+    for step in sorted(steps, reverse=True):
+        try:
+            mark = record_of(step).meta.get(FOLLOWED)
+        except CheckpointDamaged:
+            continue
+        with suppress(Damaged):
+            left = shaped(mark, _Mark)
+            is_earlier = (left.resume, left.job) == (resume, job[0]) and left.attempt < job[1]
+            return step if is_earlier else None
+        return None
+    return None
+
+
+class _Mark(NamedTuple):
+    """What `followed` leaves in a checkpoint."""
+
+    resume: str
+    job: str
+    attempt: int
 
 
 def _refusal(message: str) -> ConfigError:

@@ -2,10 +2,11 @@
 
 import json
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
     errno_of,
 )
-from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
+from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, step_record
 from maxpipe.devices.processes import agree, of_first_process
 
 BATCH_BYTES = 1 << 30
@@ -49,21 +50,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Restored(Generic[State]):
-    """The contents of a checkpoint.
+    """The contents of a checkpoint."""
 
-    Attributes:
-      step: training step after which it was saved.
-      state: pytree with the structure of `abstract_state`.
-      iterator: data position, int64 [rows, columns], all rows in every process.
-      meta: the `meta` passed to `Checkpointer.save`.
-      converted: number of arrays of `state` that were saved with another dtype.
-    """
-
-    step: int
-    state: State
-    iterator: np.ndarray
-    meta: dict[str, Any]
-    converted: int
+    step: int  # training step after which it was saved
+    state: State  # pytree with the structure of `abstract_state`
+    iterator: np.ndarray  # data position, int64 [rows, columns], all rows in every process
+    meta: dict[str, Any]  # the `meta` passed to `Checkpointer.save`
+    converted: int  # number of arrays of `state` that were saved with another dtype
 
 
 def read_step(
@@ -120,12 +113,8 @@ def read_step(
 def read_parameters(directory: Path, abstract_params: State) -> State:
     """Read and verify the parameters of a step only, whatever optimizer they were trained with.
 
-    Args:
-      directory: a committed step.
-      abstract_params: `TrainState.params` in the layout on disk; leaves as for `read_step`.
-
-    Raises:
-      CheckpointMismatch, CheckpointDamaged, CheckpointUnreadable: as `read_step`.
+    `abstract_params` is `TrainState.params` in the layout on disk. Leaves and errors as for
+    `read_step`.
     """
     record = _read_record_everywhere(directory)
     expected: dict[str, jax.ShapeDtypeStruct] = named_leaves({PARAMS: abstract_params})
@@ -142,7 +131,7 @@ def verify_step(directory: Path) -> Record:
     Raises:
       CheckpointDamaged, CheckpointUnreadable: as `read_step`.
     """
-    record = read_record(directory)
+    record = step_record(directory)
     for names in _batches(record.leaves):
         read_arrays(directory, record.leaves, dict.fromkeys(names))
     return record
@@ -160,43 +149,48 @@ def read_arrays(
       CheckpointUnreadable: this machine is at fault (permissions, memory) and the checkpoint may be
         sound.
     """
-    arrays: dict[str, Array] = {}
-    failure: Exception | None = None
-    try:
-        _check_files(directory)
-        for name, array in load(directory, leaves, shardings):
-            arrays[name] = array
-    except READ_ERRORS as error:
-        failure = error
+
+    def read() -> dict[str, Array]:
+        try:
+            _check_files(directory)
+            return dict(load(directory, leaves, shardings))
+        except READ_ERRORS as error:
+            kind = CheckpointUnreadable if _is_local(error) else CheckpointDamaged
+            raise kind(f"arrays cannot be read: {_brief(error)}") from error
+
     # Digests of sharded arrays are collective: none may start while a process lacks an array.
-    if not agree(failure is None):
-        # All processes have to raise the same error, or only some would try an older step.
-        is_local = not agree(failure is None or not _is_local(failure))
-        kind = CheckpointUnreadable if is_local else CheckpointDamaged
-        reason = "by another process" if failure is None else _brief(failure)
-        raise kind(f"arrays cannot be read: {reason}") from failure
+    arrays = in_all(read, "arrays")
     changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
     if not agree(not changed):
-        names = _first_three(changed) or "an array of another process"
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        names = ", ".join(changed[:3]) + more or "an array of another process"
         raise CheckpointDamaged(f"digest of {names} does not match")
     return arrays
 
 
-def _read_record_everywhere(directory: Path) -> Record:
-    """Read the record in every process; if one of them fails, raise the same error in all."""
-    record = None
+def in_all(read: Callable[[], Value], what: str) -> Value:
+    """Return what this process reads; if any process cannot, raise the same error in all.
+
+    Otherwise only some would try an older step. Every process calls this.
+    """
+    result: Value | None = None
     failure: CheckpointDamaged | CheckpointUnreadable | None = None
     try:
-        record = read_record(directory)
+        result = read()
     except (CheckpointDamaged, CheckpointUnreadable) as error:
         failure = error
-    if not agree(record is not None):
-        is_unreadable = not agree(not isinstance(failure, CheckpointUnreadable))
-        kind = CheckpointUnreadable if is_unreadable else CheckpointDamaged
-        raise kind(failure or "record cannot be read by another process") from failure
-    assert record is not None
+    if not agree(failure is None):
+        is_damaged = agree(not isinstance(failure, CheckpointUnreadable))
+        kind = CheckpointDamaged if is_damaged else CheckpointUnreadable
+        raise kind(failure or f"{what} cannot be read by another process") from failure
+    return cast(Value, result)
+
+
+def _read_record_everywhere(directory: Path) -> Record:
+    record = in_all(partial(step_record, directory), "record")
     # Each record may be sound, but of another history: replicas in memory are not shared.
-    own = _digest_of_all(record.leaves)
+    digests_of_all = {name: leaf.digest for name, leaf in record.leaves.items()}
+    own = zlib.crc32(json.dumps(digests_of_all).encode())
     if not agree(of_first_process(own) == own):
         raise CheckpointDamaged("the processes have records of different arrays")
     return record
@@ -214,11 +208,6 @@ def _refuse(
     if not agree(not reason):
         raise CheckpointDamaged(f"the record is not that of the arrays: {reason}")
     raise CheckpointMismatch(directory, lines, is_only_dtype)
-
-
-def _digest_of_all(leaves: Mapping[str, Leaf]) -> int:
-    """Return a 32-bit digest of the names and digests of all arrays."""
-    return zlib.crc32(json.dumps({name: leaf.digest for name, leaf in leaves.items()}).encode())
 
 
 def _check_files(directory: Path) -> None:
@@ -253,11 +242,6 @@ def _is_local(error: Exception) -> bool:
     if errno_of(error) in PASSING_ERRNOS:
         return True
     return isinstance(error, PermissionError) or str(error).startswith(_LOCAL_STATUS)
-
-
-def _first_three(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _brief(error: Exception) -> str:

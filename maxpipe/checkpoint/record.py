@@ -10,7 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.errors import PASSING_ERRNOS, CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.errors import (
+    PASSING_ERRNOS,
+    CheckpointDamaged,
+    CheckpointUnreadable,
+    errno_of,
+)
+from maxpipe.storage.records import Damaged, parse_record, read_record, shaped
 
 FORMAT = 1
 ITEM = "meta"  # name of the record's directory within a step's directory
@@ -60,12 +66,7 @@ class Record:
         Raises:
           TypeError, ValueError: `meta` holds something that JSON does not (objects, NaN).
         """
-        content = {
-            "format": FORMAT,
-            "step": self.step,
-            "meta": self.meta,
-            "leaves": {name: asdict(leaf) for name, leaf in self.leaves.items()},
-        }
+        content = {"format": FORMAT, **asdict(self)}
         # JSON turns keys into strings and tuples into lists. The checksum must be taken after that.
         content = json.loads(json.dumps(content, allow_nan=False))
         return {**content, "checksum": _checksum(content)}
@@ -88,23 +89,16 @@ class Record:
                 "or a newer one"
             )
         try:
-            leaves = {
-                name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
-                for name, leaf in content["leaves"].items()
-            }
-            record = cls(content["step"], content["meta"], leaves)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise CheckpointDamaged(f"record has not the form of one: {error!r}") from error
+            parts = {name: content.get(name) for name in ("step", "meta", "leaves")}
+            record = shaped(parts, cls)
+        except Damaged as error:
+            raise CheckpointDamaged(f"record has not the form of one: {error}") from error
         if problem := record._problem():
             raise CheckpointDamaged(f"record has not the form of one: {problem}")
         return record
 
     def _problem(self) -> str:
         """Return what in the record no save would have written; "" if there is nothing."""
-        if type(self.step) is not int:
-            return "step is not a number"
-        if not isinstance(self.meta, dict):
-            return "meta is not an object"
         if not isinstance(self.meta.get("config", {}), dict):
             return "config is not an object"
         if not isinstance(self.meta.get("eval_loss"), int | float | None):
@@ -112,12 +106,8 @@ class Record:
         if ITERATOR not in self.leaves:
             return "there is no data position"
         for name, leaf in self.leaves.items():
-            if not all(isinstance(size, int) and size >= 0 for size in leaf.shape):
-                return f"the shape of {name} is {list(leaf.shape)}"
-            if not isinstance(leaf.dtype, str) or leaf.dtype not in DTYPES:
-                return f"the dtype of {name} is {leaf.dtype!r}"
-            if type(leaf.digest) is not int:
-                return f"the digest of {name} is {leaf.digest!r}"
+            if min(leaf.shape, default=0) < 0 or leaf.dtype not in DTYPES:
+                return f"{name} is {leaf}"
         return ""
 
 
@@ -126,7 +116,7 @@ def record_file(step_directory: Path) -> Path:
     return step_directory / ITEM / FILE
 
 
-def read_record(step_directory: Path) -> Record:
+def step_record(step_directory: Path) -> Record:
     """Read and check the record of a committed step.
 
     Raises:
@@ -136,28 +126,22 @@ def read_record(step_directory: Path) -> Record:
     """
     file = record_file(step_directory)
     try:
-        if file.exists() and not file.is_file():
-            raise CheckpointDamaged("record cannot be read: it is not a regular file")
-        data = file.read_bytes()
-    except OSError as error:
-        is_passing = error.errno in PASSING_ERRNOS
-        kind = CheckpointUnreadable if is_passing else CheckpointDamaged
+        content = read_record(file, dict[str, Any])
+    except Damaged as error:
+        kind = CheckpointUnreadable if errno_of(error) in PASSING_ERRNOS else CheckpointDamaged
         raise kind(f"record cannot be read: {error}") from error
-    return parse_record(data, step_directory.name.partition(".")[0])
+    return _checked(content, step_directory.name.partition(".")[0])
 
 
-def parse_record(data: bytes, step: str) -> Record:
-    """Return the record of a step from the bytes of its file.
-
-    Raises:
-      CheckpointDamaged, CheckpointUnreadable: as `read_record`.
-    """
+def parse_step_record(data: bytes, step: str) -> Record:
+    """Return the record of a step from the bytes of its file; raises as `step_record`."""
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return _checked(parse_record(data, dict[str, Any]), step)
+    except Damaged as error:
         raise CheckpointDamaged(f"record cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointDamaged("record is not a JSON object")
+
+
+def _checked(content: Mapping[str, Any], step: str) -> Record:
     record = Record.from_json(content)
     if str(record.step) != step:
         raise CheckpointDamaged(f"record says step {record.step}")

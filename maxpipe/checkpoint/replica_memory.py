@@ -18,9 +18,10 @@ from maxpipe.checkpoint.steps import COPIED, PARTNER
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices import processes
 from maxpipe.devices.host_memory import free_memory
+from maxpipe.storage.records import parse_record
 
 KEY = "checkpoint.replica_every"
-NO_MEMORY = (
+NO_SUPERVISOR = (
     "replicas lie in the memory of a supervisor, which restarts the run from them, and there is "
     "none: start with `maxpipe supervise -- python -m maxpipe.train ...` on Linux, or give 0"
 )
@@ -34,26 +35,19 @@ NO_ROOM = (
     "hosts, or give 0"
 )
 
+NO_MEMORY = "use more hosts, or give 0"
+
 
 @dataclass(frozen=True)
 class Share:
-    """What one process knows about the memory of its host.
-
-    Attributes:
-      host: name of the host.
-      shm_free: free bytes in the file system of the replicas.
-      memory_free: free bytes of memory, for that file system or anything else.
-      held: bytes of replicas that were there before this process began.
-      files: bytes of this process's replicas and of the copies of its partner's.
-      buffers: bytes of the copy from which a replica is being written.
-    """
+    """What one process knows about the memory of its host, in bytes."""
 
     host: str
-    shm_free: int
-    memory_free: int
-    held: int
-    files: int
-    buffers: int
+    shm_free: int  # in the file system of the replicas
+    memory_free: int  # for that file system or anything else
+    held: int  # by replicas that were there before this process began
+    files: int  # of this process's replicas and of the copies of its partner's
+    buffers: int  # of the copy from which a replica is being written
 
 
 def reserve(abstract_state: object, memory: Path, every: int) -> str:
@@ -87,20 +81,13 @@ def describe(shares: Sequence[Share], every: int) -> str:
         others = of_hosts.get(share.host)
         of_hosts[share.host] = _together(others, share) if others else share
     for host, share in of_hosts.items():
-        room = share.shm_free + share.held
-        if share.files > room:
-            message = (
-                f"replicas take {share.files:,} bytes of /dev/shm on {host}, of which {room:,} are "
-                f"free: {NO_ROOM}"
-            )
-            raise ConfigError(Problem(KEY, message))
-        room = share.memory_free + share.held
-        if share.files + share.buffers > room:
-            message = (
-                f"replicas take {share.files + share.buffers:,} bytes of the memory of {host}, of "
-                f"which {room:,} are free: use more hosts, or give 0"
-            )
-            raise ConfigError(Problem(KEY, message))
+        for need, free, what, remedy in (
+            (share.files, share.shm_free, f"/dev/shm on {host}", NO_ROOM),
+            (share.files + share.buffers, share.memory_free, f"the memory of {host}", NO_MEMORY),
+        ):
+            if need > (room := free + share.held):
+                message = f"replicas take {need:,} bytes of {what}, of which {room:,} are free"
+                raise ConfigError(Problem(KEY, f"{message}: {remedy}"))
     most = max(of_hosts.values(), key=lambda share: share.files + share.buffers)
     reason = f"replicas take {most.files + most.buffers:,} bytes of the memory of each host"
     return f"{KEY}={every}: {reason}, of which {most.memory_free + most.held:,} are free"
@@ -149,4 +136,4 @@ def _of_all_processes(share: Share) -> list[Share]:
         return [share]
     keys = [f"maxpipe/replicas/{index}" for index in range(processes.count())]
     processes.post(keys[processes.index()], json.dumps(asdict(share)))
-    return [Share(**json.loads(processes.read(key))) for key in keys]
+    return [parse_record(processes.read(key), Share) for key in keys]

@@ -32,27 +32,24 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
-from maxpipe.checkpoint.arrays import Array, array_spec, box_of
+from maxpipe.checkpoint.arrays import Array, Box, array_spec, box_of
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
 from maxpipe.devices import processes
+from maxpipe.storage.records import Damaged, read_record
 
 
 class Replicas:
     """Writes and finds the replicas of one run in the memory of this process's host.
 
-    All processes make the object and the same calls together.
+    All processes make the object and the same calls together. `steps` has the steps whose replicas
+    every process had at the start, without those dropped since; `warning` says if some processes
+    had others. `is_behind` says that a partner of some process lacks the newest replica.
 
     Args:
       memory: the directory `own` within the supervisor's directory; outlives this process.
-      run: the directory of the run's checkpoints. Replicas of another run, which the same command
-        may have started before, are removed.
+      run: the directory of the run's checkpoints. Replicas of another run are removed.
       every: `checkpoint.replica_every`.
-
-    Attributes:
-      steps: steps whose replicas every process had at the start, without those dropped since.
-      warning: message that some processes had other replicas at the start, or "".
-      is_behind: whether a partner of some process has not copied the newest replica yet.
     """
 
     def __init__(self, memory: Path, run: Path, every: int):
@@ -67,7 +64,11 @@ class Replicas:
         _remove_except({self._name}, memory)
         steps = self._directory.steps()
         self.steps = _in_every_process(steps)
-        self.warning = "" if processes.agree(steps == self.steps) else _lacking(self.steps)
+        self.warning = ""
+        if not processes.agree(steps == self.steps):
+            common = ", ".join(map(str, self.steps))
+            has = f"all have {common}" if common else "there is none that all have"
+            self.warning = f"replicas in memory that not every process has were removed; {has}"
         self._discard_except(self.steps)  # the others cannot be restored
 
     def due(self, step: int) -> bool:
@@ -101,19 +102,14 @@ class Replicas:
         return ""
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
-        """Start writing this process's shards; `finish` must have been called before.
+        """Start writing this process's shards of arrays that are not overwritten meanwhile.
 
-        Args:
-          step: number of the step.
-          arrays: name -> array, which must not be overwritten meanwhile.
-          record: JSON, from `Record.to_json`.
+        `finish` must have been called before; `record` is from `Record.to_json`.
         """
         assert self._writer is None
         self._started = step
-        arguments = (step, arrays, record)
-        self._writer = threading.Thread(
-            target=self._write, args=arguments, name="replica", daemon=True
-        )
+        words = (step, arrays, record)
+        self._writer = threading.Thread(target=self._write, args=words, name="replica", daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
@@ -138,8 +134,8 @@ class Replicas:
     def _is_copied(self) -> bool:
         """Return whether the partner, if there is one with any steps, has the newest step."""
         try:
-            names = json.loads(self._copied.read_text())
-        except (OSError, ValueError):  # there is no partner, or the memory was lost
+            names = read_record(self._copied, list[str])
+        except Damaged:  # there is no partner, or the memory was lost
             return True
         newest = [f"{self._name}/{step}" for step in self._directory.steps()[-1:]]
         return not names or {*newest} <= {*names}
@@ -155,14 +151,9 @@ def _remove_except(names: set[str], directory: Path) -> None:
 
 
 def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
-    """Write this process's shards of arrays so that `arrays.load` reads them; uncompressed.
+    """Write this process's shards of arrays into a new directory, so that `arrays.load` reads them.
 
-    Args:
-      database: a new directory.
-      arrays: name -> array.
-
-    Raises:
-      ValueError, OSError, ...: TensorStore's errors.
+    They are not compressed. Raises TensorStore's errors.
     """
     import tensorstore as ts
 
@@ -170,12 +161,15 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
     codec = ts.CodecSpec({"driver": "zarr", "compressor": None})
     pending = []
     for name, array in arrays.items():
+        chunk = array.shape
+        if isinstance(array, jax.Array):
+            chunk = array.sharding.shard_shape(array.shape)
         store = ts.open(
             array_spec(database, name),
             create=True,
             dtype=ts.dtype(np.dtype(array.dtype).name),
             shape=array.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=_shard_shape(array)),
+            chunk_layout=ts.ChunkLayout(chunk_shape=[max(size, 1) for size in chunk]),
             codec=codec,
             context=context,
         ).result()
@@ -186,7 +180,7 @@ def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
         write.result()
 
 
-def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
+def _shards(array: Array) -> Iterator[tuple[Box, np.ndarray]]:
     """Yield this process's distinct parts of an array; a NumPy array is whole everywhere."""
     if not isinstance(array, jax.Array):
         yield box_of((), array.shape), array
@@ -194,16 +188,6 @@ def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndar
     shards = {box_of(shard.index, array.shape): shard for shard in array.addressable_shards}
     for box, shard in shards.items():
         yield box, np.asarray(shard.data)
-
-
-def _shard_shape(array: Array) -> list[int]:
-    shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
-    return [max(size, 1) for size in shape]
-
-
-def _lacking(steps: list[int]) -> str:
-    has = f"all have {', '.join(map(str, steps))}" if steps else "there is none that all have"
-    return f"replicas in memory that not every process has were removed; {has}"
 
 
 def _reason(failure: Exception | None) -> str:

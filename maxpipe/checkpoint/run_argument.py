@@ -13,11 +13,8 @@ RUN_DIR = "RUN_DIR"  # the argument, for messages
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN_DIR, --step and --import, parsed as `run_dir`, `step` and `imports`."""
-    parser.add_argument(
-        "run_dir",
-        metavar=RUN_DIR,
-        help="run directory, or its checkpoints; also s3:// and gs://",
-    )
+    text = "run directory, or its checkpoints; also s3:// and gs://"
+    parser.add_argument("run_dir", metavar=RUN_DIR, help=text)
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint to read; default: the newest"
     )
@@ -26,21 +23,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_average_argument(parser: argparse.ArgumentParser) -> None:
     """Add --average, parsed as `average`, for `find_steps`."""
-    parser.add_argument(
-        "--average",
-        type=int,
-        default=1,
-        metavar="N",
-        help="read the mean of this many checkpoints, the last ones up to --step; default: "
-        "%(default)s",
-    )
+    text = "read the mean of this many checkpoints, the last ones up to --step; default: 1"
+    parser.add_argument("--average", type=int, default=1, metavar="N", help=text)
 
 
 def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:
     """Return the store of the run on the command line and its steps to read, in ascending order.
-
-    Args:
-      flags: the parsed command line, with the arguments that both functions above add.
 
     Raises:
       ConfigError: there is no such run, or it has no such steps.
@@ -70,13 +58,8 @@ def find_steps(store: StepStore, step: int | None, average: int) -> list[int]:
 def find_step(store: StepStore, step: int | None, key: str = RUN_DIR) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
 
-    Args:
-      store: the run's steps.
-      step: the step to find; None for the newest.
-      key: the argument that names the run, for messages.
-
     Raises:
-      ConfigError: there is no such step.
+      ConfigError: there is no such step; under `key`, the argument that names the run.
     """
     steps = store.steps()
     if not steps:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from maxpipe.checkpoint.record import Record, read_record
+from maxpipe.checkpoint.record import Record, step_record
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -30,17 +30,11 @@ _UNFINISHED_NAME = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
 class StepEntry(NamedTuple):
-    """A step and its state.
-
-    Attributes:
-      step: number of the step.
-      state: `COMMITTED`, `DAMAGED`, `ABANDONED` or `UNFINISHED`.
-      name: name of the directory, or of the object that gives the step this state.
-    """
+    """A step and its state."""
 
     step: int
-    state: str
-    name: str
+    state: str  # `COMMITTED`, `DAMAGED`, `ABANDONED` or `UNFINISHED`
+    name: str  # of the directory, or of the object that gives the step this state
 
 
 class StepStore(Protocol):
@@ -62,7 +56,7 @@ class StepStore(Protocol):
         ...
 
     def record(self, step: int) -> Record:
-        """Return the record of a committed step; raises as `read_record`."""
+        """Return the record of a committed step; raises as `step_record`."""
         ...
 
     def set_aside(self, step: int, state: str) -> str:
@@ -85,11 +79,7 @@ class StepStore(Protocol):
 
 
 class StepsDirectory:
-    """The `StepStore` of a directory in a file system with atomic renames.
-
-    Args:
-      path: the directory; it may not exist yet.
-    """
+    """The `StepStore` of a directory in a file system with atomic renames; it may not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -98,7 +88,6 @@ class StepsDirectory:
         return str(self.path)
 
     def entries(self) -> list[StepEntry]:
-        """Return every step whatever its state, by step, then name; other names are left out."""
         names = []
         if self.path.is_dir():
             names = [path.name for path in self.path.iterdir() if path.is_dir()]
@@ -106,11 +95,9 @@ class StepsDirectory:
         return sorted(entries, key=lambda entry: (entry.step, entry.name))
 
     def steps(self) -> list[int]:
-        """Return committed steps in ascending order; none if the directory does not exist."""
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
     def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
-        """Yield every entry with its size in bytes and the time of its last change."""
         for entry in self.entries():
             directory = self.path / entry.name
             try:
@@ -121,14 +108,9 @@ class StepsDirectory:
             yield entry, size, time
 
     def record(self, step: int) -> Record:
-        """Return the record of a committed step; raises as `read_record`."""
-        return read_record(self.of(step))
+        return step_record(self.of(step))
 
     def set_aside(self, step: int, state: str) -> str:
-        """Rename a committed step, so that it is not restored, counted or deleted.
-
-        Returns the new path. Restoring the old name undoes this.
-        """
         assert state in (DAMAGED, ABANDONED)
         name = f"{step}.{state}"
         for number in itertools.count(2):
@@ -138,11 +120,9 @@ class StepsDirectory:
         return str(self.of(step).rename(self.path / name))
 
     def local_copy(self, step: int) -> AbstractContextManager[Path]:
-        """Return a context with the step's own directory."""
         return nullcontext(self.of(step))
 
     def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
-        """Return a context with the files in a directory of the run; [] if it is missing."""
         directory = self.path.parent / name
         paths = directory.iterdir() if directory.is_dir() else ()
         # Directories are of other programs, such as .ipynb_checkpoints; a pipe would never end.

@@ -1,6 +1,5 @@
 """Read what runs have recorded in their directories, live ones as well. Imports no JAX."""
 
-import json
 import os
 import re
 import statistics
@@ -16,6 +15,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.printing import DERIVED
 from maxpipe.config.values import is_finite
+from maxpipe.storage.records import Damaged, parse_record
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.telemetry.writers import CHANGED
 
@@ -218,11 +218,11 @@ def metrics_rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
         with file.open("rb") as lines:
             for line in lines:
                 try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
+                    row = parse_record(line, dict[str, object])
+                except Damaged:
                     continue
-                if isinstance(row, dict) and type(row.get("step")) is int:
-                    yield row["step"], row
+                if type(step := row.get("step")) is int:
+                    yield step, row
     except OSError as error:
         _warn(file, error)
 

@@ -1,6 +1,5 @@
 """Compile a configuration in a process of its own, and read what the compiler says."""
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
 from maxpipe.plan.search.rows import Proof
 from maxpipe.plan.search.seconds import Seconds
+from maxpipe.storage.records import read_record
 from maxpipe.supervision.ending import die_with_parent
 from maxpipe.supervision.signals import handling, numbers_to_pass_on
 
@@ -78,8 +78,7 @@ def report_of(
             if code < 0:
                 return f"the compiler was ended by {signal.Signals(-code).name}: {problem}"
             return problem
-        content: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
-        return content
+        return read_record(report, dict[str, object])
 
 
 @contextmanager

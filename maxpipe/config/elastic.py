@@ -45,12 +45,7 @@ class Hosts:
 
 
 def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
-    """Return the configuration for fewer hosts, with a remark that says what has changed.
-
-    Args:
-      loaded: the configuration for all hosts.
-      whole: all hosts.
-      now: the hosts that are left.
+    """Return the configuration for the hosts that are left, with a remark on what has changed.
 
     Raises:
       ConfigError: it does not fit `whole`, or no smaller mesh fits `now`; the message has the
@@ -73,10 +68,6 @@ def fit_fewer(loaded: Loaded, whole: Hosts, now: Hosts) -> Loaded:
 def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     """Return the smaller numbers of processes that `fit_fewer` accepts, ascending.
 
-    Args:
-      loaded: the configuration for all hosts.
-      whole: all hosts.
-
     Raises:
       ConfigError: the configuration does not fit `whole`, or no smaller number fits.
     """
@@ -84,10 +75,14 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     counts = _counts(loaded, config, whole)
     if counts:
         return counts
+    number, rest = divmod(whole.devices, whole.processes)
+    each = f"{number} device{'s' * (number > 1)}"
+    if rest:
+        each = f"unequal numbers of the {whole.devices} devices"
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
     message = (
         f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "
-        f"processes of {_per_process(whole)} with "
+        f"processes of {each} with "
         f"data.global_batch_size={config.data.global_batch_size}; name axes that are spread over "
         "processes, or leave the key out"
     )
@@ -99,13 +94,6 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     raise ConfigError(Problem(KEY, message))
 
 
-def _per_process(whole: Hosts) -> str:
-    each, rest = divmod(whole.devices, whole.processes)
-    if rest:
-        return f"unequal numbers of the {whole.devices} devices"
-    return f"{each} device{'s' * (each > 1)}"
-
-
 def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
     return [
         count
@@ -115,14 +103,7 @@ def _counts(loaded: Loaded, config: Config, whole: Hosts) -> list[int]:
 
 
 def _fewer(loaded: Loaded, config: Config, whole: Hosts, now: Hosts) -> Loaded | None:
-    """Return the configuration for fewer hosts; None if nothing fits.
-
-    Args:
-      loaded: the configuration as written.
-      config: the same, resolved for `whole`.
-      whole: all hosts.
-      now: the hosts that are left.
-    """
+    """Return `loaded` for the hosts that are left, or None; `config` is resolved for `whole`."""
     devices = {"ici": now.devices // now.slices, "dcn": now.slices}
     for sizes in itertools.product(*(_shrunk(config, level, devices[level]) for level in LEVELS)):
         mesh: Updates = {

@@ -30,6 +30,7 @@ from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.sources.tokens import INDEX_SUFFIX, MOST_MAPPED, dtype_of
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
+from maxpipe.storage.records import Damaged, read_record
 
 PART_BYTES = 8 << 20
 MOST_PARTS = MOST_MAPPED  # so that a run maps each once; a larger corpus has larger parts
@@ -88,8 +89,7 @@ class Encoding:
         record, file = self._record(), self.out / RECORD
         try:
             if file.is_file():
-                before = json.loads(file.read_bytes())
-                known = before if isinstance(before, dict) else {}
+                known = read_record(file, dict[str, object])
                 changed = [name for name, value in record.items() if known.get(name) != value]
                 if changed:
                     message = (
@@ -106,7 +106,7 @@ class Encoding:
         except OSError as error:
             message = f"cannot write to {self.out}: {error.strerror}"
             raise ConfigError(Problem(_OUT, message)) from None
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except Damaged:
             raise ConfigError(Problem(_OUT, f"{file} is damaged; delete {self.out}")) from None
 
     def is_done(self, part: Part) -> bool:

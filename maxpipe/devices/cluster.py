@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from maxpipe.config.elastic import Hosts
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.storage.records import parse_record
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
 # launch.
@@ -51,12 +52,12 @@ class Sizes:
     """Numbers of processes with which a run may go on, as its trainers find out.
 
     Attributes:
-      counts: smaller numbers of processes, separated by commas; "" if it needs all of them.
+      counts: smaller numbers of processes; none if it needs all of them.
       wait_seconds: time that lost processes have to come back.
       whole: value of MAXPIPE_WHOLE, which the trainers of fewer processes have to know.
     """
 
-    counts: str = ""
+    counts: tuple[int, ...] = ()
     wait_seconds: float = 0.0
     whole: str = ""
 
@@ -80,7 +81,7 @@ def whole_variable(whole: Hosts) -> str:
 def whole_of_process() -> Hosts | None:
     """Return all hosts of the run if this process is to go on without some of them, else None."""
     text = os.environ.get(WHOLE)
-    return Hosts(**json.loads(text)) if text else None
+    return parse_record(text, Hosts) if text else None
 
 
 def job_of_process() -> tuple[str, int]:

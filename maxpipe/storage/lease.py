@@ -1,4 +1,4 @@
-"""Lease a place to one owner at a time, which proves that it lives by renewing its lease.
+"""Lease a place to one owner at a time, which shows that it lives by renewing its lease.
 
 A lease is one small file or object, `lease.json`, that names its owner. Whoever creates it owns the
 place. The owner renews it every `RENEW_SECONDS` from a thread and removes it at the end. A process
@@ -6,12 +6,12 @@ that is killed leaves it. The next start then takes over:
 
 - at once, if the owner ran on the same machine and its process has ended, or if the owner was an
   earlier attempt of the same job;
-- otherwise when the lease has not been renewed for `LEASE_SECONDS`, by the clock of the store.
+- otherwise once it has watched the lease for `LEASE_SECONDS` without seeing it renewed.
 
-Creating is atomic: a hard link or O_EXCL in a file system, a conditional write in an object store.
-To take over, a process first creates a guard that names the old owner, so that only one of several
-can. This holds on local file systems, on NFS and on Lustre. A host that a network failure cuts off
-for longer than the lease loses it; it notices when it renews. Imports no JAX.
+Creating is atomic: O_EXCL in a file system, a conditional write in an object store. To take over, a
+process first creates a guard that names the old owner, so that only one of several can. This holds
+on local file systems, on NFS and on Lustre. A host that a network failure cuts off for longer than
+the lease loses it; it notices when it renews. Imports no JAX.
 """
 
 import contextlib
@@ -19,16 +19,20 @@ import json
 import os
 import platform
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from maxpipe.storage.lease_places import Entry, LeasePlace
-from maxpipe.storage.records import parse_record
+from maxpipe.storage.object_store import Deadline
+from maxpipe.storage.records import Damaged, parse_record
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 NAME = "lease.json"
 RENEW_SECONDS = 5.0
@@ -36,6 +40,7 @@ LEASE_SECONDS = 30.0
 
 _RELEASE_SECONDS = 4.0  # a process that ends waits no longer
 _LOOK_SECONDS = 1.0  # between two looks at another host's lease
+_RIVAL_SECONDS = 0.1  # between two tries to take over while another process does so
 
 
 class PlaceInUse(RuntimeError):
@@ -44,6 +49,131 @@ class PlaceInUse(RuntimeError):
 
 class LeaseLost(RuntimeError):
     """The place is gone, or another process has taken it over."""
+
+
+class Entry(NamedTuple):
+    """Text of a file or object, and the time of its last change, which renewing moves on."""
+
+    text: str
+    changed: float
+
+
+class LeaseDirectory:
+    """A place in a file system; the directory is made by the first `create`."""
+
+    def __init__(self, path: Path):
+        self._path = Path(path).absolute()
+        self._shown = str(path)
+        self._identity: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def read(self, name: str) -> Entry | None:
+        """Return a file or object, or None if there is none."""
+        path = self._path / name
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # Opening a file makes NFS ask the server. A pipe is opened without waiting.
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(number, "rb") as file:
+                status = os.fstat(number)
+                # Pipes and devices may never end; like a torn file, they name no owner.
+                text = file.read() if stat.S_ISREG(status.st_mode) else b""
+                return Entry(text.decode(errors="replace"), status.st_mtime)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return Entry("", path.lstat().st_mtime)  # a link to nothing is in the way, too
+        return None
+
+    def create(self, name: str, text: str) -> bool:
+        """Create a file or object atomically; return false if there is one of that name."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._identity = self._identity or self._look()
+        path = self._path / name
+        try:
+            file = path.open("x", encoding="utf-8")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(text)
+        except OSError:  # a full disk
+            path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def renew(self, name: str, text: str) -> None:
+        """Set the time of the last change of a file or object that holds `text`."""
+        os.utime(self._path / name)  # needs no room on a full disk
+
+    def remove(self, name: str) -> None:
+        """Remove a file or object; do nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (self._path / name).unlink()
+
+    def is_gone(self) -> bool:
+        """Return whether the place itself was deleted or moved since it was first used."""
+        return self._look() != self._identity
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_dev, status.st_ino
+
+
+class LeaseObjects:
+    """A place in an object store with conditional writes; its methods raise its errors.
+
+    Args:
+      url: URL of the place, such as `s3://bucket/runs/base`.
+      store: the fsspec file system that the URL belongs to.
+      deadline: limit on how long the store may be silent.
+    """
+
+    def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):
+        self._url = url.rstrip("/")
+        self._store = store
+        self._deadline = deadline
+
+    def __str__(self) -> str:
+        return self._url
+
+    def read(self, name: str) -> Entry | None:
+        path = f"{self._url}/{name}"
+        try:
+            content = self._deadline.wait(lambda: self._store.cat_file(path))
+            modified = self._deadline.wait(lambda: self._store.modified(path))
+            return Entry(content.decode(errors="replace"), modified.timestamp())
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, text: str) -> bool:
+        # Some stores ignore the condition of the write.
+        if self._deadline.wait(lambda: self._store.exists(f"{self._url}/{name}")):
+            return False
+        try:
+            self._write(name, text, "create")
+        except FileExistsError:
+            return False
+        return True
+
+    def renew(self, name: str, text: str) -> None:
+        self._write(name, text, "overwrite")
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._deadline.wait(lambda: self._store.rm_file(f"{self._url}/{name}"))
+
+    def is_gone(self) -> bool:
+        return False  # an object store has no directories
+
+    def _write(self, name: str, text: str, mode: str) -> None:
+        path = f"{self._url}/{name}"
+        self._deadline.wait(lambda: self._store.pipe_file(path, text.encode(), mode=mode))
+
+
+LeasePlace = LeaseDirectory | LeaseObjects
 
 
 @dataclass(frozen=True)
@@ -76,9 +206,9 @@ class Owner:
         return cls(
             start=secrets.token_hex(8),
             host=platform.node(),
-            machine=_machine(),
+            machine=machine(),
             pid=os.getpid(),
-            process_started=_start_of_process(os.getpid()) or 0,
+            process_started=start_of_process(os.getpid()) or 0,
             since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             job=job,
             attempt=attempt,
@@ -87,7 +217,7 @@ class Owner:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the owner that a lease names; an unknown one if the text names none."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(Damaged):
             owner = parse_record(text, cls)
             if owner.start.isalnum():  # it becomes part of a file's name
                 return owner
@@ -103,7 +233,7 @@ class Owner:
 
     def is_alive(self) -> bool:
         """Return whether the process, which ran on this machine, still runs."""
-        started = _start_of_process(self.pid)
+        started = start_of_process(self.pid)
         return started is not None and started == self.process_started
 
     def succeeds(self, other: "Owner") -> bool:
@@ -115,12 +245,7 @@ class Owner:
 
 
 class Lease:
-    """Owns a place until `release`; made by `acquire`.
-
-    Args:
-      place: the place that holds this owner's lease.
-      owner: the owner that the lease names.
-    """
+    """Owns a place until `release`; made by `acquire`."""
 
     def __init__(self, place: LeasePlace, owner: Owner):
         self._place = place
@@ -136,17 +261,15 @@ class Lease:
         return self._lost != ""
 
     def check(self) -> None:
-        """Return at once if the last renewal found the lease sound.
-
-        Raises:
-          LeaseLost: the place is gone or has another owner.
-        """
+        """Raise `LeaseLost` if the last renewal found the place gone, or with another owner."""
         if self._lost:
             raise LeaseLost(self._lost)
 
     def verify(self) -> None:
         """Renew the lease now; raises as `check`. An error of the store changes nothing."""
-        self._try_to_renew()
+        # A store that does not answer for a while is asked again.
+        with contextlib.suppress(Exception):
+            self._renew()
         self.check()
 
     def release(self) -> None:
@@ -168,12 +291,8 @@ class Lease:
 
     def _renew_until_closed(self) -> None:
         while not self._lost and not self._closed.wait(RENEW_SECONDS):
-            self._try_to_renew()
-
-    def _try_to_renew(self) -> None:
-        # A store that does not answer for a while is asked again.
-        with contextlib.suppress(Exception):
-            self._renew()
+            with contextlib.suppress(LeaseLost):
+                self.verify()
 
     def _renew(self) -> None:
         text = self._owner.to_json()
@@ -197,7 +316,7 @@ def acquire(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Return the lease of a place; wait for up to `LEASE_SECONDS` if its owner may be dead.
+    """Return the lease of a place; watch it for `LEASE_SECONDS` first if its owner may be dead.
 
     Args:
       place: where the lease lies; created if it does not exist.
@@ -208,8 +327,8 @@ def acquire(
     Raises:
       PlaceInUse: the owner is alive.
     """
-    first_seen: Entry | None = None
-    waited = 0.0
+    watched: Entry | None = None
+    waited = blocked = 0.0
     while not place.create(NAME, owner.to_json()):
         entry = place.read(NAME)
         if entry is None:
@@ -217,67 +336,50 @@ def acquire(
         holder = Owner.parse(entry.text)
         if holder.start == owner.start:
             break  # the answer to an earlier `create` was lost
+        in_use = PlaceInUse(f"{place} is in use by {holder}")
         if owner.shares_machine_with(holder):
             if holder.is_alive():
-                raise _in_use(place, holder)
+                raise in_use
             reason = "which has ended"
         elif owner.succeeds(holder):
             reason = f"an earlier attempt of job {owner.job}"
         else:
-            if first_seen is None:
-                first_seen = entry
-                waited = max(0.0, _now(place, owner) - entry.changed)
-                if waited < LEASE_SECONDS:
-                    log(
-                        f"{place} is leased to {holder}: waiting up to {LEASE_SECONDS - waited:.0f}"
-                        " s to see whether that process lives"
-                    )
-            if entry != first_seen:
-                raise _in_use(place, holder)
+            if watched is None:
+                watched = entry
+                limit = f"waiting up to {LEASE_SECONDS:.0f} s"
+                log(f"{place} is leased to {holder}: {limit} to see whether that process lives")
+            if entry != watched:
+                raise in_use
             if waited < LEASE_SECONDS:
                 sleep(_LOOK_SECONDS)
                 waited += _LOOK_SECONDS
                 continue
             reason = f"which has not renewed its lease for {LEASE_SECONDS:.0f} s"
-        if _take_over(place, entry, holder, owner):
+        guard = f"{NAME}.{holder.start}"
+        if _take_over(place, guard, entry, owner):
             log(f"{place}: taken over from {holder}, {reason}")
             break
-        sleep(_LOOK_SECONDS / 10)
+        sleep(_RIVAL_SECONDS)
+        blocked += _RIVAL_SECONDS
+        if blocked > LEASE_SECONDS:
+            place.remove(guard)  # of a process that was killed while it took over
     return Lease(place, owner)
 
 
-def _take_over(place: LeasePlace, entry: Entry, holder: Owner, owner: Owner) -> bool:
-    """Replace a dead owner's lease; return whether it was still as in `entry`."""
-    guard = f"{NAME}.{holder.start}"
-    if not place.create(guard, owner.to_json()):
-        rival = place.read(guard)
-        # A process that was killed while it took over leaves its guard.
-        if rival is not None and _now(place, owner) - rival.changed > LEASE_SECONDS:
-            place.remove(guard)
+def _take_over(place: LeasePlace, guard: str, entry: Entry, owner: Owner) -> bool:
+    """Replace a dead owner's lease, if it is still as in `entry`; return whether this was done."""
+    if not place.create(guard, ""):
         return False
     try:
         if place.read(NAME) != entry:
             return False
-        place.replace(NAME, owner.to_json())
+        place.remove(NAME)
+        return place.create(NAME, owner.to_json())
     finally:
         place.remove(guard)
-    return True
 
 
-def _now(place: LeasePlace, owner: Owner) -> float:
-    """Return the time of the store's clock, which hosts with other clocks share."""
-    name = f"{NAME}.{owner.start}"
-    place.create(name, "")
-    entry = place.read(name)
-    place.remove(name)
-    return entry.changed if entry else 0.0
-
-
-def _in_use(place: LeasePlace, holder: Owner) -> PlaceInUse:
-    return PlaceInUse(f"{place} is in use by {holder}")
-
-
-def _machine() -> str:
+def machine() -> str:
     """Return a text that is equal for two processes only if they see each other's numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -286,7 +388,7 @@ def _machine() -> str:
         return platform.node()
 
 
-def _start_of_process(pid: int) -> int | None:
+def start_of_process(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended.
 
     Without /proc it is 0 for a process that runs.
@@ -297,11 +399,11 @@ def _start_of_process(pid: int) -> int | None:
         except ProcessLookupError:
             return None
         except PermissionError:
-            return 0
+            pass  # another user's
         return 0
     try:
         # The name of the program, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] == "Z" else int(fields[19])
+    return None if fields[0] == b"Z" else int(fields[19])

@@ -55,12 +55,8 @@ _END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples 
 def write_atomically(path: Path, pieces: Iterable[bytes], *, durable: bool = True) -> None:
     """Replace the contents of a file; readers find either the old contents or the new.
 
-    Several processes may do so at the same time, even in containers with equal process ids.
-
-    Args:
-      path: the file.
-      pieces: its new contents.
-      durable: whether this also holds after a crash of the machine, which needs a flush to disk.
+    Several processes may do so at the same time, even in containers with equal process ids. If it
+    is `durable`, this also holds after a crash of the machine, which needs a flush to disk.
 
     Raises:
       OSError: the file cannot be written; it holds the old contents.
@@ -187,13 +183,8 @@ class _Bounded(io.FileIO):
 def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
     """Yield a new directory for large files, removed at the end, also if a signal ends the process.
 
-    Those that killed processes have left in the same place are removed after a day.
-
-    Args:
-      parent: where to make it, itself made if it does not exist; default: for temporary files.
-
-    Raises:
-      OSError: it cannot be made.
+    It lies in `parent`, made if need be, or where temporary files do. Those that killed processes
+    have left there are removed after a day.
     """
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
@@ -247,14 +238,10 @@ def _num_links(name: str) -> int:
 
 
 def with_endings(names: Sequence[str], suffixes: Sequence[str], place: str) -> list[str]:
-    """Return the names that end in one of `suffixes`, in letters of either case.
+    """Return the names that end in one of `suffixes`, in letters of either case; "" is any ending.
 
-    Lines on stderr say, once, which are left out, and which differ only in their endings.
-
-    Args:
-      names: names of files below `place`, without hidden ones.
-      suffixes: endings; "" is that of every file.
-      place: a directory, URL or glob.
+    Lines on stderr say, once, which are left out, and which differ only in their endings. `names`
+    are of files below `place`, a directory, URL or glob, without hidden ones.
     """
     chosen: dict[str, list[str]] = {}  # by name without the ending
     left_out = []
@@ -299,8 +286,7 @@ def fetch(url: str, suffixes: Sequence[str], cache_dir: str, limit: int = 0) -> 
     Args:
       url: a file, a directory or a glob, such as `s3://bucket/corpus/*.jsonl`.
       suffixes: endings that a file in a directory must have.
-      cache_dir: `data.cache_dir`.
-      limit: `data.cache_limit`.
+      cache_dir, limit: `data.cache_dir`, `data.cache_limit`.
 
     Raises:
       ConfigError: no library speaks the protocol, or the store refuses access or does not answer.

@@ -20,18 +20,11 @@ Answer = TypeVar("Answer")
 
 
 class Protocol(NamedTuple):
-    """What maxpipe knows about the stores of one URL protocol.
+    """What maxpipe knows about the stores of one URL protocol."""
 
-    Attributes:
-      library: the fsspec library that speaks it; the extra that installs it is named like the
-        protocol.
-      options: keyword arguments for `fsspec.filesystem`.
-      credentials: where the library looks for credentials, in words.
-    """
-
-    library: str
-    options: Mapping[str, object]
-    credentials: str
+    library: str  # the fsspec library that speaks it; its extra is named like the protocol
+    options: Mapping[str, object]  # arguments for `fsspec.filesystem`
+    credentials: str  # where the library looks for them, in words
 
 
 _S3_TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
@@ -55,13 +48,10 @@ class StoreSilent(TimeoutError):
 
 
 class Deadline:
-    """Bounds how long a store may be silent, whatever its library does about timeouts.
+    """Bounds how long a store may be silent, in seconds; 0 = no limit.
 
     s3fs waits for ever for the answer to a write that a store has accepted, and retries reads for
-    minutes.
-
-    Args:
-      seconds: longest time without an answer and without progress of a transfer; 0 = no limit.
+    minutes, whatever its timeouts.
     """
 
     def __init__(self, seconds: float):

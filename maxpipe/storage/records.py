@@ -1,4 +1,4 @@
-"""Read small records of JSON whose writer may be another host, an earlier process or anyone.
+"""Read records of JSON as typed values. A file of our own may be torn, old, or anyone's by now.
 
 Imports no JAX.
 """
@@ -6,63 +6,82 @@ Imports no JAX.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import NoReturn, TypeVar, get_args, get_origin, get_type_hints
-
-_MAX_BYTES = 10_000_000
-_MAX_NUMBER = 2**53
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Shape = TypeVar("Shape")
 
 
+class Damaged(ValueError):
+    """A record is missing, cannot be read, or has another shape."""
+
+
 def read_record(path: Path, shape: type[Shape]) -> Shape:
-    """Return the record in a file; raises as `parse_record`, and OSError if it cannot be read."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file")  # reading a pipe would wait for a writer
-    with path.open("rb") as file:
-        return parse_record(file.read(_MAX_BYTES), shape)
+    """Return the record in a file; raises `Damaged`. Arguments are those of `parse_record`."""
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+            raise Damaged(f"{path} is no file")
+        text = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+    return parse_record(text, shape)
 
 
 def parse_record(text: str | bytes, shape: type[Shape]) -> Shape:
-    """Return the record in a text of JSON as a dataclass whose fields have the declared types.
+    """Return the record in a text of JSON.
+
+    Args:
+      text: the text.
+      shape: a dataclass or named tuple, `dict`, `list` or `tuple` of something, or a plain type;
+        `object` for anything.
 
     Raises:
-      ValueError: it is damaged: no JSON, a missing or unknown field, a value of another type, or a
-        number of more than 53 bits.
+      Damaged: the text is no JSON, or has another shape.
     """
     try:
-        value = json.loads(text, parse_int=_bounded, parse_constant=_refuse)
-        record = _shaped(value, shape)
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no {shape.__name__}: {text[:100]!r}") from error
-    assert isinstance(record, shape)
-    return record
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"no JSON: {text[:100]!r}") from error
+    return shaped(value, shape)
 
 
-def _shaped(value: object, shape: object) -> object:
-    """Return a value of JSON as one of a type; raises ValueError, TypeError or the like."""
-    kind, arguments = get_origin(shape), get_args(shape)
-    if isinstance(shape, type) and is_dataclass(shape) and isinstance(value, dict):
-        kinds = get_type_hints(shape)
-        return shape(**{name: _shaped(inner, kinds[name]) for name, inner in value.items()})
-    if kind is UnionType:  # of a type and None
-        return None if value is None else _shaped(value, arguments[0])
-    if kind is Mapping and isinstance(value, dict):  # keys of JSON are strings
+def shaped(value: object, shape: type[Shape]) -> Shape:
+    """Return a value of JSON with the types of `shape`; raises `Damaged` if it has others."""
+    try:
+        result: Shape = _shaped(value, shape)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise Damaged(f"no {shape.__name__}: {str(value)[:100]}") from error
+    return result
+
+
+def _shaped(value: Any, shape: Any) -> Any:
+    origin, arguments = get_origin(shape), get_args(shape)
+    if shape in (object, Any):
+        return value
+    if origin in (Union, UnionType):
+        for choice in arguments:
+            with suppress(TypeError):
+                return _shaped(value, choice)
+    elif isinstance(value, dict) and origin in (dict, Mapping):  # keys of JSON are strings
         return {arguments[0](key): _shaped(inner, arguments[1]) for key, inner in value.items()}
-    if kind is Sequence and isinstance(value, list):
-        return [_shaped(inner, arguments[0]) for inner in value]
-    if type(value) is not shape or (isinstance(value, float) and not math.isfinite(value)):
-        raise TypeError("a value of another type")
-    return value
+    elif isinstance(value, dict) and (is_dataclass(shape) or hasattr(shape, "_fields")):
+        kinds = _kinds(shape)
+        return shape(**{name: _shaped(inner, kinds.get(name)) for name, inner in value.items()})
+    elif isinstance(value, list) and origin in (list, tuple, Sequence):
+        items = [_shaped(inner, arguments[0]) for inner in value]
+        return tuple(items) if origin is tuple else items
+    elif shape is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    elif type(value) is shape and shape is not float:
+        return value
+    raise TypeError(f"{value!r:.100} is no {shape}")
 
 
-def _bounded(digits: str) -> int:
-    if len(digits) > 20 or abs(int(digits)) > _MAX_NUMBER:
-        raise ValueError("a number of more than 53 bits")
-    return int(digits)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+@cache
+def _kinds(shape: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass or named tuple."""
+    return get_type_hints(shape)

@@ -21,23 +21,16 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines, time accounting and leases of a process; inert by default.
-
-    Attributes:
-      interruption, watchdog, time, lease: see their classes.
-      owns_process: whether the run may end the process; false in a program that calls the run.
-      progress, downtime: what the process reports to its supervisor and gets from it, if any.
-      memory: the supervisor's directory in memory, which outlives the process; None without one.
-    """
+    """Signals, deadlines, time accounting and leases of a process; inert by default."""
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
-    owns_process: bool = True
+    owns_process: bool = True  # the run may end it; false in a program that calls the run
     progress: ProgressFile = field(default_factory=ProgressFile)
     downtime: Downtime = field(default_factory=Downtime)
-    memory: Path | None = None
+    memory: Path | None = None  # the supervisor's directory in memory
 
     def finished_step(self, step: int) -> None:
         """Restart the clock of the watchdog, and make signals wait for the next step and a save."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import Sizes
+from maxpipe.storage.records import Damaged
 from maxpipe.supervision.ending import FAILED, LOST
 from maxpipe.supervision.messages import (
     End,
@@ -39,7 +40,7 @@ _AFTER_FAILURE_SECONDS = 60.0  # the same when another one has failed by itself
 # The same when another one has ended normally: time for saves and copies. As long as a step may
 # take by default, since a trainer stopped by SIGSTOP does not watch its own deadline.
 _AFTER_END_SECONDS = 1800.0
-_MAX_DOUBLINGS = 30.0  # of pauses
+_MAX_DOUBLINGS = 30  # of pauses
 _QUIET_SECONDS = 10.0  # of waiting before the log says for whom
 # Time without a supervisor coming or going before the others stop to take in new ones; doubled
 # each time, like pauses, until an attempt has lasted.
@@ -51,38 +52,23 @@ _LOST_CODE = -int(signal.SIGKILL)  # assigned to a trainer whose supervisor is g
 
 @dataclass(frozen=True)
 class Policy:
-    """When to restart.
+    """When to restart, and how long to wait."""
 
-    Attributes:
-      max_restarts: limit of restarts in a row; an attempt of half an hour or more begins a new row.
-      pause_seconds: pause before the first restart of a row, doubled for each further one.
-      wait_seconds: how long to wait for supervisors that have not come, or not come back.
-    """
-
-    max_restarts: int = 20
-    pause_seconds: float = 1.0
-    wait_seconds: float = 600.0
+    max_restarts: int = 20  # in a row; an attempt of half an hour or more begins a new row
+    pause_seconds: float = 1.0  # before the first restart of a row, doubled for each further one
+    wait_seconds: float = 600.0  # for supervisors that have not come, or not come back
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `maxpipe supervise --status` shows.
-
-    Attributes:
-      state: what the run is doing.
-      attempt: number of the latest attempt, 0 before the first.
-      restarts: number of restarts so far.
-      last_end: how the last attempt to end has ended; "" if there was none.
-      members: index -> host of each connected supervisor.
-      waiting: indices of the members that the others go on without for now.
-    """
+    """What `maxpipe supervise --status` shows."""
 
     state: str
-    attempt: int = 0
+    attempt: int = 0  # number of the latest one
     restarts: int = 0
-    last_end: str = ""
-    members: Mapping[int, str] = field(default_factory=dict)
-    waiting: Sequence[int] = ()
+    last_end: str = ""  # how the last attempt to end has ended
+    members: Mapping[int, str] = field(default_factory=dict)  # index -> host of each supervisor
+    waiting: Sequence[int] = ()  # members that the others go on without for now
 
 
 def describe(code: int) -> str:
@@ -101,13 +87,10 @@ def is_restartable(code: int) -> bool:
 
 
 def verdict(codes: Sequence[int]) -> int:
-    """Return the exit code that decides what follows an attempt.
+    """Return which of the exit codes of all trainers, in order of time, decides what follows.
 
     This is the first code that rules out a restart, unless that code follows from the loss of
     another process. If there is none, it is the earliest code that is not 0, or 0.
-
-    Args:
-      codes: exit codes of all trainers, in the order in which they ended.
     """
     for position, code in enumerate(codes):
         # A process that loses another one may fail at whatever it is doing.
@@ -119,6 +102,19 @@ def verdict(codes: Sequence[int]) -> int:
 
 def _is_loss(code: int) -> bool:
     return is_restartable(code) and code != PREEMPTED
+
+
+@dataclass
+class _Attempt:
+    """The trainers that were started together, and how they have ended."""
+
+    members: Sequence[int]  # the supervisors that take part
+    began: float
+    running: set[int]  # members whose trainers have not ended
+    ends: list[int] = field(default_factory=list)  # exit codes of the others, in order of time
+    end_by: float = math.inf  # deadline that the running trainers have been given
+    trained_at: float = math.inf  # when the first step was finished
+    is_to_grow: bool = False  # the trainers have been asked to save for a larger attempt
 
 
 class Council:
@@ -136,12 +132,9 @@ class Council:
       count: number of the run's supervisors, one for each process.
       policy: when to restart.
       job: name of the run's job, for the lease of its directory.
-      free_port: function that returns a port on which an attempt's coordinator may listen.
+      free_port: function that returns a port for an attempt's coordinator.
       log: function that receives a line for each event.
       clock: monotonic clock, in seconds.
-
-    Attributes:
-      status: the run's status; replaced as a whole, so that any thread may read it.
     """
 
     def __init__(
@@ -154,39 +147,35 @@ class Council:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
+        # Replaced as a whole, so that any thread may read it.
         self.status = Status("waits for supervisors")
-        self._count = count
-        self._policy = policy
-        self._job = job
-        self._free_port = free_port
-        self._log = log
-        self._clock = clock
-        self._memories: dict[int, str] = {}
-        self._word = secrets.token_hex(16)
+        self._count, self._policy, self._job = count, policy, job
+        self._free_port, self._log, self._clock = free_port, log, clock
         self._orders: list[Order] = []
+        self._memories: dict[int, str] = {}  # member -> HOST:PORT of its memory
+        self._word = secrets.token_hex(16)
         self._sizes = Sizes()
-        self._failed = 0  # size of an attempt that failed once before its first step
         self._fewest = 1  # smallest size not excluded by failures before the first step
-        self._attempted: Sequence[int] = range(count)  # in the latest attempt; all before the first
-        self._previous = 0  # number of the latest attempt, also of an earlier council
-        self._is_to_grow = False  # the trainers have been asked to save for a larger attempt
-        self._steady_seconds = _STEADY_SECONDS
-        self._trained_at = math.inf  # when the first step of the attempt was finished
-        self._running: set[int] = set()
-        self._ends: list[int] = []
+        self._failed_once = 0  # size of an attempt that failed once before its first step
+        self._attempt = _Attempt(range(count), clock(), set())  # the latest
         self._is_in_attempt = False
-        self._ended_by = math.inf  # deadline ordered for the trainers that still run
+        self._previous = 0  # number of the latest attempt, also of an earlier council
         self._stopped_by = 0  # the signal that asked a supervisor to stop
         self._finished: Finish | None = None
         self._restarts_in_row = 0  # restarts that count against the limit
-        self._began = self._ended = self._changed = clock()
-        # Since when each supervisor is absent, or back again but without a new attempt.
-        self._absent_since = dict.fromkeys(range(count), self._began)
         self._pause_until = 0.0
-        self._told_missing = ""
+        self._ended = self._changed = clock()
+        self._steady_seconds = _STEADY_SECONDS
+        # Since when each supervisor is absent, or back again but without a new attempt.
+        self._absent_since = dict.fromkeys(range(count), clock())
+        self._told = ""  # for whom the log has said that it waits
 
     def receive(self, member: int, report: Report) -> Finish | None:
-        """Process a report of supervisor `member`; return an order for it if it has to leave."""
+        """Process a report of supervisor `member`; return an order for it if it has to leave.
+
+        Raises:
+          Damaged: it reports sizes that are none of this run.
+        """
         match report:
             case Joined():
                 return self._join(member, report)
@@ -195,34 +184,10 @@ class Council:
             case Sizes():
                 self._learn(member, report)
             case Trained() if report.attempt == self.status.attempt and self._is_in_attempt:
-                self._trained_at = min(self._trained_at, self._clock())
+                self._attempt.trained_at = min(self._attempt.trained_at, self._clock())
             case Ended() if report.attempt == self.status.attempt:
                 self._end(member, report.code, describe(report.code))
         return None
-
-    def _stop(self, member: int, number: int) -> Finish | None:
-        by = f"was asked to stop by {signal.Signals(number).name}"
-        if member in self._attempted:
-            self._stopped_by = number
-            self._log(f"{self._name(member)} {by}")
-            return None
-        # The others have gone on without it already.
-        self._log(f"{self._name(member)}, which waits, {by}; the others go on")
-        self._leave(member)
-        return self._asked_to_stop(number)
-
-    def _learn(self, member: int, sizes: Sizes) -> None:
-        """Note the sizes that process 0's trainer reports, or that an earlier council passed on.
-
-        Raises:
-          ValueError: they are not sizes of this run.
-        """
-        numbers = [int(text) for text in sizes.counts.split(",") if text]
-        if not all(0 < number < self._count for number in numbers) or not sizes.wait_seconds >= 0:
-            raise ValueError(f"no sizes of {self._count} processes: {sizes}")
-        if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
-            self._sizes = sizes
-            self._orders.append(sizes)
 
     def lose(self, member: int) -> None:
         """Note that supervisor `member` is gone; its trainer counts as lost."""
@@ -231,15 +196,6 @@ class Council:
         self._log(f"the supervisor of {self._name(member)} is lost")
         self._leave(member)
         self._end(member, _LOST_CODE, "the loss of its supervisor")
-
-    def _leave(self, member: int) -> None:
-        self._changed = self._clock()
-        self._absent_since.setdefault(member, self._changed)
-        self._show({i: host for i, host in self.status.members.items() if i != member})
-
-    def _show(self, members: Mapping[int, str]) -> None:
-        waiting = [member for member in members if member not in self._attempted]
-        self.status = replace(self.status, members=members, waiting=waiting)
 
     def fail(self, why: str) -> None:
         """End the run because its supervisors cannot go on."""
@@ -250,13 +206,12 @@ class Council:
         if self._finished:
             pass
         elif self._is_in_attempt:
-            if not self._running:
+            if not self._attempt.running:
                 self._decide()
-            elif not self._ends and not self._stopped_by and not self._is_to_grow:
+            elif not self._attempt.ends and not self._stopped_by:
                 self._grow()
         elif self._stopped_by:
-            order = self._asked_to_stop(self._stopped_by)
-            self._finish(order.code, order.why)
+            self._finish(_stop_code(self._stopped_by), "asked to stop")
         elif self._clock() >= self._pause_until:
             self._gather()
         orders, self._orders = self._orders, []
@@ -275,21 +230,50 @@ class Council:
         elif host is not None:
             why = f"process {member} has a supervisor already, on {host}"
             why += ": give each its own JAX_PROCESS_ID"
-        if not why:
-            self._show({**self.status.members, member: report.host})
-            self._memories[member] = report.memory
-            self._previous = max(self._previous, report.attempt)
-            self._changed = self._clock()
-            if self._sizes.counts:
-                self._orders.append(self._sizes)
-            if self._is_in_attempt and not self._ends:
-                self._log(f"{self._name(member)} has joined, and waits: the others have gone on")
+        if why:
+            self._log(f"a supervisor on {report.host} is refused: {why}")
+            if not self.status.attempt and host is None:
+                # One of the run's own: the others would wait for it in vain.
+                self._finish(CONFIG_ERROR, why)
+            return Finish(CONFIG_ERROR, why)
+        self._show({**self.status.members, member: report.host})
+        self._memories[member] = report.memory
+        self._previous = max(self._previous, report.attempt)
+        self._changed = self._clock()
+        if self._sizes.counts:
+            self._orders.append(self._sizes)
+        if self._is_in_attempt and not self._attempt.ends:
+            self._log(f"{self._name(member)} has joined, and waits: the others have gone on")
+        return None
+
+    def _stop(self, member: int, number: int) -> Finish | None:
+        by = f"was asked to stop by {signal.Signals(number).name}"
+        if member in self._attempt.members:
+            self._stopped_by = number
+            self._log(f"{self._name(member)} {by}")
             return None
-        self._log(f"a supervisor on {report.host} is refused: {why}")
-        if not self.status.attempt and host is None:
-            # One of the run's own: the others would wait for it in vain.
-            self._finish(CONFIG_ERROR, why)
-        return Finish(CONFIG_ERROR, why)
+        # The others have gone on without it already.
+        self._log(f"{self._name(member)}, which waits, {by}; the others go on")
+        self._leave(member)
+        return Finish(_stop_code(number), "asked to stop")
+
+    def _learn(self, member: int, sizes: Sizes) -> None:
+        """Note the sizes that process 0's trainer reports, or that an earlier council passed on."""
+        fits = all(0 < number < self._count for number in sizes.counts)
+        if not fits or not sizes.wait_seconds >= 0:
+            raise Damaged(f"no sizes of {self._count} processes: {sizes}")
+        if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
+            self._sizes = sizes
+            self._orders.append(sizes)
+
+    def _leave(self, member: int) -> None:
+        self._changed = self._clock()
+        self._absent_since.setdefault(member, self._changed)
+        self._show({i: host for i, host in self.status.members.items() if i != member})
+
+    def _show(self, members: Mapping[int, str]) -> None:
+        waiting = [member for member in members if member not in self._attempt.members]
+        self.status = replace(self.status, members=members, waiting=waiting)
 
     def _gather(self) -> None:
         """Start an attempt if all supervisors are there, or enough to go on with."""
@@ -297,158 +281,147 @@ class Council:
         missing = {*range(self._count)} - self.status.members.keys()
         # A supervisor that comes and goes without an attempt does not prolong the wait.
         absent_since = max((self._absent_since[member] for member in missing), default=0.0)
-        names = _listed(missing)
-        reason = self._reason_to_go_on(usable, names, self._clock() - absent_since)
-        if reason is not None:
-            self._start(usable, reason)
-            return
+        is_late = self._clock() - absent_since >= self._sizes.wait_seconds
+        names, wait = _listed(missing), f"{self._sizes.wait_seconds:g} s"
+        if len(usable) == self._count:
+            return self._start(usable, "")
+        if usable and len(usable) >= len(self._attempt.members):
+            return self._start(usable, "as before")
+        if usable and is_late:
+            late = f"process {names} has not come back in {wait} (mesh.elastic.wait_seconds)"
+            return self._start(usable, late)
         waited = self._clock() - max(absent_since, self._ended)
         state = f"waits for process {names}"
         if usable:
-            seconds = self._sizes.wait_seconds
-            state += f", {seconds:g} s at most, then goes on with {len(usable)} of {self._count}"
+            state += f", {wait} at most, then goes on with {len(usable)} of {self._count}"
         self.status = replace(self.status, state=state)
         if not usable and waited > self._policy.wait_seconds:
-            seconds = self._policy.wait_seconds
-            self._finish(LOST, f"no supervisor of process {names} has come in {seconds:g} s")
-        elif (usable or waited > _QUIET_SECONDS) and state != self._told_missing:
-            self._told_missing = state
+            limit = f"{self._policy.wait_seconds:g} s"
+            self._finish(LOST, f"no supervisor of process {names} has come in {limit}")
+        elif (usable or waited > _QUIET_SECONDS) and state != self._told:
+            self._told = state
             self._log(state)
+        return None
 
     def _usable(self) -> Sequence[int]:
         """Return the supervisors with which an attempt could start now, as many as possible."""
-        smaller = [int(text) for text in self._sizes.counts.split(",") if text]
         there = sorted(self.status.members)
         # The council's own host runs the coordinator of every attempt.
         fitting = [
             number
-            for number in (*smaller, self._count)
+            for number in (*self._sizes.counts, self._count)
             if self._fewest <= number <= len(there) and there[0] == 0
         ]
         return there[: max(fitting, default=0)]
 
-    def _reason_to_go_on(self, usable: Sequence[int], missing: str, absent: float) -> str | None:
-        """Return why to start with these supervisors, "" with all of them; None to wait."""
-        if len(usable) == self._count:
-            return ""
-        if not usable:
-            return None
-        if len(usable) >= len(self._attempted):
-            return "as before"
-        if absent < self._sizes.wait_seconds:
-            return None
-        seconds = f"{self._sizes.wait_seconds:g} s (mesh.elastic.wait_seconds)"
-        return f"process {missing} has not come back in {seconds}"
+    def _start(self, members: Sequence[int], reason: str) -> None:
+        """Start an attempt with these members; `reason` says why without the others."""
+        # Later attempts have higher numbers even if supervisor 0 itself was restarted.
+        number = max(self.status.attempt + 1, self._previous + 1, int(time.time()))
+        if [*members] != [*self._attempt.members]:
+            self._word = secrets.token_hex(16)  # a memory may hold copies of one it followed before
+        is_whole = len(members) == self._count
+        those = f"{len(members)} of {self._count} processes ({_listed(members)})"
+        several = f" with {self._count} processes" if self._count > 1 else ""
+        self._log(f"starts attempt {number}{several if is_whole else f' with {those}: {reason}'}")
+        state = "trains" if is_whole else f"trains with {those}"
+        self.status = replace(self.status, attempt=number, state=state)
+        self._attempt = _Attempt(members, self._clock(), {*members})
+        self._is_in_attempt, self._told = True, ""
+        for member in members:
+            self._absent_since.pop(member, None)
+        self._show(self.status.members)
+        memories = tuple(self._memories[member] for member in members)
+        order = Start(
+            number,
+            self._free_port(),
+            self._job,
+            tuple(members),
+            memories=memories if all(memories) else (),
+            word=self._word if all(memories) else "",
+            whole="" if is_whole else self._sizes.whole,
+            previous=self._previous,
+        )
+        self._orders.append(order)
+        self._previous = number
 
     def _grow(self) -> None:
         """Ask the trainers to save when supervisors for a larger attempt have come to stay.
 
         The attempt must have been worth its startup by then, so that the run always gets further.
         """
-        usable = self._usable()
-        least = self._trained_at + _STARTS_BEFORE_GROWTH * (self._trained_at - self._began)
-        now = self._clock()
-        is_steady = now - self._changed >= self._steady_seconds and now >= least
-        if len(usable) <= len(self._attempted) or not is_steady:
+        attempt, usable, now = self._attempt, self._usable(), self._clock()
+        worth_it = attempt.trained_at + _STARTS_BEFORE_GROWTH * (attempt.trained_at - attempt.began)
+        is_steady = now - self._changed >= self._steady_seconds
+        is_larger = len(usable) > len(attempt.members)
+        if attempt.is_to_grow or not is_larger or not is_steady or now < worth_it:
             return
-        self._is_to_grow = True
+        attempt.is_to_grow = True
         self._steady_seconds = min(LONGEST_PAUSE, 2 * self._steady_seconds)
         state = f"saves, to go on with {len(usable)} of {self._count} processes"
         self.status = replace(self.status, state=state)
         self._log(state)
         self._orders.append(Save(self.status.attempt))
 
-    def _start(self, members: Sequence[int], reason: str) -> None:
-        # Later attempts have higher numbers even if supervisor 0 itself was restarted.
-        attempt = max(self.status.attempt + 1, self._previous + 1, int(time.time()))
-        is_changed = [*members] != [*self._attempted]
-        is_whole = len(members) == self._count
-        those = f"{len(members)} of {self._count} processes ({_listed(members)})"
-        state = "trains" if is_whole else f"trains with {those}"
-        self.status = replace(self.status, attempt=attempt, state=state)
-        self._running, self._ends, self._ended_by = {*members}, [], math.inf
-        self._told_missing, self._attempted, self._is_to_grow = "", members, False
-        self._is_in_attempt, self._began, self._trained_at = True, self._clock(), math.inf
-        for member in members:
-            self._absent_since.pop(member, None)
-        self._show(self.status.members)
-        if is_changed:  # a memory may hold copies of one that it no longer follows
-            self._word = secrets.token_hex(16)
-        several = f" with {self._count} processes" if self._count > 1 else ""
-        several = several if is_whole else f" with {those}: {reason}"
-        self._log(f"starts attempt {attempt}{several}")
-        memories = [self._memories[member] for member in members]
-        shared = (",".join(memories), self._word) if all(memories) else ("", "")
-        named = ",".join(map(str, members))
-        whole = "" if is_whole else self._sizes.whole
-        port = self._free_port()
-        self._orders.append(
-            Start(attempt, port, self._job, named, *shared, whole, previous=self._previous)
-        )
-        self._previous = attempt
-
     def _end(self, member: int, code: int, how: str) -> None:
-        if member not in self._running:
+        """Note how a trainer has ended, and let the others end, too."""
+        attempt = self._attempt
+        if member not in attempt.running:
             return
-        self._running.discard(member)
-        is_first = not self._ends
-        self._ends.append(code)
-        if is_first:
+        attempt.running.discard(member)
+        attempt.ends.append(code)
+        if len(attempt.ends) == 1:
             self.status = replace(self.status, last_end=f"{self._name(member)} ended by {how}")
             self._log(self.status.last_end)
         seconds = _AFTER_FAILURE_SECONDS
         if _is_loss(code):
             seconds = _AFTER_LOSS_SECONDS
-        elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and self._trained_at < math.inf):
+        elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.trained_at < math.inf):
             seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing
-        if self._running and self._clock() + seconds < self._ended_by:
-            self._ended_by = self._clock() + seconds
+        if attempt.running and self._clock() + seconds < attempt.end_by:
+            attempt.end_by = self._clock() + seconds
             self._orders.append(End(self.status.attempt, seconds))
 
     def _decide(self) -> None:
-        """Finish after an attempt, or start another one after a pause."""
-        self._is_in_attempt, self._ended = False, self._clock()
-        code = verdict(self._ends)
-        if self._stopped_by and code == -signal.SIGTERM:
-            code = PREEMPTED  # the signal came before the trainer could handle it
-        if self._stopped_by or (not is_restartable(code) and not self._is_too_small(code)):
-            self._finish(shell_code(code), "asked to stop" if self._stopped_by else "")
-            return
-        if self._clock() - self._began >= RESET_SECONDS:
+        """Finish after an attempt, or let another one follow."""
+        attempt, now = self._attempt, self._clock()
+        self._is_in_attempt, self._ended, self._pause_until = False, now, now
+        code = verdict(attempt.ends)
+        number = len(attempt.members)
+        has_failed = code in (FAILED, CONFIG_ERROR) and attempt.trained_at == math.inf
+        is_too_small = has_failed and number < self._count  # perhaps
+        if self._stopped_by:
+            # The signal may have come before the trainer could handle it.
+            code = PREEMPTED if code == -signal.SIGTERM else shell_code(code)
+            return self._finish(code, "asked to stop")
+        if not is_restartable(code) and not is_too_small:
+            return self._finish(shell_code(code), "")
+        if now - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
             self._steady_seconds = _STEADY_SECONDS
-        if self._is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
-            self._pause_until = self._clock()
-            return
-        number = len(self._attempted)
+        if attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
+            return None
         # One failure is not enough: the next attempt does not begin with a step compiled ahead.
-        is_first_failure = self._failed != number
-        if self._is_too_small(code) and is_first_failure:
-            self._failed = number
-        elif self._is_too_small(code):
+        if is_too_small and self._failed_once == number:
             self._fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
-            self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
-            self._pause_until = self._clock()
-            return
+            return self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
+        if is_too_small:
+            self._failed_once = number
+        return self._restart(code)
+
+    def _restart(self, code: int) -> None:
+        """Let another attempt follow after a pause, or give up after too many."""
         if self._restarts_in_row >= self._policy.max_restarts:
-            self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
-            return
+            why = f"giving up after {self._restarts_in_row} restarts"
+            return self._finish(shell_code(code), why)
         doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
         pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
         self._restarts_in_row += 1
         self.status = replace(self.status, restarts=self.status.restarts + 1, state="restarts")
-        self._pause_until = self._clock() + pause
+        self._pause_until += pause
         limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
-        self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
-
-    def _is_too_small(self, code: int) -> bool:
-        """Return whether an attempt may have ended with this code for want of processes."""
-        is_shrunken = len(self._attempted) < self._count
-        return is_shrunken and code in (FAILED, CONFIG_ERROR) and self._trained_at == math.inf
-
-    def _asked_to_stop(self, number: int) -> Finish:
-        return Finish(INTERRUPTED if number == signal.SIGINT else PREEMPTED, "asked to stop")
+        return self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
 
     def _finish(self, code: int, why: str) -> None:
         self._finished = Finish(code, why)
@@ -459,6 +432,10 @@ class Council:
     def _name(self, member: int) -> str:
         host = self.status.members.get(member, "")
         return f"process {member}{host and f' on {host}'}"
+
+
+def _stop_code(number: int) -> int:
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def _listed(indices: Collection[int]) -> str:

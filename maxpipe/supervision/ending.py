@@ -38,11 +38,8 @@ def leave(code: int, reason: str = "") -> None:
     """End the process with an exit code, without waiting for threads or for other processes.
 
     First the functions given to `at_end` are called, the latest first, and the streams are flushed.
-    A call that hangs is abandoned after a few seconds.
-
-    Args:
-      code: exit code of this process.
-      reason: if given, the other processes of the run receive it and end with the same code.
+    A call that hangs is abandoned after a few seconds. If there is a reason, the other processes of
+    the run receive it and end with the same code.
     """
     threads = [threading.Thread(target=_finish, name="end", daemon=True)]
     if reason:

@@ -62,8 +62,7 @@ def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     message is enough. One of several processes does not take Python's normal exit then: it would
     wait for the others, and they wait for this one in a collective.
 
-    Args:
-      ends_process: if false, errors of a run with one process are left to the caller.
+    With `ends_process=False`, errors of a run with one process are left to the caller.
     """
     try:
         with _listening(), ending_with_lost_process():

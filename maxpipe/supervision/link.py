@@ -6,19 +6,19 @@ Both sides send a line every few seconds, so that a lost host is noticed. Import
 """
 
 import queue
-import selectors
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Self
 
 from maxpipe.config.terminal import Note, emit
+from maxpipe.storage.records import Damaged
 from maxpipe.supervision.council import Council
-from maxpipe.supervision.messages import Joined, Message, Order, Report, decode, encode
+from maxpipe.supervision.messages import Finish, Joined, Message, Order, Report, decode, encode
 from maxpipe.supervision.proof import CALLER, Listener, Unproved, prove
 
 PING_SECONDS = 5.0
@@ -33,91 +33,84 @@ _OTHERS = "another program answers, or a supervisor with another output_dir or M
 
 
 class LinkLost(ConnectionError):
-    """The other side is gone, or has been silent for too long."""
+    """The other side is gone, has been silent for too long, or is of another version."""
 
 
 class Line:
-    """Sends and receives messages over a connected socket whose other side has proved the secret.
-
-    Attributes:
-      heard: when the other side was last heard, by `time.monotonic`; at first, when it connected.
-      is_answered: whether `exchange` has heard the other side since the proof.
-    """
+    """Sends and receives messages over a connection whose other side has proved the secret."""
 
     def __init__(self, connection: socket.socket):
-        self.is_answered = False
-        self.heard = self._pinged = time.monotonic()
+        self.is_answered = False  # the other side has been heard since the proof
+        self.heard = self._pinged = time.monotonic()  # when; at first, when it connected
         self._socket = connection
         self._socket.settimeout(SILENCE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._buffer = b""
+        self._sending = threading.Lock()
+        self._received: queue.SimpleQueue[Message | LinkLost] = queue.SimpleQueue()
 
-    def fileno(self) -> int:
-        """Return the descriptor, for selectors."""
-        return self._socket.fileno()
-
-    def send(self, text: str) -> None:
-        """Send a line; raises `LinkLost` if the other side is gone."""
+    def send(self, message: Message | None) -> None:
+        """Send a message, or only a sign of life; raises `LinkLost` if the other side is gone."""
+        text = encode(message) if message is not None else ""
         try:
-            self._socket.sendall(text.encode() + b"\n")
+            with self._sending:
+                self._socket.sendall(text.encode() + b"\n")
         except OSError as error:
             raise LinkLost(str(error)) from error
 
     def ping(self) -> None:
-        """Send an empty line if it is time for one; raise `LinkLost` after a long silence."""
+        """Send a sign of life if it is time for one; raises as `send`."""
         now = time.monotonic()
-        if now - self.heard > SILENCE_SECONDS:
-            raise LinkLost(f"silent for {SILENCE_SECONDS:g} s")
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
-            self.send("")
+            self.send(None)
 
-    def receive(self) -> list[str]:
-        """Return the lines that have arrived; to be called when a selector reports something.
-
-        Lines that only tell that the other side is there are empty.
-
-        Raises:
-          LinkLost: the connection is closed, or what arrives is not lines.
-        """
+    def messages(self) -> Iterator[Message]:
+        """Wait for messages, and yield each; raises `LinkLost` at the end."""
         try:
-            received = self._socket.recv(65536)
+            with self._socket.makefile("rb") as lines:
+                while (line := lines.readline(_MAX_LINE)).endswith(b"\n"):
+                    self.heard, self.is_answered = time.monotonic(), True
+                    if text := line.decode(errors="replace").strip():
+                        yield decode(text)
+        except TimeoutError as error:
+            raise LinkLost(f"silent for {SILENCE_SECONDS:g} s") from error
         except OSError as error:
             raise LinkLost(str(error)) from error
-        if not received:
-            raise LinkLost("closed")
-        self.heard = time.monotonic()
-        *lines, self._buffer = (self._buffer + received).split(b"\n")
-        if len(self._buffer) > _MAX_LINE:
-            raise LinkLost("no lines")
-        return [line.decode(errors="replace") for line in lines]
+        except Damaged as error:
+            raise LinkLost(f"of another version: {error}") from error
+        raise LinkLost("closed")
+
+    def receive(self) -> None:
+        """Let a thread wait for messages from now on; `exchange` takes them."""
+        threading.Thread(target=self._receive, name="orders", daemon=True).start()
+
+    def exchange(self, handle: Callable[[Message], None], seconds: float) -> None:
+        """Wait up to `seconds` for messages, and pass them to `handle`; raises as `messages`."""
+        with suppress(queue.Empty):
+            received = self._received.get(timeout=seconds)
+            while True:
+                if isinstance(received, LinkLost):
+                    raise received
+                handle(received)
+                received = self._received.get_nowait()
+        self.ping()
+
+    def _receive(self) -> None:
+        try:
+            for message in self.messages():
+                self._received.put(message)
+        except LinkLost as error:
+            self._received.put(error)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, which also ends `messages` in another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
-@dataclass(eq=False)
-class _Guest:
-    """A supervisor's connection to the hub: a member's once seated.
-
-    Attributes:
-      line: the connection.
-      came: when it was opened, by `time.monotonic`.
-      member: number that the supervisor claims; -1 until it has greeted.
-      unread: received lines that have not been processed.
-      is_refused: whether it has been ordered to leave.
-    """
-
-    line: Line
-    came: float = field(default_factory=time.monotonic)
-    member: int = -1
-    unread: list[str] = field(default_factory=list)
-    is_refused: bool = False
-
-
 class Hub:
-    """Connects a council with all supervisors of a run, in a thread of supervisor 0.
+    """Connects a council with all supervisors of a run, in threads of supervisor 0.
 
     Args:
       council: the council, which receives reports and gives orders.
@@ -131,12 +124,11 @@ class Hub:
 
     def __init__(self, council: Council, host: str, port: int, secret: str):
         self._council = council
-        self._proved: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._listener = Listener(host, port, lambda: secret, lambda at, _: self._proved.put(at))
+        self._listener = Listener(host, port, lambda: secret, self._attend)
         self.address = self._listener.own_host, self._listener.port
-        self._selector = selectors.DefaultSelector()
-        self._guests: list[_Guest] = []
-        self._seats: dict[int, _Guest] = {}
+        self._lines: set[Line] = set()
+        self._seats: dict[int, Line] = {}  # member -> its line
+        self._lock = threading.RLock()  # of all these, and of the council
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="council", daemon=True)
 
@@ -149,92 +141,92 @@ class Hub:
         self._closed.set()
         self._thread.join()
         self._listener.__exit__()
-        for guest in self._guests:
-            guest.line.close()
-        self._selector.close()
+        for line in [*self._lines]:
+            line.close()
 
     def _serve(self) -> None:
-        try:
-            self._serve_until_closed()
-        except Exception as error:
-            # Without this, supervisor 0 would go on as if the run were still supervised.
-            emit(traceback.format_exc(), sys.stderr)
-            self._council.fail(f"the council has failed: {type(error).__name__}: {error}")
-            self._broadcast(self._council.take_orders())
-
-    def _serve_until_closed(self) -> None:
         until = float("inf")
         # At the end the others must get the last order: they close their lines once they have it.
-        while time.monotonic() < until and not (self._closed.is_set() and not self._guests):
-            ready = {key.data for key, _ in self._selector.select(_TICK_SECONDS)}
-            while not self._proved.empty():
-                guest = _Guest(Line(self._proved.get()))
-                self._selector.register(guest.line, selectors.EVENT_READ, guest)
-                self._guests.append(guest)
-            for guest in [*self._guests]:
-                self._attend(guest, is_ready=guest in ready)
-            self._broadcast(self._council.take_orders())
+        while time.monotonic() < until and not (self._closed.is_set() and not self._lines):
+            with self._lock:
+                self._give_orders()
             if self._closed.is_set():
                 until = min(until, time.monotonic() + _FAREWELL_SECONDS)
+            time.sleep(_TICK_SECONDS)
 
-    def _attend(self, guest: _Guest, *, is_ready: bool) -> None:
+    def _give_orders(self) -> None:
         try:
-            if is_ready:
-                guest.unread += filter(None, guest.line.receive())
-            if guest.is_refused:
-                guest.unread.clear()  # it has not yet read the order to leave
-            while guest.unread and self._is_heard(guest):
-                self._take(guest, guest.unread.pop(0))
-            guest.line.ping()
-        except (LinkLost, ValueError):
-            self._drop(guest)
-
-    def _is_heard(self, guest: _Guest) -> bool:
-        """Return whether the council should hear a guest, which greets first, yet.
-
-        Another line of this member may be an earlier one whose host has failed: it is silent then,
-        and soon found lost. If it is alive, two claim this number, and the council decides.
-        """
-        if guest.member < 0:
-            greeting = decode(guest.unread[0])
-            if not isinstance(greeting, Joined):
-                raise ValueError(f"no greeting: {greeting}")
-            guest.member = greeting.index
-        holder = self._seats.setdefault(guest.member, guest)
-        return holder is guest or holder.line.heard - guest.came > _SURE_SECONDS
-
-    def _take(self, guest: _Guest, text: str) -> None:
-        """Process a report; raises ValueError for other lines."""
-        report = decode(text)
-        if not isinstance(report, Report):
-            raise ValueError(f"no report: {text!r}")
-        if refusal := self._council.receive(guest.member, report):
-            guest.is_refused = True
-            guest.unread.clear()
-            self._leave_seat(guest)
-            guest.line.send(encode(refusal))
-
-    def _leave_seat(self, guest: _Guest) -> bool:
-        """Free a guest's seat; return whether it had one."""
-        if self._seats.get(guest.member) is not guest:
-            return False
-        del self._seats[guest.member]
-        return True
-
-    def _drop(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
-        self._selector.unregister(guest.line)
-        guest.line.close()
-        if self._leave_seat(guest):
-            self._council.lose(guest.member)
-
-    def _broadcast(self, orders: Sequence[Order]) -> None:
+            orders = self._council.take_orders()
+        except Exception as error:
+            orders = self._fail(error)
         for order in orders:
-            for guest in [*self._seats.values()]:
-                try:
-                    guest.line.send(encode(order))
-                except LinkLost:
-                    self._drop(guest)
+            for line in self._seats.values():
+                with suppress(LinkLost):  # which `_attend` notices
+                    line.send(order)
+        for line in self._lines:
+            with suppress(LinkLost):
+                line.ping()
+
+    def _fail(self, error: Exception) -> list[Order]:
+        # Without this, supervisor 0 would go on as if the run were still supervised.
+        emit("".join(traceback.format_exception(error)), sys.stderr)
+        finish = Finish(1, f"the council has failed: {type(error).__name__}: {error}")
+        self._council.fail(finish.why)
+        return [finish]
+
+    def _attend(self, connection: socket.socket, _: str) -> None:
+        """Hear a supervisor, which greets first, until its line ends."""
+        line, member = Line(connection), -1
+        with self._lock:
+            self._lines.add(line)
+        try:
+            for report in line.messages():
+                if member < 0 and isinstance(report, Joined):
+                    member = report.index
+                if member < 0 or not isinstance(report, Report):
+                    break
+                self._wait_for_seat(member, line)
+                self._take(member, line, report)
+        except LinkLost:
+            pass
+        finally:
+            line.close()
+            with self._lock:
+                self._lines.discard(line)
+                if self._seats.get(member) is line:
+                    del self._seats[member]
+                    self._council.lose(member)
+
+    def _wait_for_seat(self, member: int, line: Line) -> None:
+        """Wait until it is clear whether another line of a member is alive.
+
+        It may be an earlier one whose host has failed: it is silent then, and soon found lost. If
+        it is alive, two claim this number, and the council decides.
+        """
+        came = line.heard
+        while (other := self._seats.get(member, line)) is not line and line in self._lines:
+            if other.heard - came > _SURE_SECONDS:
+                return
+            time.sleep(_TICK_SECONDS)
+
+    def _take(self, member: int, line: Line, report: Report) -> None:
+        """Pass a report to the council; raises `LinkLost` once a refused supervisor has gone."""
+        with self._lock:
+            self._seats.setdefault(member, line)
+            try:
+                refusal = self._council.receive(member, report)
+            except Damaged as error:
+                raise LinkLost(str(error)) from error
+            except Exception as error:
+                self._fail(error)
+                return
+            if refusal is None:
+                return
+            if self._seats[member] is line:
+                del self._seats[member]
+        line.send(refusal)
+        for _ in line.messages():
+            pass  # said before it has read the order to leave
 
 
 def connect(
@@ -251,7 +243,7 @@ def connect(
       address: host and port of supervisor 0.
       secret: the run's.
       greet: function that returns the first report, given this host's address on the connection.
-      until: when to stop waiting for supervisor 0, by `time.monotonic`.
+      until: when to stop waiting, by `time.monotonic`.
       gives_up: function that returns whether to return None rather than keep waiting.
       log: function that receives a line, once, if somebody else answers.
 
@@ -261,17 +253,17 @@ def connect(
     is_told = False
     while not gives_up():
         left = max(1.0, until - time.monotonic())
+        connection = None
         try:
             connection = socket.create_connection(address, min(left, SILENCE_SECONDS))
-            try:
-                prove(connection, secret, CALLER)
-                line = Line(connection)
-                line.send(encode(greet(str(connection.getsockname()[0]))))
-                return line
-            except BaseException:
-                connection.close()
-                raise
+            prove(connection, secret, CALLER)
+            line = Line(connection)
+            line.send(greet(str(connection.getsockname()[0])))
+            line.receive()
+            return line
         except OSError as error:
+            if connection is not None:
+                connection.close()
             reason = _OTHERS if isinstance(error, Unproved) else str(error)
             message = describe_absence(address, reason)
             if time.monotonic() > until:
@@ -281,25 +273,6 @@ def connect(
                 log(message)
             time.sleep(_RETRY_SECONDS)
     return None
-
-
-def exchange(line: Line, handle: Callable[[Message], None], seconds: float) -> None:
-    """Wait up to `seconds` for orders, and pass them to `handle`.
-
-    Raises:
-      LinkLost: supervisor 0 is gone, or of another version.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(line, selectors.EVENT_READ)
-        texts = line.receive() if selector.select(seconds) else []
-    try:
-        orders = [decode(text) for text in texts if text]
-    except ValueError as error:
-        raise LinkLost(f"of another version: {error}") from error
-    line.is_answered |= bool(texts)
-    for order in orders:
-        handle(order)
-    line.ping()
 
 
 def describe_absence(address: tuple[str, int], reason: str) -> str:

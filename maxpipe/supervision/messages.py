@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.storage.records import parse_record
+from maxpipe.storage.records import Damaged, parse_record
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,16 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
-
-    `members` are the supervisors that take part, comma-separated: processes 0, 1, ... of the
-    attempt, in this order. `memories` are the HOST:PORT of their memories, likewise, and `word` is
-    the password; "" without. `whole` is what trainers have to know if not all take part, see
-    `Sizes`. `previous` is the attempt before: replicas of a supervisor that took no part in it are
-    of another history.
-    """
+    """Start a trainer."""
 
     attempt: int
-    port: int
+    port: int  # where the attempt's coordinator listens, on supervisor 0's host
     job: str
-    members: str = "0"
-    memories: str = ""
-    word: str = ""
-    whole: str = ""
-    previous: int = 0
-
-    @property
-    def indices(self) -> list[int]:
-        """Return the supervisors that take part."""
-        return [int(text) for text in self.members.split(",")]
+    members: tuple[int, ...] = (0,)  # who takes part: processes 0, 1, ... of the attempt
+    memories: tuple[str, ...] = ()  # HOST:PORT of their memories; empty without
+    word: str = ""  # password of these memories
+    whole: str = ""  # what trainers have to know if not all take part, see `Sizes`
+    previous: int = 0  # who took no part in this one has replicas of another history
 
 
 @dataclass(frozen=True)
@@ -111,8 +99,8 @@ def encode(message: Message) -> str:
 
 
 def decode(line: str) -> Message:
-    """Return the message in a line; raises ValueError if there is none."""
+    """Return the message in a line; raises `Damaged` if there is none."""
     kind, _, record = line.partition(" ")
     if kind not in _KINDS:
-        raise ValueError(f"no message: {line[:100]!r}")
+        raise Damaged(f"no message: {line[:100]!r}")
     return parse_record(record, _KINDS[kind])

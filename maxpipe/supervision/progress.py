@@ -13,7 +13,7 @@ from pathlib import Path
 
 from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.storage.records import read_record
+from maxpipe.storage.records import Damaged, parse_record, read_record
 
 PROGRESS = "MAXPIPE_PROGRESS"
 DOWNTIME = "MAXPIPE_DOWNTIME"
@@ -24,32 +24,20 @@ _WRITE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trainer is.
+    """How far a trainer is."""
 
-    Attributes:
-      run: the run's directory; "" while it is not known.
-      step: number of finished steps; 0 before the first one of this process.
-      at: time at which that step was finished, by the machine's clock.
-      sizes: the sizes with which the run may go on; None while they are not known.
-    """
-
-    run: str = ""
-    step: int = 0
-    at: float = 0.0
-    sizes: Sizes | None = None
+    run: str = ""  # the run's directory, once it is known
+    step: int = 0  # number of finished steps; 0 before the first one of this process
+    at: float = 0.0  # when that step was finished, by the machine's clock
+    sizes: Sizes | None = None  # with which the run may go on, once they are known
 
 
 @dataclass(frozen=True)
 class Downtime:
-    """How long a run was down before this process began, in seconds.
+    """How long a run was down before this process began, in seconds."""
 
-    Attributes:
-      detection: time from the last step of the previous attempt to the end of its trainer.
-      restart: time from then to the start of this process.
-    """
-
-    detection: float = 0.0
-    restart: float = 0.0
+    detection: float = 0.0  # from the last step of the previous attempt to the end of its trainer
+    restart: float = 0.0  # from then to the start of this process
 
     def to_dict(self) -> dict[str, float]:
         """Return cause -> seconds; empty if the run was not down."""
@@ -57,12 +45,7 @@ class Downtime:
 
 
 class ProgressFile:
-    """Writes the progress of this process for its supervisor; without one its calls do nothing.
-
-    Args:
-      path: the file; None without a supervisor.
-      clock: wall clock, in seconds.
-    """
+    """Writes the progress of this process for its supervisor; without one its calls do nothing."""
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time):
         self._path = path
@@ -110,25 +93,20 @@ def progress_file_of_process() -> ProgressFile:
 
 def read_progress(path: Path) -> Progress:
     """Return the progress that a trainer has written, an empty one if it has not."""
-    with suppress(OSError, ValueError):
+    with suppress(Damaged):
         return read_record(path, Progress)
     return Progress()
 
 
 def downtime_variable(progress: Progress, ended: float) -> str:
-    """Return the value of MAXPIPE_DOWNTIME for the next trainer.
-
-    Args:
-      progress: the last progress of the trainer that has ended.
-      ended: time at which it ended, by the machine's clock.
-    """
+    """Return the value of MAXPIPE_DOWNTIME for the trainer after one that ended at a time."""
     detection = ended - progress.at if progress.at else 0.0
     return json.dumps((max(0.0, detection), ended))
 
 
 def downtime_of_process() -> Downtime:
     """Return the downtime of the run before this process, zero without a supervisor."""
-    with suppress(ValueError, TypeError):
-        detection, ended = json.loads(os.environ.get(DOWNTIME, ""))
-        return Downtime(float(detection), max(0.0, time.time() - float(ended)))
+    with suppress(ValueError):
+        detection, ended = parse_record(os.environ.get(DOWNTIME, ""), list[float])
+        return Downtime(detection, max(0.0, time.time() - ended))
     return Downtime()

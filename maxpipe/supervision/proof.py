@@ -77,10 +77,6 @@ class Listener:
       secret: function that returns the secret; None refuses everyone.
       handle: function that receives a connection, to be closed by it, and the secret; called in a
         thread for each connection.
-
-    Attributes:
-      port: the port in use.
-      own_host: an address at which this machine itself reaches it.
     """
 
     def __init__(
@@ -91,30 +87,30 @@ class Listener:
         handle: Callable[[socket.socket, str], None],
     ):
         self._secret, self._handle = secret, handle
-        self._sockets = _listen(host, port)
-        address = self._sockets[0].getsockname()
+        self._socket = _listen(host, port)
+        self._socket.settimeout(_ACCEPT_SECONDS)
+        address = self._socket.getsockname()
         self.port = int(address[1])
         is_everywhere = ipaddress.ip_address(address[0]).is_unspecified
+        # An address at which this machine itself reaches it.
         self.own_host = "localhost" if is_everywhere else str(address[0])
         self._unproved = threading.Semaphore(_MOST_UNPROVED)
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
-        for listener in self._sockets:
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        threading.Thread(target=self._accept, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        for listener in self._sockets:
-            listener.close()
+        self._socket.close()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         while not self._closed.is_set():
             if not self._unproved.acquire(timeout=_ACCEPT_SECONDS):
                 continue
             try:
-                connection = listener.accept()[0]
+                connection = self._socket.accept()[0]
                 threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # none has come, or too many files or threads
                 self._unproved.release()
@@ -134,31 +130,24 @@ class Listener:
         self._handle(connection, secret)
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at the addresses of a host, IPv4 first; only one for port 0.
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of a host, IPv4 rather than IPv6.
 
-    If these are not this machine's, or lead others elsewhere, it listens at all of its addresses.
+    If none of them is this machine's, or they lead others elsewhere, it listens at all addresses.
     """
     try:
-        addresses = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except socket.gaierror:
-        addresses = []
-    sockets = []
-    for family, *_, address in addresses:
+        found = []
+    for family, *_, address in found:
         is_loopback = ipaddress.ip_address(address[0]).is_loopback
         if is_loopback and host not in ("localhost", address[0]):
             continue  # its name in its own /etc/hosts
         try:
-            sockets.append(socket.create_server(address, family=family))
+            return socket.create_server(address, family=family)
         except OSError as error:
             if error.errno not in _NOT_HERE:
                 raise
-        if sockets and not port:
-            break
-    if not sockets:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        sockets = [socket.create_server(("", port), family=family, dualstack_ipv6=dual)]
-    for listener in sockets:
-        listener.settimeout(_ACCEPT_SECONDS)
-    return sockets
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import at_end
-from maxpipe.storage.lease import Lease, Owner, PlaceInUse, acquire
-from maxpipe.storage.lease_places import LeaseDirectory, LeasePlace
+from maxpipe.storage.lease import Lease, LeaseDirectory, LeasePlace, Owner, PlaceInUse, acquire
 from maxpipe.storage.object_store import explained
 
 if TYPE_CHECKING:  # takes time to import, and most runs have none
@@ -21,11 +20,7 @@ _MIRROR = "checkpoint.mirror"
 
 
 class RunLease:
-    """Leases of the places that a run writes to; without leases its calls do nothing.
-
-    Args:
-      leases: the lease of the run's directory, then the mirror's.
-    """
+    """Leases of a run's directory, then of its mirror; without leases its calls do nothing."""
 
     def __init__(self, leases: Sequence[Lease] = ()):
         self._leases = leases
@@ -56,9 +51,10 @@ def own_run(
 ) -> Iterator[RunLease]:
     """Own a run's directory and mirror, and release both at the end of the context or process.
 
+    A directory that is made here is removed at the end if it is empty.
+
     Args:
-      root: the run's directory; made if it does not exist, and then removed at the end if it is
-        empty.
+      root: the run's directory.
       mirror: the mirror of the run's checkpoints, if it has one.
       job: name and attempt of the job that this process belongs to.
       log: function that receives a line about a wait or a takeover.

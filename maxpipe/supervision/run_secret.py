@@ -27,10 +27,6 @@ def run_secret(command: Sequence[str], count: int) -> str:
     only this user may read, in the `output_dir` of the training, which all hosts share. For another
     command it is in `~/.cache/maxpipe`.
 
-    Args:
-      command: command line that starts the trainer.
-      count: number of supervisors; one alone needs none from outside.
-
     Raises:
       ConfigError: there is no secret, and no place for one that only this user may read.
     """

@@ -68,8 +68,8 @@ class Interruption:
 
     Args:
       on_request: function called in another thread when a signal asks to stop.
-      ends_process: if false, a signal that would end the process at once raises KeyboardInterrupt
-        or SystemExit in the main thread instead.
+      ends_process: whether a signal may end the process at once, rather than raise
+        KeyboardInterrupt or SystemExit in the main thread.
     """
 
     def __init__(

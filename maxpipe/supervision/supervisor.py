@@ -9,15 +9,14 @@ import os
 import platform
 import resource
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from threading import Thread
 from types import FrameType
-from typing import Self
 
 from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
@@ -26,16 +25,9 @@ from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import WHOLE, Place, Sizes, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervision.council import Council, Policy, describe
-from maxpipe.supervision.ending import LOST
-from maxpipe.supervision.link import (
-    Hub,
-    Line,
-    LinkLost,
-    connect,
-    describe_absence,
-    exchange,
-)
-from maxpipe.supervision.memory import MEMORY, SharedMemory, shared_memory
+from maxpipe.supervision.ending import LOST, die_with_parent
+from maxpipe.supervision.link import Hub, Line, LinkLost, connect, describe_absence
+from maxpipe.supervision.memory import MEMORY, hold, shared_memory
 from maxpipe.supervision.messages import (
     End,
     Ended,
@@ -47,7 +39,6 @@ from maxpipe.supervision.messages import (
     Start,
     Stopping,
     Trained,
-    encode,
 )
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
@@ -59,13 +50,45 @@ from maxpipe.supervision.progress import (
 )
 from maxpipe.supervision.run_secret import run_secret
 from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
-from maxpipe.supervision.trainer_process import TrainerProcess
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for the last status to be written
-_OTHER_FILES = 64  # open files of supervisor 0 other than a line for each supervisor
+_STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
+
+
+class TrainerProcess:
+    """A running trainer, in a session of its own; ended with all its children."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]):
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        self._abort_at = self._kill_at = float("inf")
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it runs; end it if due."""
+        code = self._process.poll()
+        now = time.monotonic()
+        if code is not None or now >= self._kill_at:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # worker processes may outlive it
+        elif now >= self._abort_at:
+            self._abort_at, self._kill_at = float("inf"), now + _STACKS_SECONDS
+            self.send(signal.SIGABRT)  # Python writes the stacks of all threads
+        return code
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def end_within(self, seconds: float) -> None:
+        """Let `poll` end it after some seconds, if it has not ended by itself."""
+        self._abort_at = min(self._abort_at, time.monotonic() + seconds)
 
 
 class Supervisor:
@@ -78,11 +101,6 @@ class Supervisor:
       directory: directory for this supervisor's files.
       memory: directory in memory for replicas, the trainer's and a partner's; None without one.
       partners: exchange of replicas with other supervisors; None without these or without memory.
-
-    Attributes:
-      code: exit code of this supervisor, None as long as its run has not ended.
-      progress_file: file in which the trainer reports how far it is.
-      stopped_by: the signal that it has passed on to its trainer, 0 without one.
     """
 
     def __init__(
@@ -91,23 +109,19 @@ class Supervisor:
         place: Place,
         log: Callable[[str], None],
         directory: Path,
-        memory: SharedMemory | None,
+        memory: Path | None,
         partners: Partners | None = None,
     ):
-        self.code: int | None = None
-        self.stopped_by = 0
-        self.progress_file = directory / "progress.json"
-        self._command = command
-        self._place = place
-        self._log = log
-        self._memory = memory
-        self._own: Path | None = None  # the trainer's directory in memory
-        self._partners = partners
-        self._starting: tuple[Start, Thread] | None = None
+        self.code: int | None = None  # exit code, once the run has ended
+        self.stopped_by = 0  # the signal that was passed on to the trainer
+        self.progress_file = directory / "progress.json"  # written by the trainer
+        self._command, self._place, self._log = command, place, log
+        self._memory, self._partners = memory, partners
+        self._line: Line | None = None
+        self._trainer: TrainerProcess | None = None
+        self._starting: tuple[Start, threading.Event] | None = None  # waits for lost replicas
         self._attempt = 0
         self._took_part = 0  # the latest attempt in which this supervisor was to take part
-        self._trainer: TrainerProcess | None = None
-        self._line: Line | None = None
         self._downtime = ""
         self._sizes: Sizes | None = None  # the council's, for a council that replaces it
         self._is_told = True  # whether the council knows the trainer's sizes, if it has any
@@ -129,16 +143,17 @@ class Supervisor:
 
     def handle(self, order: Message) -> None:
         """Follow an order."""
+        is_of_attempt = isinstance(order, End | Save) and order.attempt == self._attempt
         match order:
             case Start():
                 self._attempt = order.attempt
                 self._prepare(order)
-            case End() | Save() if order.attempt == self._attempt and self._starting is not None:
+            case End() | Save() if is_of_attempt and self._starting is not None:
                 self._starting = None
                 self._report(Ended(self._attempt, LOST if isinstance(order, End) else PREEMPTED))
-            case Save() if order.attempt == self._attempt and self._trainer is not None:
+            case Save() if is_of_attempt and self._trainer is not None:
                 self._trainer.send(signal.SIGTERM)
-            case End() if order.attempt == self._attempt and self._trainer is not None:
+            case End() if is_of_attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
             case Sizes():
                 self._sizes = order
@@ -164,28 +179,22 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def look(self) -> None:
-        """Start the trainer when its memory is ready; report its end, if it has ended.
-
-        Memory that was removed from outside is locked again, before another supervisor takes what
-        the trainer writes there for an orphan's.
-        """
+        """Start the trainer when its memory is ready; report how far it is, and its end."""
         if self._memory is not None:
             with contextlib.suppress(OSError):  # reported when the next trainer starts
-                self._memory.hold()
-        if self._starting is not None:
-            order, fetching = self._starting
-            if not fetching.is_alive():
-                self._starting = None
-                self._start(order)
+                hold(self._memory)
+        if self._starting is not None and self._starting[1].is_set():
+            order, _ = self._starting
+            self._starting = None
+            self._start(order)
         code = self._take_end()
-        self._tell_progress()
+        if not (self._is_told and self._has_trained):
+            self._tell_progress()
         if code is not None:
             self._report(Ended(self._attempt, code))
 
     def _tell_progress(self) -> None:
         """Report the run's sizes, and its first step, once the trainer has written them."""
-        if self._is_told and self._has_trained:
-            return
         progress = read_progress(self.progress_file)
         if progress.sizes and not self._is_told:
             self._report(progress.sizes)
@@ -196,50 +205,41 @@ class Supervisor:
 
     def _prepare(self, order: Start) -> None:
         """Start the trainer; with partners let `look` start it once lost replicas are fetched."""
-        if self._place.index not in order.indices:
+        if self._place.index not in order.members:
             self._log(f"process {self._place.index} waits: the others go on without it for now")
             if self._partners is not None:
                 self._partners.rest()
             return
-        took_part, self._took_part = self._took_part, order.attempt
-        self._own = self._hold_own()
+        # Since it last took part, the others may have gone back, and on from there.
+        is_stale = self._took_part != order.previous
+        self._took_part = order.attempt
+        if self._memory is not None:
+            try:
+                hold(self._memory)
+                (self._memory / OWN).mkdir(exist_ok=True)
+            except OSError as error:
+                self._log(f"the trainer gets no directory in memory: {error}")
         if self._partners is None:
             self._start(order)
         else:
-            addresses = order.memories.split(",") if order.memories else []
-            memories = dict(zip(order.indices, addresses, strict=False))
-            # Since it last took part, the others may have gone back, and on from there.
-            is_stale = took_part != order.previous
-            thread = self._partners.begin(memories, order.word, forgets=is_stale)
-            self._starting = order, thread
-
-    def _hold_own(self) -> Path | None:
-        """Return the trainer's directory in memory, made again if it was lost; None without one."""
-        if self._memory is None:
-            return None
-        own = self._memory.path / OWN
-        try:
-            self._memory.hold()
-            own.mkdir(exist_ok=True)
-        except OSError as error:
-            self._log(f"the trainer gets no directory in memory: {error}")
-            return None
-        return own
+            memories = dict(zip(order.members, order.memories, strict=False))
+            ready = self._partners.begin(memories, order.word, forgets=is_stale)
+            self._starting = order, ready
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
-        if self._own is not None:
-            environment[MEMORY] = str(self._own)
+        if self._memory is not None and (self._memory / OWN).is_dir():
+            environment[MEMORY] = str(self._memory / OWN)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
             host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": f"{host}:{order.port}",
-                "JAX_NUM_PROCESSES": str(len(order.indices)),
-                "JAX_PROCESS_ID": str(order.indices.index(self._place.index)),
+                "JAX_NUM_PROCESSES": str(len(order.members)),
+                "JAX_PROCESS_ID": str(order.members.index(self._place.index)),
             }
         if order.whole:
             environment[WHOLE] = order.whole
@@ -256,7 +256,7 @@ class Supervisor:
 
     def _report(self, report: Report) -> None:
         if self._line is not None:
-            self._line.send(encode(report))
+            self._line.send(report)
 
     def _take_end(self) -> int | None:
         if self._trainer is None or (code := self._trainer.poll()) is None:
@@ -292,19 +292,19 @@ def supervise(
         signals = stack.enter_context(_signals())
         memory = stack.enter_context(shared_memory())
         if memory is not None:
-            directory = memory.path  # which ends with this process, however it ends
+            directory = memory  # which ends with this process, however it ends
         else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
         address = (place.host, place.port)
         partners = None
         if memory is not None and place.count > 1:
-            partners = stack.enter_context(Partners(memory.path, place.index))
+            partners = stack.enter_context(Partners(memory, place.index))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
             hub = stack.enter_context(_hub(council, place, secret))
             address = hub.address
-            stack.enter_context(_StatusWriter(council, supervisor.progress_file))
+            stack.enter_context(_writing_status(council, supervisor.progress_file))
         stack.callback(supervisor.end)
         return _follow(supervisor, place, address, secret, policy.wait_seconds, signals, log)
 
@@ -318,28 +318,18 @@ def _follow(
     signals: list[int],
     log: Callable[[str], None],
 ) -> int:
-    """Let a supervisor follow the council at an address, and return the exit code.
+    """Let a supervisor that has not joined follow the council; return the exit code.
 
-    Args:
-      supervisor: a supervisor that has not joined yet.
-      place: its host's place in the run.
-      address: host and port of supervisor 0.
-      secret: the run's.
-      wait_seconds: how long to wait for supervisor 0 to come, or to come back.
-      signals: list that receives signals that ask to stop, as they come.
-      log: function that receives a line for each event.
+    `signals` receives signals that ask to stop, as they come.
     """
+
+    def is_stopped() -> bool:
+        return bool(signals or supervisor.stopped_by)
+
     until = time.monotonic() + wait_seconds
     while supervisor.code is None:
         try:
-            line = connect(
-                address,
-                secret,
-                supervisor.greeting,
-                until,
-                lambda: bool(signals or supervisor.stopped_by),
-                log,
-            )
+            line = connect(address, secret, supervisor.greeting, until, is_stopped, log)
         except LinkLost as error:
             log(f"{error}; exit code {LOST}")
             return LOST
@@ -351,7 +341,7 @@ def _follow(
             while supervisor.code is None:
                 if signals:
                     supervisor.stop(signals.pop())
-                exchange(line, supervisor.handle, _LOOK_SECONDS)
+                line.exchange(supervisor.handle, _LOOK_SECONDS)
                 supervisor.look()
         except LinkLost as error:
             log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
@@ -367,12 +357,9 @@ def _follow(
 
 
 def _hub(council: Council, place: Place, secret: str) -> Hub:
-    """Return the hub of a council.
-
-    Raises:
-      ConfigError: its port is in use, or the host allows too few open files for all supervisors.
-    """
-    _allow_files(place.count + _OTHER_FILES)
+    """Return the hub of a council; raises ConfigError if its port is in use."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a line to each supervisor
     # A single process with an announced address starts JAX's own coordinator at that port.
     host, port = (place.host, place.port) if place.count > 1 else ("localhost", 0)
     try:
@@ -385,66 +372,35 @@ def _hub(council: Council, place: Place, secret: str) -> Hub:
         raise ConfigError(Problem("", message)) from error
 
 
-def _allow_files(count: int) -> None:
-    """Let this process have `count` files open at once.
+@contextlib.contextmanager
+def _writing_status(council: Council, progress_file: Path) -> Iterator[None]:
+    """Write `supervisor.json` into the run's directory when the status changes, and now and then.
 
-    Raises:
-      ConfigError: the host's limit is lower.
+    A thread does so: a file system may stall for longer than the other supervisors tolerate
+    silence.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
-        message = (
-            f"supervisor 0 needs {count} open files, a line to each of the others among them, and "
-            f"may have {hard}: raise the limit of this host (ulimit -Hn)"
-        )
-        raise ConfigError(Problem("", message))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    closed = threading.Event()
 
+    def serve() -> None:
+        run, written, at = "", "", 0.0
+        is_last = False
+        while not is_last:
+            is_last = closed.wait(_LOOK_SECONDS)
+            run = run or read_progress(progress_file).run
+            text = json.dumps(asdict(council.status))
+            now = time.monotonic()
+            if run and (text != written or now - at > _STATUS_SECONDS):
+                written, at = text, now
+                with contextlib.suppress(OSError):
+                    write_atomically(Path(run) / STATUS_FILE, [text.encode()])
 
-class _StatusWriter:
-    """Writes `supervisor.json` into the run's directory when it changes, and now and then.
-
-    It does so in its own thread, within a context: a file system may stall for longer than the
-    other supervisors tolerate silence.
-
-    Args:
-      council: the council whose status is written.
-      progress_file: file in which the trainer reports the run's directory.
-    """
-
-    def __init__(self, council: Council, progress_file: Path):
-        self._council = council
-        self._progress_file = progress_file
-        self._run = ""
-        self._written = ""
-        self._at = 0.0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._thread.join(_LAST_STATUS_SECONDS)
-
-    def _serve(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        """Write the council's status, if that is due."""
-        self._run = self._run or read_progress(self._progress_file).run
-        text = json.dumps(asdict(self._council.status))
-        is_due = text != self._written or time.monotonic() - self._at > _STATUS_SECONDS
-        if self._run and is_due:
-            self._written, self._at = text, time.monotonic()
-            with contextlib.suppress(OSError):
-                write_atomically(Path(self._run) / STATUS_FILE, [text.encode()])
+    thread = threading.Thread(target=serve, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(_LAST_STATUS_SECONDS)
 
 
 @contextlib.contextmanager

@@ -20,14 +20,14 @@ _POLL_SECONDS = 1.0  # so that deadlines of half an hour are not late by minutes
 class Watchdog:
     """Ends the process with exit code 124 when it has made no progress for too long.
 
-    The stacks of all Python threads are written to standard error first. The clock stops while the
-    machine sleeps. The other processes of the run are notified, and end as well. Inert until
-    entered as a context manager.
+    The stacks of all Python threads are written to `stream`, or standard error, first. The clock
+    stops while the machine sleeps. The other processes of the run are notified, and end as well.
+    Inert until entered as a context manager.
 
     Args:
       startup_seconds: limit from `__enter__` to the first `progress`; 0 = no deadline.
       step_seconds: limit from each `progress` to the next one; 0 = no deadline.
-      stream: file with a descriptor, to which stacks are written; standard error if None.
+      stream: file with a descriptor.
     """
 
     def __init__(
@@ -53,12 +53,9 @@ class Watchdog:
         self._closed.set()
 
     def progress(self, what: str, *, before_step: bool = True) -> None:
-        """Restart the clock.
+        """Restart the clock after `what`, such as "step 12", which is named if the next is late.
 
-        Args:
-          what: what has just been finished, such as "step 12"; the message of an expired deadline
-            names it.
-          before_step: whether a step comes next, rather than an evaluation or a save.
+        Unless `before_step`, an evaluation or a save comes next.
         """
         now = time.monotonic()
         if self._before_step:

@@ -25,6 +25,7 @@ from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.storage.local_files import write_atomically
+from maxpipe.storage.records import Damaged, read_record
 from maxpipe.telemetry.writers import Row
 
 IDS = "trackers.json"  # in the run's directory
@@ -60,10 +61,9 @@ class TrackedRun:
 
     def _ids(self) -> dict[str, str]:
         try:
-            ids = json.loads((self.directory / IDS).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            return read_record(self.directory / IDS, dict[str, str])
+        except Damaged:
             return {}
-        return ids if isinstance(ids, dict) else {}
 
 
 class Tracker(Protocol):

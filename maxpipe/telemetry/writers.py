@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import cast
 
 from maxpipe.storage.local_files import write_atomically
+from maxpipe.storage.records import Damaged, parse_record
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
 # Libraries that tensorboardX imports if they are installed, for features not used here; each takes
@@ -159,13 +160,13 @@ def _parse(line: bytes) -> tuple[int, float, bool] | None:
     None if the line is not a row.
     """
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_record(line, dict[str, object])
+    except Damaged:
         return None
-    if not (line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)):
+    step, seconds = row.get("step"), row.get("step_seconds")
+    if not (line.endswith(b"\n") and isinstance(step, int)):
         return None
-    seconds = row.get("step_seconds")
-    return row["step"], seconds if isinstance(seconds, float) else 0.0, CHANGED in row
+    return step, seconds if isinstance(seconds, float) else 0.0, CHANGED in row
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Compile the step for fewer hosts ahead of time, so that a run goes on at once if one is lost.
 
 Process 0 does so in a thread, for its own devices and those of the other remaining processes, which
-need not take part. `maxpipe.training.step_ahead` runs the result.
+need not take part. The result lies in the run's directory, next to the checkpoints. It is machine
+code, run only if it agrees with the configuration as `maxpipe.training.stored_step` says; otherwise
+the attempt on fewer hosts compiles its own.
 """
 
 import threading
@@ -11,28 +13,40 @@ from pathlib import Path
 from typing import cast
 
 import jax
+from jax.sharding import Mesh
 
 from maxpipe.compile.step import StepTrainer, compile_step
-from maxpipe.config import ConfigError, Problem
+from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.elastic import Hosts
+from maxpipe.config.elastic import KEY, Hosts
 from maxpipe.config.load import Loaded, resolve
-from maxpipe.config.terminal import ignore_note
+from maxpipe.config.options import update
+from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices import processes
 from maxpipe.devices.chips import device_memory
+from maxpipe.devices.cluster import whole_of_process
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.simulated import hindrance_of
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.supervision.ending import leave_behind
 from maxpipe.training.elastic import fit_next
 from maxpipe.training.loop import Session
-from maxpipe.training.step_ahead import BuildTrainer, confirm, step_file
-from maxpipe.training.stored_step import holds, write
+from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.stored_step import LOAD, holds, write
+from maxpipe.training.trainer import Trainer
+
+BuildTrainer = Callable[..., Trainer]  # (config, mesh, note=...), `maxpipe.builder.build_trainer`
 
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
+_TRIED = ".tried"  # suffix of a file in use by an attempt that has not finished a step yet
 # Otherwise the compiler would wait for measurements by processes that do not compile this.
 OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
+
+
+def step_file(config: Config, count: int) -> Path:
+    """Return the path of the step for `count` processes."""
+    return RunDirectory(config).root / "compiled_ahead" / f"step-{count}"
 
 
 def compile_ahead(
@@ -40,11 +54,7 @@ def compile_ahead(
 ) -> None:
     """Let process 0 compile the step for fewer hosts in a thread, once `run` has begun to train.
 
-    Args:
-      given: the configuration for all hosts.
-      run: the run, before its first step.
-      build_trainer: function that builds the trainer whose step is compiled.
-      log: function that prints a line.
+    `given` is the configuration for all hosts.
     """
     is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
     if is_elastic and processes.index() == 0:
@@ -77,12 +87,7 @@ def _work(
 
 
 def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
-    """Compile the step for the first processes and store it; no array is allocated.
-
-    Args:
-      given: the configuration fitted to these hosts.
-      hosts: the hosts that would be left.
-      build_trainer: function that builds the trainer.
+    """Compile the step for the first hosts, fitted to them, and store it; allocate no array.
 
     Returns:
       The file; None if it already holds the step.
@@ -109,3 +114,55 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
     file.parent.mkdir(parents=True, exist_ok=True)
     write(str(file), compiled.executable, config, mesh)
     return file
+
+
+def build_with_step_ahead(
+    config: Config, mesh: Mesh, build_trainer: BuildTrainer, note: Note
+) -> Trainer | None:
+    """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
+
+    All processes call this. The file has another name until `confirm` is called, so that the next
+    attempt compiles its own step if this one fails.
+
+    Returns:
+      The trainer; None if there is no such step, or it cannot be loaded.
+    """
+    if whole_of_process() is None:
+        return None
+    file = step_file(config, processes.count())
+    tried = _tried(file)
+    if processes.index() == 0:
+        tried.unlink(missing_ok=True)  # an attempt has failed with it
+    if not processes.agree(file.is_file()):
+        return None
+    if processes.index() == 0:
+        file.rename(tried)  # loading it may already end the process
+    processes.agree(True)
+    decisions: list[str] = []
+    trainer, reason = None, "another process cannot load it"
+    try:
+        loading = update(config, {LOAD: str(tried)})
+        trainer = build_trainer(loading, mesh, note=decisions.append)
+    except ConfigError as error:
+        reason = str(error)
+    if not processes.agree(trainer is not None):
+        note(f"the step compiled ahead is not used: {reason}")
+        return None
+    for decision in (*decisions, f"{LOAD}={file}: compiled while there were more hosts ({KEY})"):
+        note(decision)
+    return trainer
+
+
+def confirm(config: Config, count: int) -> None:
+    """Give the file of the step in use its name back, once these processes have finished a step.
+
+    Raises:
+      OSError: the run's directory cannot be written.
+    """
+    file = step_file(config, count)
+    if _tried(file).is_file():
+        _tried(file).rename(file)
+
+
+def _tried(file: Path) -> Path:
+    return file.with_name(file.name + _TRIED)

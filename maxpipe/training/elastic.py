@@ -15,12 +15,8 @@ from maxpipe.supervision.progress import ProgressFile
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
     """Return the configuration for the hosts present; unchanged if these are all.
 
-    The supervisor learns with how many hosts the run may go on. Without a supervisor, or with one
-    host, a remark says that the key has no effect.
-
-    Args:
-      loaded: the configuration for all hosts.
-      progress: file that the supervisor of this process reads.
+    The supervisor learns from `progress` with how many hosts the run may go on. Without a
+    supervisor, or with one host, a remark says that the key has no effect.
 
     Raises:
       ConfigError: the run cannot go on with fewer hosts, or not with these.
@@ -36,7 +32,7 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
     if jax.devices()[0].platform == "tpu":
         message = "a slice of TPUs does not start without one of its hosts: leave the key out"
         raise ConfigError(Problem(KEY, message))
-    counts = ",".join(map(str, counts_to_go_on(loaded, whole)))
+    counts = tuple(counts_to_go_on(loaded, whole))
     progress.may_go_on(Sizes(counts, elastic.wait_seconds, whole_variable(whole)))
     return loaded if now == whole else fit_fewer(loaded, whole, now)
 
@@ -44,11 +40,7 @@ def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
 def fit_next(loaded: Loaded) -> tuple[Loaded, Hosts] | None:
     """Return the configuration and the hosts with which the run goes on if one more host is lost.
 
-    Args:
-      loaded: the configuration for all hosts.
-
-    Returns:
-      Both; None if the run needs all hosts present.
+    None if the run needs all hosts present.
     """
     now, whole = _hosts()
     counts = [count for count in counts_to_go_on(loaded, whole) if count < now.processes]

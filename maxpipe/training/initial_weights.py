@@ -15,7 +15,7 @@ from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import FILE, ITEM, read_record
+from maxpipe.checkpoint.record import FILE, ITEM, step_record
 from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
@@ -158,7 +158,7 @@ class RunWeights:
     def __init__(self, config: Config, *, together: bool = False):
         self._directory = newest_step(config.init_from, together=together)
         try:
-            record = read_record(self._directory)
+            record = step_record(self._directory)
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
         if record.meta.get("config", {}).get("model", {}).get("lora", {}).get("rank"):

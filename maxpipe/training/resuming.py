@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.errors import CheckpointMismatch
-from maxpipe.checkpoint.going_back import Job, step_since
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, step_to_resume
+from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
@@ -41,7 +40,7 @@ def followed_once(
 ) -> Config:
     """Let the run resume from its newest step if an earlier attempt has already gone back.
 
-    All processes call this; see `maxpipe.checkpoint.going_back`.
+    All processes call this; see `maxpipe.checkpoint.policies`.
     """
     resume = config.checkpoint.resume
     if resume in NEWEST:

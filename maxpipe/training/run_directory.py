@@ -13,7 +13,7 @@ import yaml
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.record import Record, read_record
+from maxpipe.checkpoint.record import Record, step_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
@@ -208,7 +208,7 @@ class RunDirectory:
 
         `config.yml` is from the last start, which may have stopped before its first checkpoint.
         """
-        yield from _metas(steps, lambda step: read_record(step_path(self.checkpoints, step)))
+        yield from _metas(steps, lambda step: step_record(step_path(self.checkpoints, step)))
         try:
             written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -14,13 +14,12 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
-from maxpipe.checkpoint.going_back import followed
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.policies import NEWEST
+from maxpipe.checkpoint.policies import NEWEST, followed
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
-from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
+from maxpipe.checkpoint.replica_memory import NO_SUPERVISOR, reserve
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
@@ -63,7 +62,7 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.compile_ahead import compile_ahead
+from maxpipe.training.compile_ahead import build_with_step_ahead, compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.elastic import fit_hosts
 from maxpipe.training.initial_weights import (
@@ -93,7 +92,6 @@ from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.samples import check_samples
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.state import TrainState
-from maxpipe.training.step_ahead import build_with_step_ahead
 from maxpipe.training.trainer import StateT, Trainer
 
 
@@ -249,7 +247,7 @@ def open_run_directory(
     """
     every = config.checkpoint.replica_every
     if every and memory is None:
-        raise ConfigError(Problem(REPLICA_EVERY, NO_MEMORY))
+        raise ConfigError(Problem(REPLICA_EVERY, NO_SUPERVISOR))
     mirror = open_mirror(config)
     directory = RunDirectory(config, mirror)
     directory.claim(config, write=False)

@@ -8,10 +8,10 @@ executable is machine code all the same, so load only files whose origin you tru
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from maxpipe.devices.agreement import source_digest
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.storage.local_files import write_atomically
+from maxpipe.storage.records import Damaged, parse_record
 from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -44,23 +45,16 @@ PROGRAM = (
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
-JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
-Origin = dict[str, JsonValue]  # flat, keys as in `origin`
+Origin = dict[str, object]  # values of JSON, flat, keys as in `origin`
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What a file holds.
+class Header:
+    """What precedes the executable in a file."""
 
-    Attributes:
-      origin: what the executable was compiled from.
-      metrics: shapes of the step's metrics by name, sorted.
-      executable: the runtime's bytes.
-    """
-
-    origin: Origin
-    metrics: dict[str, list[int]]
-    executable: bytes
+    origin: Origin  # what it was compiled from
+    metrics: dict[str, list[int]]  # shapes of the step's metrics by name, sorted
+    sha256: str  # digest of the executable
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
@@ -72,12 +66,9 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
     executable = compiled.runtime_executable()
     assert executable is not None
     payload = executable.serialize()
-    header = {
-        "origin": origin(config, mesh),
-        "metrics": {name: list(m.shape) for name, m in sorted(compiled.out_info[1].items())},
-        "sha256": hashlib.sha256(payload).hexdigest(),
-    }
-    pieces = [MAGIC, json.dumps(header).encode(), b"\n", payload]
+    metrics = {name: list(m.shape) for name, m in sorted(compiled.out_info[1].items())}
+    header = Header(origin(config, mesh), metrics, hashlib.sha256(payload).hexdigest())
+    pieces = [MAGIC, json.dumps(asdict(header)).encode(), b"\n", payload]
     try:
         write_atomically(Path(file), pieces)
     except OSError as error:
@@ -85,8 +76,8 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
     return sum(map(len, pieces))
 
 
-def read(file: str) -> Stored:
-    """Read what `write` wrote.
+def read(file: str) -> tuple[Header, bytes]:
+    """Read what `write` wrote: what the step was compiled from, and the executable.
 
     Raises:
       ConfigError: there is no such file, it is not a stored step, or it is damaged.
@@ -96,35 +87,26 @@ def read(file: str) -> Stored:
     except OSError as error:
         raise ConfigError(Problem(LOAD, f"cannot read {file}: {error.strerror}")) from None
     if not content.startswith(MAGIC):
-        raise ConfigError(
-            Problem(LOAD, f"{file} was not written by {SAVE}, or by another version of maxpipe")
-        )
-    header, _, payload = content.removeprefix(MAGIC).partition(b"\n")
-    try:
-        fields = json.loads(header)
-        intact = fields["sha256"] == hashlib.sha256(payload).hexdigest()
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise ConfigError(Problem(LOAD, f"{file} is damaged; {_again(file)}"))
-    return Stored(fields["origin"], fields["metrics"], payload)
+        message = f"{file} was not written by {SAVE}, or by another version of maxpipe"
+        raise ConfigError(Problem(LOAD, message))
+    line, _, payload = content.removeprefix(MAGIC).partition(b"\n")
+    with suppress(Damaged):
+        header = parse_record(line, Header)
+        if header.sha256 == hashlib.sha256(payload).hexdigest():
+            return header, payload
+    raise ConfigError(Problem(LOAD, f"{file} is damaged; {_again(file)}"))
 
 
 def holds(file: str, config: Config, mesh: Mesh) -> bool:
     """Return whether a file holds the step of a configuration on a mesh, and is not damaged."""
     try:
-        return read(file).origin == origin(config, mesh)
+        return read(file)[0].origin == origin(config, mesh)
     except ConfigError:
         return False
 
 
 def origin(config: Config, mesh: Mesh) -> Origin:
-    """Return everything that determines what a step compiles to, JSON values by name.
-
-    Args:
-      config: the resolved configuration.
-      mesh: the devices and their order.
-    """
+    """Return everything that determines what a step compiles to, JSON values by name."""
     devices = mesh.devices.reshape(-1).tolist()
     places = [(d.id, getattr(d, "slice_index", 0), *getattr(d, "coords", ())) for d in devices]
     names = ("jax", "jaxlib", *RUNTIMES.get(devices[0].platform, ()))
@@ -156,18 +138,18 @@ class StoredStep:
         self, config: Config, mesh: Mesh, state: TrainState, batch_sharding: NamedSharding
     ):
         file = config.compile.load
-        stored = read(file)
-        if problems := _differences(file, stored.origin, origin(config, mesh)):
+        header, executable = read(file)
+        if problems := _differences(file, header.origin, origin(config, mesh)):
             raise ConfigError(*problems)
         if reason := hindrance():
             raise ConfigError(Problem(LOAD, f"{reason}; or leave out {LOAD}"))
-        self._executable = _load(file, stored.executable, mesh.devices.reshape(-1).tolist())
+        self._executable = _load(file, executable, mesh.devices.reshape(-1).tolist())
         self._state_shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
         self._batch_sharding = batch_sharding
         replicated = NamedSharding(mesh, PartitionSpec())
         metrics = {
             name: jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=replicated)
-            for name, shape in stored.metrics.items()
+            for name, shape in header.metrics.items()
         }
         self._results, self._tree = jax.tree.flatten((state, metrics))
 
@@ -204,10 +186,8 @@ def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
     for name in sorted(theirs.keys() | ours.keys()):
         then, now = theirs.get(name, "missing"), ours.get(name, "missing")
         if then != now:
-            message = f"{file} was compiled with {then!r}, this run has {now!r}"
-            if name not in OPTIONS:
-                message = f"{name}: {message}"
-            key = name if name in OPTIONS else LOAD
+            key, prefix = (name, "") if name in OPTIONS else (LOAD, f"{name}: ")
+            message = f"{prefix}{file} was compiled with {then!r}, this run has {now!r}"
             problems.append(Problem(key, f"{message}; {_again(file)}"))
     return problems
 

@@ -11,7 +11,7 @@ import numpy as np
 from fault_kinds import KINDS
 
 from maxpipe.checkpoint.arrays import load
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import step_record
 from maxpipe.checkpoint.steps import step_path
 
 ROUNDING = 1e-5  # by which losses on another mesh differ, relatively
@@ -45,7 +45,7 @@ def differences(whole: Path, disturbed: Path, step: int, resized: float = math.i
     saved = []
     for run in (whole, disturbed):
         directory = step_path(run / "checkpoints", step)
-        leaves = read_record(directory).leaves
+        leaves = step_record(directory).leaves
         arrays = dict(load(directory, leaves, dict.fromkeys(leaves)))
         saved.append({name: np.asarray(array).tobytes() for name, array in arrays.items()})
     if saved[0].keys() != saved[1].keys():

@@ -3,7 +3,7 @@
 import pytest
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.going_back import followed, step_since
+from maxpipe.checkpoint.policies import followed, step_since
 from maxpipe.checkpoint.record import Record
 
 

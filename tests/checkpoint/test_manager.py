@@ -33,15 +33,11 @@ def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples)
         assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
 
 
-def test_restore_without_shardings_returns_host_arrays(checkpointer, samples):
+def test_restore_on_another_mesh_or_the_host_has_the_layout_asked_for(checkpointer, samples):
     samples.save(checkpointer, 10)
-    restored = checkpointer.restore(samples.abstract(samples.state(10), sharded=False))
-    samples.assert_restored(restored, 10)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored.state))
-
-
-def test_restore_other_mesh_uses_target_shardings(checkpointer, samples):
-    samples.save(checkpointer, 10)
+    host = checkpointer.restore(samples.abstract(samples.state(10), sharded=False))
+    samples.assert_restored(host, 10)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host.state))
     for shape in [(1, 1), (8, 1), (4, 2)]:
         target = samples.abstract(samples.state(10, *shape))
         restored = checkpointer.restore(target)
@@ -51,21 +47,14 @@ def test_restore_other_mesh_uses_target_shardings(checkpointer, samples):
 
 def test_save_arrays_may_be_donated_and_overwritten_after_return(checkpointer, samples):
     state, iterator = samples.state(10), samples.iterator(10)
-    checkpointer.save(10, state, iterator, samples.meta(10))
+    with jax.transfer_guard("disallow"):
+        checkpointer.save(10, state, iterator, samples.meta(10))
     overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
     on_device = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     jax.block_until_ready(overwrite(on_device))
     iterator[:] = -1
     state["host"][:] = 0
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
-
-
-def test_save_inside_transfer_guard_succeeds(checkpointer, samples):
-    state = samples.state(10)
-    with jax.transfer_guard("disallow"):
-        checkpointer.save(10, state, samples.iterator(10), samples.meta(10))
-    checkpointer.wait()
-    assert checkpointer.steps() == [10]
 
 
 def test_restore_compares_names_but_not_containers(checkpointer, samples):
@@ -131,17 +120,6 @@ def test_save_keep_1_keeps_previous_step_until_commit(directory, samples, monkey
     assert checkpointer.steps() == [2]
 
 
-def test_save_failed_commit_keeps_previous_step(directory, samples, monkeypatch):
-    checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
-    samples.save(checkpointer, 1)
-    checkpointer.wait()
-    break_commits(monkeypatch)
-    samples.save(checkpointer, 2)
-    with pytest.raises(CheckpointSaveError):
-        checkpointer.close()
-    assert checkpointer.steps() == [1]
-
-
 def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch, messages):
     checkpointer = Checkpointer(directory, CheckpointConfig(keep=1), log=messages.append)
     samples.save(checkpointer, 1)
@@ -197,13 +175,6 @@ def test_failed_save_raises_once_and_step_can_be_saved_again(
     samples.save(checkpointer, 20)
     checkpointer.close()
     assert checkpointer.steps() == [10, 20]
-
-
-def test_save_directory_that_cannot_be_made_raises(tmp_path, samples):
-    (tmp_path / "file").touch()
-    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
-    with pytest.raises(CheckpointSaveError, match="file/checkpoints/1 failed"):
-        samples.save(checkpointer, 1)
 
 
 def test_save_after_going_back_abandons_every_step_after_the_restored_one(
@@ -332,14 +303,10 @@ def intercept_commits(monkeypatch, action):
 
 
 def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step))
-    )
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", pytest.fail)
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     assert checkpointer.steps() == [10, 20]
-    assert asked == []
 
 
 def test_save_longer_than_the_grace_period_warns_once(directory, samples):

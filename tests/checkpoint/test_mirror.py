@@ -10,7 +10,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.training.run_directory import RunDirectory
 
@@ -115,6 +114,7 @@ def test_restore_damaged_directory_fetches_sound_copy(start, directory, messages
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
+    shutil.copytree(directory / "20", directory / "20.orbax-checkpoint-tmp-fetched")  # of a kill
     shutil.rmtree(directory / "20" / "arrays")
     samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
     assert names(directory) == ["10", "20", "20.damaged"]
@@ -165,19 +165,6 @@ def test_mirror_keep_2_holds_same_steps_as_directory(start, directory, samples):
     samples.save(checkpointer, 40)
     checkpointer.close()
     assert start().steps() == [30, 40]
-
-
-def test_retention_keep_best_reads_losses_from_mirror(start, directory, samples):
-    checkpointer = start(keep=1, keep_best=1)
-    for step, loss in ((10, 1.0), (20, 3.0)):
-        checkpointer.save(step, samples.state(step), samples.iterator(step), {"eval_loss": loss})
-    checkpointer.close()
-    shutil.rmtree(directory)
-    checkpointer = start(keep=1, keep_best=1)
-    checkpointer.restore(samples.abstract(samples.state(20)))
-    checkpointer.save(30, samples.state(30), samples.iterator(30), {"eval_loss": 2.0})
-    checkpointer.close()
-    assert start().steps() == [10, 30]
 
 
 def fail(*_, **__):
@@ -363,17 +350,6 @@ def test_claim_mirror_with_steps_of_other_program_raises(store, mirror_url, run_
         ConfigError, match=rf"checkpoint.mirror: {mirror_url} holds 9, 10, which another program"
     ):
         run_directory()
-
-
-def test_fetch_after_killed_fetch_clears_remains(start, directory, samples):
-    checkpointer = start()
-    samples.save(checkpointer, 10)
-    checkpointer.close()
-    (directory / "10").rename(directory / "10.orbax-checkpoint-tmp-fetched")
-    assert [entry.state for entry in StepsDirectory(directory).entries()] == ["unfinished"]
-    checkpointer = start()
-    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
-    assert names(directory) == ["10"]
 
 
 def test_download_invalid_commit_raises_damaged(start, tmp_path, store, mirror_url):

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxpipe import train as command
 from maxpipe.checkpoint.arrays import load
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import step_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def checkpoints(root: Path) -> list[int]:
 def saved(root: Path, step: int) -> dict[str, np.ndarray]:
     """Load the arrays of a checkpoint by name, data position and random key included."""
     directory = step_path(root / "checkpoints", step)
-    leaves = read_record(directory).leaves
+    leaves = step_record(directory).leaves
     loaded = load(directory, leaves, dict.fromkeys(leaves))
     return {name: np.asarray(array) for name, array in loaded}
 

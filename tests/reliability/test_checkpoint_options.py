@@ -6,7 +6,7 @@ from helpers.runs import checkpoints, losses, rows, saved
 from helpers.training_process import DATA_PARALLEL, command
 
 from maxpipe import train
-from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.record import step_record
 
 
 def main(tmp_path, *words):
@@ -33,7 +33,7 @@ def test_train_keeps_newest_best_and_every_third_checkpoint(tmp_path):
     best = sorted(evaluated, key=evaluated.get)[:2]
     assert checkpoints(root) == sorted({3, 6, 8, *best})
     in_records = {
-        step: read_record(root / "checkpoints" / str(step)).meta["eval_loss"]
+        step: step_record(root / "checkpoints" / str(step)).meta["eval_loss"]
         for step in checkpoints(root)
     }
     assert in_records == {step: evaluated.get(step) for step in checkpoints(root)}

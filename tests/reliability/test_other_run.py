@@ -7,7 +7,7 @@ from helpers.runs import checkpoints, losses, rows
 from helpers.training_process import DATA_PARALLEL, command
 
 from maxpipe import train
-from maxpipe.checkpoint.record import read_record, record_file
+from maxpipe.checkpoint.record import record_file, step_record
 
 STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
 
@@ -93,7 +93,7 @@ def test_train_muon_after_another_optimizer_still_trains_matrices(ours):
     """Its state begins with constants that are not zero."""
     words = ["optimizer.name=muon", "optimizer.weight_decay=0"]
     assert main(ours.parent, *words, "checkpoint.accept_changes=[optimizer]") == 0
-    before, after = (read_record(ours / "checkpoints" / step).leaves for step in "24")
+    before, after = (step_record(ours / "checkpoints" / step).leaves for step in "24")
     name = "params.layers.mlp.gate"
     assert before[name].digest != after[name].digest
 

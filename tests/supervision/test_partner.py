@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER
 from maxpipe.supervision import partner
-from maxpipe.supervision.partner import MemoryServer, Partners, Source, copy_new_steps, names_in
+from maxpipe.supervision.partner import Partners, Source, copy_new_steps, names_in
 from maxpipe.supervision.proof import CALLER, Unproved, prove
 
 RUN = "0123abcd"
@@ -45,10 +45,10 @@ def until(condition):
 @pytest.fixture
 def served(tmp_path):
     memory = tmp_path / "served"
-    with MemoryServer(memory) as server:
-        server.open_to("word")
-        memory.mkdir()
-        yield memory, Source(server.listen("localhost"), "word", OWN)
+    memory.mkdir()
+    with Partners(memory, 0) as partners:
+        partners._word = "word"
+        yield memory, Source(partners.listen("localhost"), "word", OWN)
 
 
 def test_copy_new_steps_brings_all_files_and_removes_what_the_source_removed(served, tmp_path):
@@ -99,7 +99,7 @@ def test_copy_new_steps_that_is_cut_short_leaves_no_step(served, tmp_path, monke
         [],
     ],
 )
-def test_memory_server_answers_strange_requests_with_nothing(served, request_):
+def test_partners_answer_strange_requests_with_nothing(served, request_):
     memory, source = served
     write(memory / OWN, 10)
     with socket.create_connection(("localhost", int(source.address.rpartition(":")[2]))) as line:
@@ -108,9 +108,9 @@ def test_memory_server_answers_strange_requests_with_nothing(served, request_):
         assert line.makefile("rb").read() == b""
 
 
-def test_memory_server_is_closed_to_another_word(served):
+def test_partners_are_closed_to_another_word(served):
     with pytest.raises(Unproved):
-        replace(served[1], word="other").names([])
+        copy_new_steps(replace(served[1], word="other"), served[0] / PARTNER)
 
 
 @pytest.fixture
@@ -131,22 +131,22 @@ def answering(monkeypatch):
                 yield answer
 
 
-def test_source_refuses_files_outside_of_the_step(answering, tmp_path):
-    source = answering(json.dumps({"../outside": 1}).encode() + b"\nx")
-    with pytest.raises(ValueError, match="outside of the step"):
-        source.fetch(f"{RUN}/10", tmp_path / "step")
-    assert not (tmp_path / "outside").exists()
+STEPS = json.dumps([f"{RUN}/10"]).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"[1]", b"1", b"null", b"{", b"", b'{"data": "1"}', b"[" * 100_000],
-    ids=["list", "number", "null", "cut", "empty", "size", "deep"],
+    "text",
+    [
+        *(STEPS + sizes for sizes in (b'{"../outside": 1}\nx', b"[1]\n", b"null\n", b"{\n")),
+        *(STEPS + sizes for sizes in (b'{"data": "1"}\n', b"[" * 100_000 + b"\n", b"\n")),
+        *(b"1\n", b'{"a": 1}\n', b"[[\n"),
+    ],
 )
-def test_answer_that_names_no_files_raises_what_those_who_follow_expect(answering, tmp_path, line):
-    source = answering(line + b"\n")
+def test_answer_that_names_no_files_of_a_step_raises_what_is_expected(answering, tmp_path, text):
     with pytest.raises(partner.ERRORS):
-        source.fetch(f"{RUN}/10", tmp_path / "step")
+        copy_new_steps(answering(text), tmp_path / "part")
+    assert not names_in(tmp_path / "part")
+    assert not [*tmp_path.rglob("outside")]
 
 
 class Host:
@@ -154,10 +154,8 @@ class Host:
 
     def __init__(self, memory, index):
         self.memory, self.index = memory, index
-        memory.mkdir()
-        (memory / OWN).mkdir()
+        (memory / OWN).mkdir(parents=True)
         self.partners = Partners(memory, index)
-        self.partners.__enter__()
 
     def begin(self, hosts, **more):
         addresses = {host.index: host.partners.listen("localhost") for host in hosts}
@@ -170,8 +168,8 @@ class Host:
 
 def begin_together(hosts):
     """Begin an attempt of these hosts; one that began alone would wait for the others."""
-    for thread in [host.begin(hosts) for host in hosts]:
-        thread.join()
+    for ready in [host.begin(hosts) for host in hosts]:
+        assert ready.wait(60)
 
 
 @pytest.fixture
@@ -209,7 +207,7 @@ def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
     until(lambda: steps_in(hosts[1].memory / PARTNER) == [10])
     shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
     write(hosts[0].memory / OWN, 20)
-    hosts[0].begin(hosts).join()
+    hosts[0].begin(hosts).wait(60)
     assert steps_in(hosts[0].memory / OWN) == [20]
 
 
@@ -228,9 +226,9 @@ def test_partner_left_alone_waits_for_no_copy_and_gives_away_nothing_of_the_lost
     write(hosts[2].memory / OWN, 10)
     until(lambda: json.loads((hosts[1].memory / COPIED).read_text()) == [f"{RUN}/10"])
     until(lambda: steps_in(hosts[0].memory / PARTNER) == [10])
-    hosts[0].begin([hosts[0]]).join()
+    hosts[0].begin([hosts[0]]).wait(60)
     assert steps_in(hosts[0].memory / PARTNER) == []
-    hosts[1].begin([hosts[1]]).join()
+    hosts[1].begin([hosts[1]]).wait(60)
     assert json.loads((hosts[1].memory / COPIED).read_text()) == []
     assert steps_in(hosts[1].memory / OWN) == [10]
 
@@ -242,7 +240,7 @@ def test_partners_of_another_history_forget_their_steps_and_copies(hosts):
     until(lambda: (hosts[2].memory / COPIED).read_text() == f'["{RUN}/10"]')
     for host in hosts:
         host.partners.rest()
-    hosts[2].begin([hosts[2]], forgets=True).join()
+    hosts[2].begin([hosts[2]], forgets=True).wait(60)
     assert steps_in(hosts[2].memory / OWN) == steps_in(hosts[2].memory / PARTNER) == []
     assert (hosts[2].memory / COPIED).read_text() == "[]"
 
@@ -253,42 +251,29 @@ def test_partners_fetch_steps_of_the_common_history_in_place_of_their_own(hosts)
     hosts[0].partners.rest()
     shutil.rmtree(hosts[0].memory / OWN / RUN / "10")
     write(hosts[0].memory / OWN, 20)
-    hosts[0].begin(hosts, forgets=True).join()
+    hosts[0].begin(hosts, forgets=True).wait(60)
     assert steps_in(hosts[0].memory / OWN) == [10]
 
 
 def test_partner_s_copy_that_is_under_way_when_the_next_attempt_begins_gets_no_name(
     hosts, monkeypatch
 ):
-    began, copied, goes_on, ended = (threading.Event() for _ in range(4))
-    fetch = Source.fetch
+    copied, goes_on = threading.Event(), threading.Event()
+    receive = partner._receive
 
-    def late(source, name, target):
-        fetch(source, name, target)
-        if target.is_relative_to(hosts[1].memory):
+    def late(answer, step, ended):
+        if step.is_relative_to(hosts[1].memory):
             copied.set()
             goes_on.wait(30)
-            monkeypatch.setattr(Source, "fetch", fetch)
+        receive(answer, step, ended)
 
-    copy = partner.copy_new_steps
-
-    def told(source, target):
-        if target == hosts[1].memory / PARTNER:
-            began.set()
-        try:
-            copy(source, target)
-        finally:
-            if copied.is_set() and target == hosts[1].memory / PARTNER:
-                ended.set()
-
-    monkeypatch.setattr(Source, "fetch", late)
-    monkeypatch.setattr(partner, "copy_new_steps", told)
-    assert began.wait(30)
+    monkeypatch.setattr(partner, "_receive", late)
     write(hosts[0].memory / OWN, 10)
     assert copied.wait(30)
-    hosts[1].begin([hosts[1]]).join()
+    ready = hosts[1].begin([hosts[1]])
+    assert not ready.wait(0.2), "the next attempt waits until this one's copy has ended"
     goes_on.set()
-    assert ended.wait(30)
+    assert ready.wait(30)
     assert [*(hosts[1].memory / PARTNER).glob("*/*")] == []
 
 
@@ -299,11 +284,11 @@ def test_partners_serve_nobody_until_what_is_not_the_attempt_s_has_been_removed(
     remove = partner._remove
 
     def look_and_remove(part, names):
-        seen.append(hosts[1].partners._server._word)
+        seen.append(hosts[1].partners._word)
         remove(part, names)
 
     monkeypatch.setattr(partner, "_remove", look_and_remove)
-    hosts[1].begin([hosts[1]]).join()
+    hosts[1].begin([hosts[1]]).wait(60)
     assert seen == [None]
 
 
@@ -311,7 +296,7 @@ def test_partners_whose_memory_was_made_again_say_that_no_step_is_copied(hosts):
     shutil.rmtree(hosts[0].memory)
     hosts[0].memory.mkdir()
     hosts[0].partners.rest()
-    hosts[0].begin([hosts[0]]).join()
+    hosts[0].begin([hosts[0]]).wait(60)
     assert (hosts[0].memory / COPIED).read_text() == "[]"
 
 
@@ -321,8 +306,8 @@ def test_partners_without_room_in_memory_begin_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(partner, "write_atomically", fail)
     host = Host(tmp_path / "full", 0)
-    host.partners.begin({0: "localhost:1", 1: "localhost:1"}, "word").join()
-    assert host.partners._source is None
+    assert host.partners.begin({0: "localhost:1", 1: "localhost:1"}, "word").wait(30)
+    assert host.partners._word is None
     host.partners.__exit__()
 
 
@@ -333,5 +318,5 @@ def test_partners_that_fail_to_fetch_say_again_which_steps_there_are(hosts, monk
 
     monkeypatch.setattr(partner, "copy_new_steps", fail)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    hosts[0].begin(hosts).join()
-    assert not hosts[0].partners._server.is_filling
+    hosts[0].begin(hosts).wait(60)
+    assert not hosts[0].partners._is_filling

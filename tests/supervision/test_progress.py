@@ -26,7 +26,7 @@ def test_progress_is_written_without_waiting_for_the_disk(tmp_path, monkeypatch)
 
 
 def test_sizes_to_go_on_with_stay_in_what_is_told_of_the_run(tmp_path):
-    sizes = Sizes("1,2", 30.0, "{}")
+    sizes = Sizes((1, 2), 30.0, "{}")
     file = ProgressFile(tmp_path / "progress.json")
     assert file.is_read
     assert not ProgressFile().is_read

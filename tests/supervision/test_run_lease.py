@@ -4,8 +4,7 @@ import fsspec
 import pytest
 
 from maxpipe.config import ConfigError
-from maxpipe.storage.lease import LeaseLost
-from maxpipe.storage.lease_places import LeaseObjects
+from maxpipe.storage.lease import LeaseLost, LeaseObjects
 from maxpipe.storage.object_store import Deadline
 from maxpipe.supervision.run_lease import RunLease, own_run
 
@@ -43,16 +42,6 @@ def test_own_run_in_a_place_that_is_no_directory_is_a_config_error(tmp_path):
         pass
 
 
-def test_run_lease_verify_looks_at_the_directory(tmp_path):
-    with own(tmp_path / "run") as lease:
-        lease.verify()
-        (tmp_path / "run").rename(tmp_path / "moved")
-        assert not lease.is_lost
-        with pytest.raises(LeaseLost):
-            lease.verify()
-        assert lease.is_lost
-
-
 class FakeLease:
     """Lost from the first `verify` on if `is_gone`."""
 
@@ -84,10 +73,6 @@ def test_run_lease_verify_asks_the_directory_and_not_the_slow_mirror():
     with pytest.raises(LeaseLost):
         lease.verify()
     assert [each.looks for each in leases] == [1, 0]
-
-
-def test_run_lease_without_leases_is_never_lost():
-    RunLease().verify()
 
 
 class MirrorInMemory:

@@ -33,7 +33,7 @@ def test_fit_hosts_that_go_on_shrinks_the_mesh_and_tells_the_supervisor(
     fitted = fit_hosts(elastic, ProgressFile(tmp_path / "progress"))
     assert fitted.config.mesh.ici.data == jax.device_count()
     assert fitted.config.pipeline.num_microbatches == 2
-    assert read_progress(tmp_path / "progress").sizes == Sizes("1", 7.0, one_of_two)
+    assert read_progress(tmp_path / "progress").sizes == Sizes((1,), 7.0, one_of_two)
 
 
 def test_fit_hosts_without_a_supervisor_or_other_hosts_says_that_it_is_in_vain(elastic, tmp_path):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.going_back import followed
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.policies import followed
 from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.config import Config, replace
 from maxpipe.training.resuming import followed_once, step_to_continue

@@ -17,8 +17,13 @@ from maxpipe.devices.cluster import WHOLE, whole_variable
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.supervision.progress import ProgressFile
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.compile_ahead import OPTIONS, compile_ahead, store_step
-from maxpipe.training.step_ahead import build_with_step_ahead, step_file
+from maxpipe.training.compile_ahead import (
+    OPTIONS,
+    build_with_step_ahead,
+    compile_ahead,
+    step_file,
+    store_step,
+)
 
 ALONE = Hosts(1, 1)
 
