@@ -18,7 +18,7 @@ MEMORY = "MAXPIPE_MEMORY"
 
 _SHARED = Path("/dev/shm")  # in memory on every Linux
 # Digest of the machine, and number and start of the process that owns the directory.
-_NAME = re.compile(r"maxpipe-memory-([0-9a-f]{8})-(\d+)-(\d+)-\w+")
+_NAME = re.compile(r"maxpipe-replicas-([0-9a-f]{8})-(\d+)-(\d+)-\w+")
 
 
 def hold(directory: Path) -> None:
@@ -38,11 +38,11 @@ def shared_memory() -> Iterator[Path | None]:
     Directories of owners that were killed are removed here.
     """
     here, pid = f"{zlib.crc32(machine().encode()):08x}", os.getpid()
-    for orphan in _SHARED.glob("maxpipe-memory-*"):
+    for orphan in _SHARED.glob("maxpipe-replicas-*"):
         owner = _NAME.fullmatch(orphan.name)
         if owner and owner[1] == here and start_of_process(int(owner[2])) != int(owner[3]):
             shutil.rmtree(orphan, ignore_errors=True)
-    prefix = f"maxpipe-memory-{here}-{pid}-{start_of_process(pid) or 0}-"
+    prefix = f"maxpipe-replicas-{here}-{pid}-{start_of_process(pid) or 0}-"
     try:
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_SHARED))
     except OSError:  # without it there are no replicas, but the run goes on

@@ -117,6 +117,7 @@ class Supervisor:
         self.progress_file = directory / "progress.json"  # written by the trainer
         self._command, self._place, self._log = command, place, log
         self._memory, self._partners = memory, partners
+        self._own: Path | None = None  # the trainer's directory in memory
         self._line: Line | None = None
         self._trainer: TrainerProcess | None = None
         self._starting: tuple[Start, threading.Event] | None = None  # waits for lost replicas
@@ -213,10 +214,12 @@ class Supervisor:
         # Since it last took part, the others may have gone back, and on from there.
         is_stale = self._took_part != order.previous
         self._took_part = order.attempt
+        self._own = None
         if self._memory is not None:
             try:
                 hold(self._memory)
                 (self._memory / OWN).mkdir(exist_ok=True)
+                self._own = self._memory / OWN
             except OSError as error:
                 self._log(f"the trainer gets no directory in memory: {error}")
         if self._partners is None:
@@ -230,8 +233,8 @@ class Supervisor:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
-        if self._memory is not None and (self._memory / OWN).is_dir():
-            environment[MEMORY] = str(self._memory / OWN)
+        if self._own is not None:
+            environment[MEMORY] = str(self._own)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:

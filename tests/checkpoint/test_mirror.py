@@ -207,6 +207,35 @@ def waiting():
         time.sleep(0.01)
 
 
+def test_upload_cut_short_leaves_the_step_before_and_is_cleared(
+    start, directory, samples, store, objects, monkeypatch
+):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.wait()
+    put = store.put
+
+    def put_half(sources, targets, **options):
+        put(sources[:3], targets[:3], **options)
+        fail()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "put", put_half)
+        samples.save(checkpointer, 20)
+        with pytest.raises(CheckpointSaveError):
+            checkpointer.close()
+    assert any(name.startswith("20/") for name in objects())
+    assert {"10.json", "20.unfinished.json"} <= set(objects())
+    assert "20.json" not in objects()
+    shutil.rmtree(directory)
+    checkpointer = start()
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    samples.save(checkpointer, 30)
+    checkpointer.close()
+    assert start().steps() == [10, 30]
+    assert not any(name.startswith("20") for name in objects())
+
+
 def test_close_copies_step_that_earlier_process_could_not(start, samples, monkeypatch):
     checkpointer = start()
     with monkeypatch.context() as broken:

@@ -2,16 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from checkpoint.test_mirror import damage_copy, flip, mirror_of
 
 from maxpipe.checkpoint.__main__ import main
-
-SAVER = Path(__file__).with_name("save_to_mirror.py")
 
 
 def test_restore_lost_directory_fetches_step_from_mirror(
@@ -33,31 +28,6 @@ def test_restore_lost_directory_fetches_step_from_mirror(
     assert start().steps() == [10, 20, 30]
     assert len(messages) == 1
     assert messages[0].startswith("fetching checkpoint 20 from s3://")
-
-
-def test_upload_killed_leaves_previous_step_and_is_cleared(
-    mirror_url, start, directory, samples, objects
-):
-    process = subprocess.Popen(
-        [sys.executable, SAVER, directory, mirror_url], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "half of 20\n"
-    finally:
-        process.kill()
-        process.communicate()
-    assert any(name.startswith("20/") for name in objects())
-    assert sorted(os.listdir(directory)) == ["10", "20"]
-    assert {"10.json", "20.unfinished.json"} <= set(objects())
-    assert "20.json" not in objects()
-    shutil.rmtree(directory)
-    checkpointer = start()
-    restored = checkpointer.restore(samples.abstract({"x": samples.iterator(10)}))
-    assert (restored.step, restored.state["x"].tolist()) == (10, samples.iterator(10).tolist())
-    checkpointer.save(30, {"x": samples.iterator(30)}, samples.iterator(30), {})
-    checkpointer.close()
-    assert start().steps() == [10, 30]
-    assert not any(name.startswith("20") for name in objects())  # the remains have been deleted
 
 
 @pytest.fixture

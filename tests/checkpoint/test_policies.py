@@ -57,12 +57,14 @@ def test_retention_after_restart_knows_losses(save):
 
 
 def test_retention_steps_set_aside_neither_count_nor_are_deleted(save, directory):
-    assert save({10: 1.0, 20: 2.0, 30: 3.0}, keep=3) == [10, 20, 30]
+    assert save({10: 1.0, 20: 2.0}, keep=2) == [10, 20]
     for step in (10, 20):
         StepsDirectory(directory).set_aside(step, "abandoned")
     # Step 10 counts with its new loss.
-    assert save({10: 7.0, 40: 8.0}, keep=1, keep_best=1) == [30, 40]
-    assert (directory / "20.abandoned").is_dir()
+    assert save({10: 7.0, 20: 2.0, 30: 8.0}, keep=1, keep_best=1) == [20, 30]
+    StepsDirectory(directory).set_aside(20, "damaged")
+    assert save({40: 4.0}, keep=2, keep_best=1) == [30, 40]
+    assert (directory / "20.damaged").is_dir()
 
 
 def test_retention_damaged_record_is_never_best(save, directory):

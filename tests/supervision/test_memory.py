@@ -31,10 +31,10 @@ def test_shared_memory_removes_what_killed_owners_have_left_and_nothing_else(sha
     with shared_memory() as other:
         here, pid, start = other.name.split("-")[2:5]
         stays = {
-            f"maxpipe-memory-{here}-{pid}-{int(start) - 1}-killed": False,
-            f"maxpipe-memory-{here}-{2**22 + 1}-{start}-killed": False,
-            f"maxpipe-memory-00000000-{pid}-1-elsewhere": True,  # whose processes are not seen here
-            "maxpipe-memory-of-another-program": True,
+            f"maxpipe-replicas-{here}-{pid}-{int(start) - 1}-killed": False,
+            f"maxpipe-replicas-{here}-{2**22 + 1}-{start}-killed": False,
+            f"maxpipe-replicas-00000000-{pid}-1-elsewhere": True,  # whose processes are not seen here
+            "maxpipe-replicas-of-another-program": True,
         }
         for name in stays:
             (shared / name / "run").mkdir(parents=True)

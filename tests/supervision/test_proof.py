@@ -41,7 +41,9 @@ def test_prove_of_one_secret_alone_is_believed_at_both_ends(ends, other, expecte
 
 
 @pytest.mark.parametrize("side", [CALLER, LISTENER])
-def test_prove_to_one_s_own_words_is_refused(ends, side):
+def test_prove_to_one_s_own_words_is_refused(ends, side, monkeypatch):
+    monkeypatch.setattr(proof, "_PROOF_SECONDS", 0.5)
+
     def echo():
         with contextlib.suppress(OSError):
             while heard := ends[1].recv(100):

@@ -21,7 +21,6 @@ from helpers.training_process import inherited
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
 from maxpipe.supervision import link, supervisor
 from maxpipe.supervision.council import Policy
-from maxpipe.supervision.memory import shared_memory
 from maxpipe.supervision.messages import Start, Trained
 from maxpipe.supervision.supervisor import Supervisor
 
@@ -304,9 +303,14 @@ def test_supervise_hears_and_ends_while_a_file_system_stalls(tmp_path, monkeypat
     goes_on.set()
 
 
+def supervisor_in(directory, *command, count=1, index=0, memory=None, partners=None, log=print):
+    """Return a supervisor that has not joined."""
+    place = Place("localhost", 0, count, index)
+    return Supervisor(command, place, log, directory, memory, partners)
+
+
 def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path):
-    place = Place("localhost", 0, 1, 0)
-    here = Supervisor([sys.executable, "-c", ""], place, lambda text: None, tmp_path, None)
+    here = supervisor_in(tmp_path, sys.executable, "-c", "")
 
     def downtime_after(progress):
         here.handle(Start(1, 7, ""))
@@ -332,9 +336,7 @@ class Heard:
 
 
 def test_supervisor_tells_the_council_of_the_first_step_of_each_attempt_once(tmp_path):
-    place = Place("localhost", 0, 1, 0)
-    command = [sys.executable, "-c", "import time; time.sleep(100)"]
-    here, line = Supervisor(command, place, lambda text: None, tmp_path, None), Heard()
+    here, line = supervisor_in(tmp_path, "sleep", "100"), Heard()
     here.join(line)
     for attempt in (1, 2):
         here.handle(Start(attempt, 7, ""))
@@ -350,7 +352,7 @@ def test_supervisor_tells_the_council_of_the_first_step_of_each_attempt_once(tmp
 
 
 def test_supervisor_says_what_an_earlier_council_had_told(tmp_path):
-    here = Supervisor([], Place("localhost", 0, 3, 2), lambda text: None, tmp_path, None)
+    here = supervisor_in(tmp_path, count=3, index=2)
     here.join(Heard())
     sizes = Sizes((1, 2), 60.0, "all")
     here.handle(sizes)
@@ -380,8 +382,7 @@ class Remembered:
 
 def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas(tmp_path):
     partners = Remembered()
-    place = Place("localhost", 0, 3, 2)
-    here = Supervisor([], place, lambda text: None, tmp_path, None, partners)
+    here = supervisor_in(tmp_path, count=3, index=2, partners=partners)
     for attempt, members, previous in ((1, (0, 1, 2), 0), (2, (0, 1, 2), 1), (3, (0, 1), 2)):
         here.handle(Start(attempt, 7, "", members, previous=previous))
         here.end()
@@ -393,27 +394,22 @@ def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas
     assert partners.forgot[3:] == [True, True]
 
 
-def test_supervisor_owns_memory_again_that_was_removed(tmp_path):
-    with shared_memory() as memory:
-        here = Supervisor([], Place("localhost", 0, 1, 0), lambda text: None, tmp_path, memory)
-        shutil.rmtree(memory)
-        here.look()
-        assert memory.is_dir()
+def test_supervisor_makes_memory_again_that_was_removed(tmp_path):
+    here = supervisor_in(tmp_path, memory=tmp_path / "memory")
+    here.look()
+    assert (tmp_path / "memory").is_dir()
 
 
 def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_path, monkeypatch):
+    def fail(directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(supervisor, "hold", fail)
     log = []
-    with shared_memory() as memory:
-        place = Place("localhost", 0, 1, 0)
-        here = Supervisor([sys.executable, "-c", ""], place, log.append, tmp_path, memory)
-
-        def fail(directory):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(supervisor, "hold", fail)
-        here.handle(Start(1, 7, ""))
-        assert here._trainer is not None
-        here.end()
+    here = supervisor_in(tmp_path, "true", memory=tmp_path / "memory", log=log.append)
+    here.handle(Start(1, 7, ""))
+    assert here._trainer is not None
+    here.end()
     assert "the trainer gets no directory in memory: [Errno 28] No space left on device" in log
 
 
