@@ -33,7 +33,7 @@ def test_shared_memory_removes_what_killed_owners_have_left_and_nothing_else(sha
         stays = {
             f"maxpipe-replicas-{here}-{pid}-{int(start) - 1}-killed": False,
             f"maxpipe-replicas-{here}-{2**22 + 1}-{start}-killed": False,
-            f"maxpipe-replicas-00000000-{pid}-1-elsewhere": True,  # whose processes are not seen here
+            f"maxpipe-replicas-00000000-{pid}-1-elsewhere": True,  # its process is not seen here
             "maxpipe-replicas-of-another-program": True,
         }
         for name in stays:
