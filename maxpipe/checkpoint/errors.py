@@ -10,19 +10,8 @@ NAMES_SHOWN = 3
 
 
 # File system errors that may be transient, or are about this process rather than the file.
-_PASSING = (
-    "EACCES",
-    "EAGAIN",
-    "EINTR",
-    "EIO",
-    "EMFILE",
-    "ENFILE",
-    "ENOMEM",
-    "EPERM",
-    "ESTALE",
-    "ETIMEDOUT",
-)
-PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING)
+_PASSING = "EACCES EAGAIN EINTR EIO EMFILE ENFILE ENOMEM EPERM ESTALE ETIMEDOUT"
+PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING.split())
 
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
@@ -54,12 +43,7 @@ class CheckpointSaveError(RuntimeError):
 
 
 class StateNotFinite(RuntimeError):
-    """The state to be saved has numbers that are NaN, infinite or close to it; nothing is written.
-
-    Args:
-      step: the step after which the state was taken.
-      names: the names of the arrays that are not finite.
-    """
+    """The state to be saved has numbers that are NaN, infinite or close to it; none is saved."""
 
     def __init__(self, step: int, names: Sequence[str]):
         assert names
@@ -71,13 +55,8 @@ class StateNotFinite(RuntimeError):
 class CheckpointMismatch(ValueError):
     """A sound checkpoint holds other arrays than the run needs; none is silently cast or skipped.
 
-    Args:
-      directory: the checkpoint.
-      differences: one line per array that is missing, unexpected, or of another shape or dtype.
-      is_only_dtype: whether `checkpoint.convert_dtype` would resolve the differences.
-
-    Attributes:
-      differences: as above.
+    `differences` has a line for each array that is missing, unexpected, or of another shape or
+    dtype; `checkpoint.convert_dtype` would resolve them if they are `is_only_dtype`.
     """
 
     def __init__(self, directory: Path, differences: Sequence[str], is_only_dtype: bool = False):

@@ -81,13 +81,10 @@ class SaveTimer:
 class Retention:
     """Decides which steps to keep, by `checkpoint.{keep,keep_every,keep_best}`.
 
-    This is a preservation policy for Orbax. Orbax asks it when a save starts, with the new step
+    This is a preservation policy for Orbax, which asks it when a save starts, with the new step
     among the others, and deletes the steps that it does not keep once the new one is committed.
-    Steps set aside are not committed, so they neither count nor are deleted.
-
-    Args:
-      settings: the `checkpoint` section of the configuration.
-      record_of: function that returns the record of a committed step; raises as `step_record`.
+    Steps set aside are not committed, so they neither count nor are deleted. `record_of` returns
+    the record of a committed step; raises as `step_record`.
     """
 
     def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):

@@ -20,9 +20,7 @@ _CONFIG = "config.json"  # which every model has
 class HubFolder:
     """A model on the hub, whose files are downloaded on request.
 
-    Args:
-      model: `org/name`, or `org/name@REVISION` for a branch, tag or commit.
-      key: the configuration key or argument that names the model, for messages.
+    `model` is `org/name`, or `org/name@REVISION` for a branch, tag or commit; `key` named it.
 
     Raises:
       ConfigError: the library is not installed.
@@ -91,18 +89,11 @@ class HubFolder:
         return directory
 
     def _path(self, name: str) -> Path:
-        """Return the path of a file in the cache, after downloading it if it is not there.
-
-        Raises:
-          FileNotFoundError: the model has no such file.
-        """
+        """Return a file in the cache, downloaded if need be; FileNotFoundError if there is none."""
         errors = self._library.errors
         try:
-            return Path(
-                self._library.hf_hub_download(
-                    self._id, name, revision=self._revision, library_name="maxpipe"
-                )
-            )
+            download = self._library.hf_hub_download
+            return Path(download(self._id, name, revision=self._revision, library_name="maxpipe"))
         except errors.LocalEntryNotFoundError:
             known = self._library.try_to_load_from_cache(self._id, _CONFIG, revision=self._revision)
             # The cache has the model, but not this file.

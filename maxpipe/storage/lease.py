@@ -125,10 +125,7 @@ class LeaseDirectory:
 class LeaseObjects:
     """A place in an object store with conditional writes; its methods raise its errors.
 
-    Args:
-      url: URL of the place, such as `s3://bucket/runs/base`.
-      store: the fsspec file system that the URL belongs to.
-      deadline: limit on how long the store may be silent.
+    `url` is such as `s3://bucket/runs/base`; the store may be silent until the deadline.
     """
 
     def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):
@@ -178,27 +175,16 @@ LeasePlace = LeaseDirectory | LeaseObjects
 
 @dataclass(frozen=True)
 class Owner:
-    """A start of a run, as its lease names it.
+    """A start of a run, as its lease names it."""
 
-    Attributes:
-      start: identifies this start.
-      host: name of the machine.
-      machine: distinguishes machines, boots and containers of the same name.
-      pid: process number on the machine.
-      process_started: start time of the process in clock ticks since boot; 0 where it is unknown.
-      since: local time at which the owner asked for the place.
-      job: identifies a job that its scheduler or launcher starts again; "" if unknown.
-      attempt: grows with every attempt of the job.
-    """
-
-    start: str
-    host: str
-    machine: str
-    pid: int
-    process_started: int
-    since: str
-    job: str = ""
-    attempt: int = 0
+    start: str  # identifies this start
+    host: str  # name of the machine
+    machine: str  # distinguishes machines, boots and containers of the same name
+    pid: int  # process number on the machine
+    process_started: int  # in clock ticks since boot; 0 where it is unknown
+    since: str  # local time at which the owner asked for the place
+    job: str = ""  # that its scheduler or launcher starts again
+    attempt: int = 0  # grows with every attempt of the job
 
     @classmethod
     def this_process(cls, job: str = "", attempt: int = 0) -> Self:

@@ -112,14 +112,8 @@ class Line:
 class Hub:
     """Connects a council with all supervisors of a run, in threads of supervisor 0.
 
-    Args:
-      council: the council, which receives reports and gives orders.
-      host: name or address of this machine by which the others reach it.
-      port: port to listen at; 0 for any.
-      secret: the run's.
-
-    Attributes:
-      address: host and port by which this machine reaches it.
+    The others reach `host`, a name or address of this machine, and `port`, 0 for any; this machine
+    itself reaches the hub at `address`.
     """
 
     def __init__(self, council: Council, host: str, port: int, secret: str):
