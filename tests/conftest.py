@@ -50,8 +50,7 @@ LONGEST = (
     "test_compile.py",
     "test_clusters.py",
     "multiprocess/test_supervised_training.py",
-    "pipeline/engines/circular/test_engine.py",
-    "pipeline/engines/scheduled/test_grid.py",
+    "pipeline/engines/test_equals_one_device.py",
 )
 
 
@@ -76,10 +75,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, obj):
-    """Make no tests of the thousands of cases of a grid where none of them is selected."""
+    """Make no tests of the many cases of a grid, or of slow pairs, where none is selected."""
     marks = getattr(obj, "pytestmark", None)
-    is_of_grid = isinstance(marks, list) and any(mark.name == "grid" for mark in marks)
-    return [] if is_of_grid and collector.config.option.markexpr.startswith("not grid") else None
+    names = {mark.name for mark in marks} if isinstance(marks, list) else set()
+    expression = collector.config.option.markexpr
+    is_left_out = ("grid" in names and expression.startswith("not grid")) or (
+        "slow" in names and expression == "not grid and not slow"
+    )
+    return [] if is_left_out else None
 
 
 @pytest.hookimpl(trylast=True)  # after marks have selected

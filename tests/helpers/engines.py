@@ -1,4 +1,4 @@
-"""Run an engine on a fixed batch, for comparison with the sequential engine.
+"""Run an engine on a fixed batch, for comparison with the sequential engine on one device.
 
 Parameters come from NumPy and depend on their path, so that every engine starts from the same
 canonical values. Constant parameters (norm scales, biases) are perturbed, because a gradient
@@ -15,17 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from jax.tree_util import keystr
 
-from maxpipe.builder import build_engine_inputs
+from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import implementation
+from maxpipe.config.options import OPTIONS
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.engines.base import Batch
+from maxpipe.pipeline.engines.mpmd.runner import Observer
 from maxpipe.pipeline.weights import Weights
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 SEQUENCE_LENGTH = 8
 VOCAB_SIZE = 64
@@ -42,16 +48,23 @@ TINY = {
     "data.global_batch_size": 16,
     "eval.every": 0,
 }
-LATENT = {
-    "model.attention_kind": "mla",
-    "model.num_kv_heads": 4,
-    "model.mla.q_lora_rank": 12,
-    "model.mla.kv_lora_rank": 8,
-    "model.mla.qk_nope_head_dim": 4,
-    "model.mla.qk_rope_head_dim": 2,
-    "model.mla.v_head_dim": 6,
-    "model.rope_interleaved": True,
-}
+SECTIONS = ("pipeline", "mesh.ici", "model", "data")
+
+
+def keys(words: str) -> dict[str, Any]:
+    """Return full keys and values of words such as "schedule=1f1b fsdp=2 moe.experts=4"."""
+    values = {}
+    for word in words.split():
+        name, _, text = word.partition("=")
+        key = next(f"{s}.{name}" for s in SECTIONS if f"{s}.{name}" in OPTIONS)
+        values[key] = text if OPTIONS[key].type is str else yaml.safe_load(text)
+    return values
+
+
+LATENT = keys(
+    "attention_kind=mla num_kv_heads=4 mla.q_lora_rank=12 mla.kv_lora_rank=8 "
+    "mla.qk_nope_head_dim=4 mla.qk_rope_head_dim=2 mla.v_head_dim=6 rope_interleaved=true"
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +94,14 @@ def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
     return Result(values.pop("loss"), gradients, values, load, drops)
 
 
-def tiny(**values: Any) -> Config:
-    """Return a resolved configuration of a very small model: `tiny(**{"mesh.ici.stage": 2})`."""
-    config = replace(Config(), **(TINY | values))
+def tiny(words: str = "", **values: Any) -> Config:
+    """Return a resolved configuration of a very small model.
+
+    Args:
+      words: as in `keys`.
+      **values: full key -> value.
+    """
+    config = replace(Config(), **(TINY | keys(words) | values))
     return resolve(config, math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES))
 
 
@@ -195,6 +213,41 @@ class EngineUnderTest:
         return {name: jax.device_put(jnp.asarray(x), target) for name, x in batch.items()}
 
 
+class MpmdUnderTest:
+    """The mpmd engine of a trainer, with the same parameters and batches."""
+
+    def __init__(self, config: Config):
+        self.mesh = make_mesh(config)
+        trainer = build_trainer(config, self.mesh)
+        assert isinstance(trainer, MpmdTrainer)
+        self.trainer, self.engine = trainer, trainer.engine
+        shapes = trainer.abstract_canonical()
+        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        state = dataclasses.replace(state, params=canonical_params(ModelProgram(config.model)))
+        placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, shapes)
+        self.state = trainer.from_canonical(placed)
+
+    def train(
+        self, batch: dict[str, np.ndarray], key: int = 0, observe: Observer | None = None
+    ) -> Result:
+        self.engine.observer = observe
+        metrics, gradients = self.engine.loss_and_gradients(
+            self.state.params, self.place(batch), jax.random.key(key)
+        )
+        outer = {n: tree for stage in gradients for n, tree in stage.items() if n != "chunks"}
+        chunks = {c: tree for stage in gradients for c, tree in stage["chunks"].items()}
+        in_order = [chunks[c] for c in sorted(chunks)]
+        layers = jax.tree.map(lambda *leaf: self.engine.to_canonical(leaf), *in_order)
+        return result_of(metrics, jax.tree.map(np.asarray, outer | {"layers": layers}))
+
+    def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
+        sums = self.engine.evaluate(self.state.params, self.place(batch))
+        return {name: float(value) for name, value in sums.items()}
+
+    def place(self, batch: dict[str, np.ndarray]) -> Batch:
+        return BatchPlacer(self.mesh, self.engine.batch_spec, len(batch["tokens"]))(batch)
+
+
 @cache
 def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
     """Return the sequential engine's result on one device, without microbatches."""
@@ -236,3 +289,24 @@ def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) 
         if not difference <= tolerance:
             wrong[keystr(path)] = float(difference)
     assert not wrong, f"relative differences: {wrong}"
+
+
+def under_test(config: Config, **options: Any) -> EngineUnderTest | MpmdUnderTest:
+    """Return the engine that a configuration names, built with an engine's own `options`."""
+    is_mpmd = config.pipeline.engine == "mpmd"
+    return MpmdUnderTest(config) if is_mpmd else EngineUnderTest(config, **options)
+
+
+def on_one_device(config: Config) -> ModelConfig:
+    """Return the model without what only says how several devices compute it."""
+    moe = dataclasses.replace(config.model.moe, dispatch="auto")
+    return dataclasses.replace(config.model, moe=moe, logit_tiles=1)
+
+
+def assert_equals_one_device(
+    config: Config, *, packed: bool = True, tolerance: float = TOLERANCE, **options: Any
+) -> None:
+    """Assert that losses and gradients of a batch are those of the sequential engine."""
+    rows = config.data.global_batch_size
+    actual = under_test(config, **options).train(make_batch(rows, packed=packed))
+    assert_same(actual, reference(on_one_device(config), rows, packed=packed), tolerance)

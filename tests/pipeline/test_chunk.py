@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.engines import tiny
 
+from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import SideInputs
-from maxpipe.pipeline.chunk import apply_layers, layer_function, sum_where
+from maxpipe.pipeline.chunk import apply_first_layers, apply_layers, layer_function, sum_where
 
 NUM_LAYERS = 3
 X = jnp.ones((2, 1, 1))
@@ -83,6 +85,23 @@ def test_layer_function_prepares_each_layer():
     )
     x, _ = apply(layer_fn, [1], [0], scan=False)
     assert (x == 12).all()
+
+
+def test_layers_know_their_number_in_the_whole_model():
+    """The first ones, with parameters of their own, and those of the pipeline after them."""
+
+    def block(layer, x, side, key):
+        return 10 * x + side.layer_index, {}
+
+    config = tiny("num_layers=6 first_dense_layers=2 moe.experts=4 moe.mlp_dim=16").model
+    program = SimpleNamespace(config=config, needs_key=False, block=block)
+    program.first_block = lambda *args: block(*args)[0]
+    side, first = SideInputs(None, None, None), {"0": {}, "1": {}}
+    x = apply_first_layers(program, first, lambda p: p, RematPolicy(), jnp.int32(9), side, None)
+    apply = layer_function(program, lambda p: p, padded=False)
+    for i in range(config.stacked_layers):
+        x, _ = apply({}, jnp.int32(i), x, side, None)
+    assert x == 9_012_345
 
 
 def test_sum_where_leaves_out_parts_that_do_not_count_whatever_they_hold():

@@ -47,6 +47,17 @@ def in_turn(w, x, scale):
     return x
 
 
+def pipeline(module, x, *args, num_microbatches=2, axis="pipe", **kwargs):
+    """Run a pipeline over the stages of these tests."""
+    options = {"num_microbatches": num_microbatches, "model_axis_name": axis}
+    return execute_pipeline(module, x, *args, **options, **kwargs)
+
+
+def summed(module, x, *args, **kwargs):
+    """Return the result of a pipeline on every stage."""
+    return jax.lax.psum(pipeline(module, x, *args, **kwargs), "pipe")
+
+
 def assert_close(a, b):
     """max|a - b| is at most 1e-5 of max|b|, in every leaf."""
     jax.tree.map(
@@ -61,8 +72,7 @@ def assert_close(a, b):
 def test_execute_pipeline_of_functions_equals_calling_them_in_turn(stages, microbatches, check_vma):
     def forward(w, x, scale):
         run = lambda y, scale: layer(w[0], y, scale)  # noqa: E731
-        y = execute_pipeline(run, x, scale, num_microbatches=microbatches, model_axis_name="pipe")
-        return y[None]
+        return pipeline(run, x, scale, num_microbatches=microbatches)[None]
 
     piped = shard_map(forward, stages, (STACKED, WHOLE, WHOLE), STACKED, check_vma)
     w, x = weights(stages), batch()
@@ -76,10 +86,7 @@ def test_execute_pipeline_of_functions_equals_calling_them_in_turn(stages, micro
 
 def test_execute_pipeline_with_batches_split_over_another_axis_equals_calls_in_turn():
     def forward(w, x):
-        y = execute_pipeline(
-            lambda y: layer(w[0], y, 1.0), x, num_microbatches=2, model_axis_name="pipe"
-        )
-        return jax.lax.psum(y, "pipe")
+        return summed(lambda y: layer(w[0], y, 1.0), x)
 
     rows = PartitionSpec("data")
     piped = shard_map(forward, 2, (STACKED, rows), rows, data=2)
@@ -90,9 +97,7 @@ def test_execute_pipeline_with_waiting_stages_has_finite_gradients():
     """The derivative of the norm is not finite at zero."""
 
     def forward(w, x):
-        run = lambda y: w[0] * y / jnp.linalg.norm(y)  # noqa: E731
-        y = execute_pipeline(run, x, num_microbatches=2, model_axis_name="pipe")
-        return jax.lax.psum(y, "pipe")
+        return summed(lambda y: w[0] * y / jnp.linalg.norm(y), x)
 
     piped = shard_map(forward, 4, (STACKED, WHOLE), WHOLE)
     assert np.isfinite(jax.grad(lambda w: piped(w, batch()).sum())(jnp.arange(1.0, 5.0))).all()
@@ -105,8 +110,7 @@ def test_execute_pipeline_of_an_nnx_module_equals_calls_in_turn():
 
     def forward(state, x):
         module = nnx.merge(graph, jax.tree.map(lambda p: p[0], state))
-        y = execute_pipeline(module, x, num_microbatches=4, model_axis_name="pipe")
-        return jax.lax.psum(y, "pipe")
+        return summed(module, x, num_microbatches=4)
 
     def plain(stacked, x):
         for i in range(2):
@@ -134,7 +138,7 @@ class Bound(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return execute_pipeline(Layer(self.rate), x, num_microbatches=2, model_axis_name="pipe")
+        return pipeline(Layer(self.rate), x)
 
 
 def on_two_stages(f, *in_specs):
@@ -147,25 +151,20 @@ def test_execute_pipeline_of_a_bound_linen_module_equals_calls_in_turn():
         jax.random.key(0), x
     )
     y = on_two_stages(Bound().apply, WHOLE, WHOLE)(params, x)
-    kernel, bias = (
-        params["params"]["Layer_0"]["Dense_0"]["kernel"],
-        params["params"]["Layer_0"]["Dense_0"]["bias"],
-    )
+    dense = params["params"]["Layer_0"]["Dense_0"]
     for _ in range(2):
-        x = x + jnp.tanh(x @ kernel + bias)
+        x = x + jnp.tanh(x @ dense["kernel"] + dense["bias"])
     assert_close(y, x)
 
 
-def halved(module_of, stages=4, microbatches=4):
+def halved(module_of):
     """Return the result [4, 4096] of ones through four stages that each keep half, scaled by 2."""
 
     def forward(x, key):
-        module = module_of(key)
-        y = execute_pipeline(module, x, num_microbatches=microbatches, model_axis_name="pipe")
-        return jax.lax.psum(y, "pipe")
+        return summed(module_of(key), x, num_microbatches=4)
 
-    run = shard_map(forward, stages, (WHOLE, WHOLE), WHOLE)
-    x = jnp.ones((microbatches, 4096))
+    run = shard_map(forward, 4, (WHOLE, WHOLE), WHOLE)
+    x = jnp.ones((4, 4096))
     first, again, other = run(x, KEYS[0]), run(x, KEYS[0]), run(x, KEYS[1])
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
@@ -196,11 +195,7 @@ def test_execute_pipeline_dropout_masks_differ_by_microbatch_and_stage(module_of
 def test_execute_pipeline_advances_the_counts_of_an_nnx_module():
     def forward(x, key):
         module = nnx_dropout(key)
-        outputs = [
-            execute_pipeline(module, x, num_microbatches=2, model_axis_name="pipe")
-            for _ in range(2)
-        ]
-        return jax.lax.psum(jnp.stack(outputs), "pipe")
+        return jnp.stack([summed(module, x) for _ in range(2)])
 
     first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
     assert (first != second).any()
@@ -288,8 +283,7 @@ def test_pipeline_module_names_the_stage_axis_of_partitioned_parameters():
 def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():
     def forward(x, train):
         module = nnx.BatchNorm(WIDTH, use_running_average=not train, rngs=nnx.Rngs(0))
-        y = execute_pipeline(module, x, num_microbatches=2, model_axis_name="pipe")
-        return jax.lax.psum(y, "pipe")
+        return summed(module, x)
 
     run = lambda train: shard_map(lambda x: forward(x, train), 2, (WHOLE,), WHOLE)  # noqa: E731
     assert_close(run(False)(batch()), batch() / (1 + 1e-5))
@@ -298,10 +292,8 @@ def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():
 
 
 def test_execute_pipeline_operations_have_a_scope_of_their_own():
-    def forward(x):
-        return execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="pipe")
-
-    lowered = jax.jit(shard_map(forward, 2, (WHOLE,), STACKED)).lower(batch())
+    run = shard_map(lambda x: pipeline(jnp.sin, x), 2, (WHOLE,), STACKED)
+    lowered = jax.jit(run).lower(batch())
     assert "pipeline/" in lowered.as_text(debug_info=True)
 
 
@@ -372,49 +364,22 @@ def test_execute_pipeline_step_of_linen_modules_within_another_initialises_them(
     assert run(variables, batch()).shape == y.shape
 
 
+def init(num_microbatches, x):
+    return PipelineModule("pipe", num_microbatches, Layer).init(jax.random.key(0), x)
+
+
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (
-            lambda x: execute_pipeline(jnp.sin, x, num_microbatches=3, model_axis_name="pipe"),
-            "must divide the batch",
-        ),
-        (
-            lambda x: execute_pipeline(
-                jnp.sin, x[0, 0], num_microbatches=1, model_axis_name="pipe"
-            ),
-            "is a scalar",
-        ),
-        (
-            lambda x: PipelineModule("pipe", 0, Layer).init(jax.random.key(0), x),
-            "num_microbatches=0 must divide the batch",
-        ),
-        (
-            lambda x: PipelineModule("pipe", 1, Layer).init(jax.random.key(0), x[0, 0]),
-            "is a scalar",
-        ),
-        (
-            lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"),
-            "array like its input",
-        ),
-        (
-            lambda x: execute_pipeline(
-                lambda x: (x, x), x, num_microbatches=2, model_axis_name="pipe"
-            ),
-            "got tuple",
-        ),
-        (
-            lambda x: execute_pipeline(Layer(), x, num_microbatches=2, model_axis_name="pipe"),
-            "must be bound",
-        ),
-        (
-            lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="x"),
-            "model_axis_name='x'",
-        ),
-        (
-            lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1],
-            "array like its input",
-        ),
+        (lambda x: pipeline(jnp.sin, x, num_microbatches=3), "must divide the batch"),
+        (lambda x: pipeline(jnp.sin, x[0, 0], num_microbatches=1), "is a scalar"),
+        (lambda x: init(0, x), "num_microbatches=0 must divide the batch"),
+        (lambda x: init(1, x[0, 0]), "is a scalar"),
+        (lambda x: pipeline(jnp.sum, x), "array like its input"),
+        (lambda x: pipeline(lambda x: (x, x), x), "got tuple"),
+        (lambda x: pipeline(Layer(), x), "must be bound"),
+        (lambda x: pipeline(jnp.sin, x, axis="x"), "model_axis_name='x'"),
+        (lambda x: step_result(jnp.sum, x), "array like its input"),
         (lambda x: step_result(lambda x: (x, x), x), "got tuple"),
         (lambda x: step_result(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), x), r"got \(8, 2\) float32"),
     ],
@@ -452,20 +417,13 @@ def test_execute_pipeline_passes_on_keyword_arguments_of_any_name():
             return function(x, **kwargs)
 
     for stage in (function, Graph()):
-        run = on_two_stages(
-            lambda x, stage=stage: execute_pipeline(
-                stage, x, num_microbatches=2, model_axis_name="pipe", **names
-            ),
-            WHOLE,
-        )
+        run = on_two_stages(lambda x, stage=stage: pipeline(stage, x, **names), WHOLE)
         assert_close(run(batch()), 15 * 15 * batch())
 
 
 def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
     def forward(x):
-        y = execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="pipe")
-        _, stepped = execute_pipeline_step(jnp.sin, x, x, model_axis_name="pipe")
-        return jax.lax.psum((y, stepped), "pipe")
+        return summed(jnp.sin, x), jax.lax.psum(step_result(jnp.sin, x), "pipe")
 
     x = np.asarray(batch(), np.float64)  # JAX reads it as float32
     actual = shard_map(lambda: forward(x), 2, (), WHOLE)()
@@ -474,7 +432,7 @@ def test_execute_pipeline_of_a_numpy_batch_equals_that_of_an_array_of_jax():
 
 def test_execute_pipeline_outside_of_a_shard_map_is_refused():
     with pytest.raises(ValueError, match="call it inside one whose mesh has that axis"):
-        execute_pipeline(jnp.sin, batch(), num_microbatches=2, model_axis_name="pipe")
+        pipeline(jnp.sin, batch())
 
 
 def test_docstring_examples_run():

@@ -1,6 +1,14 @@
-"""Traces engines as they are on other devices than simulated ones."""
+"""What engines need for tests only: a block, and traces as they are on other devices."""
 
 import pytest
+
+from maxpipe.config.catalog import BLOCKS, Block
+
+
+@pytest.fixture(autouse=True)
+def balanced_block(monkeypatch):
+    """Name a block with an auxiliary loss."""
+    monkeypatch.setitem(BLOCKS, "balanced", Block("helpers.balanced_block:BalancedBlock"))
 
 
 @pytest.fixture

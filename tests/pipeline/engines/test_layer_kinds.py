@@ -12,69 +12,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import EngineUnderTest, Result, assert_same, canonical_params, make_batch, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.engines import Result, assert_same, canonical_params, make_batch, tiny, under_test
 
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
 ROWS = 16
-PATTERN = ["local", "local", "local", "local_nope", "local", "global"]
-MODEL = {
-    "model.num_layers": 7,
-    "model.layer_pattern": PATTERN,
-    "model.attention_window": 3,
-    "model.rope_theta": 1000.0,
-    "model.rope_theta_local": 20.0,
-    "model.rope_scaling.type": "yarn",
-    "model.rope_scaling.factor": 4,
-    "model.rope_scaling.original_max_position": 16,
-    "model.rope_fraction": 0.5,
-    "model.attention_sinks": True,
-    "model.attention_soft_cap": 4,
-    "model.query_scale": 0.7,
-    "model.norm_placement": "sandwich",
-    "model.norm_offset": True,
-    "model.qk_norm": True,
-    "model.qk_norm_scope": "full",
-    "model.mlp_activation": "gelu_tanh",
-    "model.mlp_bias": True,
-    "model.attention_output_bias": True,
-    "model.embed_scale": 1.5,
-    "model.residual_scale": 0.8,
-    "model.logit_scale": 0.6,
-    "model.tie_embeddings": True,
+MODEL = (
+    "num_layers=7 layer_pattern=[local,local,local,local_nope,local,global] attention_window=3 "
+    "rope_theta=1000.0 rope_theta_local=20.0 rope_scaling.type=yarn rope_scaling.factor=4 "
+    "rope_scaling.original_max_position=16 rope_fraction=0.5 attention_sinks=true "
+    "attention_soft_cap=4 query_scale=0.7 norm_placement=sandwich norm_offset=true qk_norm=true "
+    "qk_norm_scope=full mlp_activation=gelu_tanh mlp_bias=true attention_output_bias=true "
+    "embed_scale=1.5 residual_scale=0.8 logit_scale=0.6 tie_embeddings=true "
+)
+STAGES = "stage=2 num_microbatches=4 "
+OTHER_PRODUCTS = " rotation=product gating=separate"
+LAYOUTS = {
+    "sequential": "engine=sequential num_microbatches=2",
+    "circular": STAGES + "schedule=circular layers_per_stage=[3,4]",
+    "scheduled": STAGES
+    + "schedule=lockstep_1f1b num_repeats=2 layers_per_stage=[1,2,2,2]"
+    + OTHER_PRODUCTS,
+    "mpmd": STAGES + "schedule=1f1b layers_per_stage=[4,3]" + OTHER_PRODUCTS,
 }
-STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
-ENGINES = {
-    "sequential": {"pipeline.num_microbatches": 2},
-    "circular": {**STAGES, "pipeline.schedule": "circular", "pipeline.layers_per_stage": [3, 4]},
-    "scheduled": {
-        **STAGES,
-        "pipeline.schedule": "lockstep_1f1b",
-        "pipeline.num_repeats": 2,
-        "pipeline.layers_per_stage": [1, 2, 2, 2],
-        "model.rotation": "product",
-        "model.gating": "separate",
-    },
-    "mpmd": {
-        **STAGES,
-        "pipeline.schedule": "1f1b",
-        "pipeline.layers_per_stage": [4, 3],
-        "model.rotation": "product",
-        "model.gating": "separate",
-    },
-}
-
-
-def config_of(engine, **values):
-    return tiny(**MODEL | {"pipeline.engine": engine} | ENGINES[engine] | values)
 
 
 @cache
 def unrolled():
     """Return loss and gradients of the batch on one device, layer after layer."""
-    model = tiny(**MODEL).model
+    model = tiny(MODEL).model
     alike = [
         ModelProgram(
             dataclasses.replace(
@@ -100,15 +67,13 @@ def unrolled():
 
 
 # Windows count tokens, not the places of a split sequence.
-DEFAULT_SPLITS = (("scheduled", "tensor"), ("circular", "context"))
 SPLITS = [
-    pytest.param(*split, marks=[] if split in DEFAULT_SPLITS else [pytest.mark.slow])
-    for split in product(("scheduled", "mpmd", "circular", "sequential"), ("tensor", "context"))
+    pytest.param(*split, marks=[] if split == ("scheduled", "tensor") else [pytest.mark.slow])
+    for split in product(LAYOUTS, ("tensor", "context"))
 ]
 
 
 @pytest.mark.parametrize(("engine", "axis"), SPLITS)
 def test_layers_that_differ_equal_the_unrolled_model_with_two_devices_along_an_axis(engine, axis):
-    config = config_of(engine, **{f"mesh.ici.{axis}": 2})
-    subject = MpmdUnderTest(config) if engine == "mpmd" else EngineUnderTest(config)
+    subject = under_test(tiny(f"{MODEL}{LAYOUTS[engine]} {axis}=2"))
     assert_same(subject.train(make_batch(ROWS)), unrolled())

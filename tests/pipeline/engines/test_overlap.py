@@ -15,9 +15,9 @@ from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr, read_by
 ROWS = 16
 
 
-def traced(**values):
+def traced(words):
     """Trace the training step of a configuration."""
-    subject = EngineUnderTest(tiny(**values | {"data.global_batch_size": ROWS}))
+    subject = EngineUnderTest(tiny(f"global_batch_size={ROWS} {words}"))
     return jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
         subject.params, make_batch(ROWS), jax.random.key(0)
     )
@@ -40,15 +40,8 @@ def needs(body, eqns, sources):
 def any_backward_slot_waits_for_forward(schedule, *, overlap):
     """Return whether the B slot of some loop depends on the F slot or the head of its tick."""
     step = traced(
-        **{
-            "pipeline.schedule": schedule,
-            "pipeline.overlap_slots": overlap,
-            "pipeline.num_microbatches": 4,
-            "pipeline.num_repeats": 2,
-            "pipeline.remat_policy": "minimal",
-            "pipeline.scan_layers_per_stage": False,
-            "mesh.ici.stage": 2,
-        }
+        f"schedule={schedule} overlap_slots={overlap} num_microbatches=4 num_repeats=2 stage=2 "
+        "remat_policy=minimal scan_layers_per_stage=false"
     )
     waits = []
     for body in loop_bodies(step):
@@ -86,15 +79,8 @@ def gathers(body):
 def test_per_repeat_gathers_the_next_repeat_during_the_iterations_of_this_one(microbatches, ahead):
     """With as many microbatches as stages a whole repeat ahead."""
     step = traced(
-        **{
-            "pipeline.engine": "circular",
-            "pipeline.fsdp_gather": "per_repeat",
-            "pipeline.num_microbatches": microbatches,
-            "pipeline.num_repeats": 4,
-            "model.num_layers": 8,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-        }
+        f"schedule=circular fsdp_gather=per_repeat num_microbatches={microbatches} num_repeats=4 "
+        "num_layers=8 stage=2 fsdp=2"
     )
     repeats = [body for body in loop_bodies(step) if gathers(body)]
     assert len(repeats) == 2  # of the forward and of the backward

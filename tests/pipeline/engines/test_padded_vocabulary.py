@@ -1,47 +1,36 @@
 """Rows that pad the embedding table and the head change no loss and no gradient, on any engine."""
 
-from functools import cache
-
 import jax
 import numpy as np
 import pytest
-from helpers import engines, mpmd_under_test
-from helpers.engines import VOCAB_SIZE, EngineUnderTest, Result, assert_same, make_batch, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers import engines
+from helpers.engines import (
+    VOCAB_SIZE,
+    Result,
+    assert_same,
+    make_batch,
+    reference,
+    sequential,
+    tiny,
+    under_test,
+)
 
 from maxpipe.model.program import ModelProgram
 
 ROWS = 16
 PADDED = 80
 LAYOUTS = {
-    "sequential": {"pipeline.engine": "sequential", "mesh.ici.tensor": 4, "model.logit_tiles": 3},
-    "scheduled": {
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 2,
-        "pipeline.num_microbatches": 4,
-    },
-    "circular": {
-        "mesh.ici.stage": 2,
-        "mesh.ici.tensor": 2,
-        "pipeline.schedule": "circular",
-        "pipeline.num_microbatches": 4,
-    },
-    "mpmd": {
-        "mesh.ici.stage": 2,
-        "mesh.ici.tensor": 2,
-        "pipeline.schedule": "1f1b",
-        "pipeline.num_microbatches": 4,
-    },
+    "sequential": "engine=sequential tensor=4 logit_tiles=3",
+    "scheduled": "schedule=lockstep_1f1b stage=2 num_microbatches=4 fsdp=2",
+    "circular": "schedule=circular stage=2 num_microbatches=4 tensor=2",
+    "mpmd": "schedule=1f1b stage=2 num_microbatches=4 tensor=2",
 }
 draw = engines.canonical_params
 
 
 def draw_padded(program):
     """Return the parameters of the model without padding, with rows that would be predicted."""
-    plain = draw(
-        ModelProgram(tiny(**{"model.tie_embeddings": program.config.tie_embeddings}).model)
-    )
+    plain = draw(ModelProgram(model(program.config.tie_embeddings)))
 
     def pad(path, array):
         axis = {"embedding": 0, "kernel": 1}.get(path[-1].key)
@@ -53,15 +42,8 @@ def draw_padded(program):
     return jax.tree_util.tree_map_with_path(pad, plain)
 
 
-def plain(tied):
-    return {"model.tie_embeddings": tied, "data.global_batch_size": ROWS}
-
-
-@cache
-def unpadded(tied):
-    """Return an engine with the model as it is, and its result."""
-    engine = EngineUnderTest(tiny(**plain(tied), **{"pipeline.engine": "sequential"}))
-    return engine, engine.train(make_batch(ROWS))
+def model(tied):
+    return tiny(f"tie_embeddings={tied}").model
 
 
 @pytest.mark.parametrize(
@@ -74,13 +56,10 @@ def unpadded(tied):
     ],
 )
 def test_padded_model_has_the_losses_and_gradients_of_the_unpadded_one(engine, tied, monkeypatch):
-    reference, expected = unpadded(tied)
+    plain, expected = sequential(model(tied), ROWS), reference(model(tied), ROWS)
     monkeypatch.setattr(engines, "canonical_params", draw_padded)
-    monkeypatch.setattr(mpmd_under_test, "canonical_params", draw_padded)
-    sizes = {"model.vocab_size": PADDED, "model.unpadded_vocab_size": VOCAB_SIZE}
-    config = tiny(**plain(tied), **LAYOUTS[engine], **sizes)
-    assert config.pipeline.engine == engine
-    padded = (MpmdUnderTest if engine == "mpmd" else EngineUnderTest)(config)
+    sizes = f"vocab_size={PADDED} unpadded_vocab_size={VOCAB_SIZE} tie_embeddings={tied}"
+    padded = under_test(tiny(f"{LAYOUTS[engine]} {sizes}"))
     actual = padded.train(make_batch(ROWS))
     embedding = actual.gradients["embed"]["embedding"]
     assert not embedding[VOCAB_SIZE:].any()
@@ -92,5 +71,5 @@ def test_padded_model_has_the_losses_and_gradients_of_the_unpadded_one(engine, t
     assert_same(Result(actual.loss, actual.gradients), expected)
     if engine == "sequential":
         sums = padded.evaluate(make_batch(ROWS))
-        for name, value in reference.evaluate(make_batch(ROWS)).items():
+        for name, value in plain.evaluate(make_batch(ROWS)).items():
             np.testing.assert_allclose(sums[name], value, rtol=1e-5)

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from helpers.engines import (
     LATENT,
-    EngineUnderTest,
     Result,
     assert_same,
     make_batch,
     sequential,
     tiny,
+    under_test,
 )
-from helpers.mpmd_under_test import MpmdUnderTest
 
 from maxpipe.config.sections import ModelConfig
 
@@ -30,78 +29,22 @@ ROWS = 8  # few, so that few values are close to a half
 SEEDS = 3
 QUANTUM = 1e-2  # what rounding to neighbours changes at most; docs/models.md
 OF_BFLOAT16 = 5e-2  # what the order of sums changes at most; 2.2e-2 without 8 bits
-STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
-INT8 = {"model.quantisation": "int8", "model.quantised_passes": "full"}
-FP8 = {"model.quantisation": "fp8", "model.quantised_passes": "full"}
-CASES = {
-    "sequential": {
-        **INT8,
-        "pipeline.engine": "sequential",
-        "pipeline.num_microbatches": 2,
-        "mesh.ici.fsdp": 2,
-        "mesh.ici.tensor": 2,
-        "mesh.ici.context": 2,
-    },
-    "lockstep_1f1b": {
-        **INT8,
-        **STAGES,
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.fsdp": 2,
-        "mesh.ici.tensor": 2,
-    },
-    "lockstep_zb": {
-        **FP8,
-        **STAGES,
-        "pipeline.schedule": "lockstep_zb",
-        "pipeline.remat_policy": "minimal",
-        "mesh.ici.tensor": 2,
-    },
-    "circular": {
-        **INT8,
-        **STAGES,
-        "pipeline.schedule": "circular",
-        "pipeline.num_repeats": 2,
-        "pipeline.fsdp_gather": "per_repeat",
-        "mesh.ici.fsdp": 2,
-        "mesh.ici.tensor": 2,
-    },
-    "circular_forward": {
-        "model.quantisation": "fp8",
-        **STAGES,
-        "pipeline.schedule": "circular",
-        "pipeline.remat_policy": "save_qkv_proj",
-        "mesh.ici.context": 2,
-        "mesh.ici.tensor": 2,
-    },
-    "1f1b": {**FP8, **STAGES, "pipeline.schedule": "1f1b", "mesh.ici.tensor": 2},
-    "zb_v": {
-        **INT8,
-        **STAGES,
-        "pipeline.schedule": "zb_v",
-        "pipeline.remat_policy": "minimal",
-        "mesh.ici.fsdp": 2,
-    },
-    "latent": {
-        **INT8,
-        **STAGES,
-        **LATENT,
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.data": 2,
-    },
-    "lora": {
-        **INT8,
-        **STAGES,
-        "model.lora.rank": 2,
-        "model.lora.alpha": 6.0,
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.tensor": 2,
-    },
-}
-
-
-# The others differ little from these.
-FIRST = ("lockstep_1f1b", "1f1b")
-MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
+STAGES = "stage=2 num_microbatches=4 "
+INT8 = "quantisation=int8 quantised_passes=full "
+FP8 = "quantisation=fp8 quantised_passes=full "
+FIRST = [
+    INT8 + STAGES + "schedule=lockstep_1f1b fsdp=2 tensor=2",
+    FP8 + STAGES + "schedule=1f1b tensor=2",
+]
+# These differ little from them.
+FURTHER = [
+    INT8 + "engine=sequential num_microbatches=2 fsdp=2 tensor=2 context=2",
+    FP8 + STAGES + "schedule=lockstep_zb remat_policy=minimal tensor=2",
+    INT8 + STAGES + "schedule=circular num_repeats=2 fsdp_gather=per_repeat fsdp=2 tensor=2",
+    STAGES + "quantisation=fp8 schedule=circular remat_policy=save_qkv_proj context=2 tensor=2",
+    INT8 + STAGES + "schedule=zb_v remat_policy=minimal fsdp=2",
+    INT8 + STAGES + "lora.rank=2 lora.alpha=6.0 schedule=lockstep_1f1b tensor=2",
+]
 
 
 def assert_same_as_one_device(
@@ -120,18 +63,25 @@ def assert_same_as_one_device(
     assert len(differences) < SEEDS, f"all of {SEEDS} batches differ: {differences}"
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_loss_and_gradients_equal_those_of_one_device(name):
-    config = tiny(**{"data.global_batch_size": ROWS} | CASES[name])
-    subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
-    assert_same_as_one_device(subject(config).train, config.model)
+@pytest.mark.parametrize(
+    "words", [*FIRST, *(pytest.param(words, marks=pytest.mark.slow) for words in FURTHER)]
+)
+def test_loss_and_gradients_equal_those_of_one_device(words):
+    config = tiny(f"global_batch_size={ROWS} {words}")
+    assert_same_as_one_device(under_test(config).train, config.model)
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_of_latent_attention_equal_those_of_one_device():
+    words = f"{INT8}{STAGES} schedule=lockstep_1f1b data=2 global_batch_size={ROWS}"
+    config = tiny(words, **LATENT)
+    assert_same_as_one_device(under_test(config).train, config.model)
 
 
 @pytest.mark.slow
 def test_in_bfloat16_loss_and_gradients_over_tensor_are_near_those_of_one_device():
-    values = {"model.dtype": "bfloat16", "data.global_batch_size": ROWS}
-    config = tiny(**values | CASES["lockstep_1f1b"] | {"mesh.ici.fsdp": 1})
-    subject = EngineUnderTest(config)
+    config = tiny(f"{FIRST[0]} fsdp=1 dtype=bfloat16 global_batch_size={ROWS}")
+    subject = under_test(config)
     for seed in range(SEEDS):
         batch = make_batch(ROWS, seed=seed)
         actual, expected = subject.train(batch), sequential(config.model, ROWS).train(batch)
@@ -141,7 +91,7 @@ def test_in_bfloat16_loss_and_gradients_over_tensor_are_near_those_of_one_device
 
 @pytest.mark.parametrize("passes", ["forward", "full"])
 def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(passes):
-    model = tiny(**{"model.quantisation": "int8", "model.quantised_passes": passes}).model
+    model = tiny(f"quantisation=int8 quantised_passes={passes}").model
     batch = make_batch(ROWS)
     quantised, plain = (sequential(m, ROWS).train(batch) for m in (model, tiny().model))
     assert quantised.loss != plain.loss
@@ -153,8 +103,7 @@ def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(passes):
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_descent_along_gradients_of_8_bits_lowers_the_loss(form):
-    values = {"model.quantisation": form, "model.quantised_passes": "full"}
-    engine = EngineUnderTest(tiny(**values, **{"pipeline.engine": "sequential"}))
+    engine = under_test(tiny(f"quantisation={form} quantised_passes=full engine=sequential"))
     batch, losses = make_batch(ROWS), []
     for _ in range(8):
         result = engine.train(batch)

@@ -4,14 +4,7 @@ import math
 
 import jax
 import pytest
-from helpers.engines import (
-    EngineUnderTest,
-    assert_same,
-    make_batch,
-    make_mesh,
-    reference,
-    tiny,
-)
+from helpers.engines import EngineUnderTest, make_batch, make_mesh, tiny
 
 from maxpipe.builder import build_engine, build_engine_inputs
 from maxpipe.pipeline.engines.mpmd.program import shape_of
@@ -19,15 +12,8 @@ from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 from maxpipe.plan.jaxpr_flops import equation_flops, program_flops
 
-LAYOUT = {
-    "mesh.ici.stage": 2,
-    "model.num_layers": 8,
-    "pipeline.num_layers_per_stage": 2,
-    "pipeline.num_repeats": 2,
-    "pipeline.num_microbatches": 4,
-}
+LAYOUT = "stage=2 num_layers=8 num_layers_per_stage=2 num_repeats=2 num_microbatches=4 schedule="
 # (remat_iterations, remat_layers)
-CIRCULAR, LOCKSTEP = {"pipeline.schedule": "circular"}, {"pipeline.schedule": "lockstep_1f1b"}
 NEITHER, ITERATIONS, LAYERS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
 
@@ -38,15 +24,8 @@ def num_bytes(tree):
 def traced(schedule, options, monkeypatch, policy="full"):
     """Return (bytes of residuals, FLOPs) of a training step."""
     iterations, layers = options
-    config = tiny(
-        **LAYOUT,
-        **{
-            "pipeline.schedule": schedule,
-            "pipeline.remat_policy": policy,
-            "pipeline.remat_iterations": iterations,
-            "pipeline.remat_layers": layers,
-        },
-    )
+    words = f"remat_policy={policy} remat_iterations={iterations} remat_layers={layers}"
+    config = tiny(f"{LAYOUT}{schedule} {words}")
     if config.pipeline.engine == "mpmd":
         engine = build_engine(config, build_engine_inputs(config, make_mesh(config)))
         return traced_units(engine.training.program)
@@ -101,9 +80,9 @@ def test_remat_policy_saves_what_it_names(monkeypatch):
     assert minimal[1] < full[1]
 
 
-def step_of(**values):
+def step_of(words):
     """Return the traced program of a step."""
-    engine = EngineUnderTest(tiny(**values))
+    engine = EngineUnderTest(tiny(words))
     batch, key = make_batch(16), jax.random.key(0)
     return jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key).jaxpr
 
@@ -123,62 +102,31 @@ def num_activations(jaxpr):
 @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
 def test_remat_cheap_decides_how_often_a_backward_computes_activation_functions(schedule):
     held, again = (
-        num_activations(
-            step_of(**LAYOUT, **{"pipeline.schedule": schedule, "pipeline.remat_cheap": value})
-        )
+        num_activations(step_of(f"{LAYOUT}{schedule} remat_cheap={value}"))
         for value in ("false", "true")
     )
     assert 0 < held < again
 
 
 @pytest.mark.parametrize(
-    ("schedule", "policy"),
+    ("words", "expected"),
     [
-        pytest.param("circular", "full", marks=pytest.mark.slow),
-        pytest.param("circular", "minimal", marks=pytest.mark.slow),
-        pytest.param("lockstep_1f1b", "full", marks=pytest.mark.slow),
-        ("lockstep_1f1b", "minimal"),
-        pytest.param("lockstep_zb", "minimal", marks=pytest.mark.slow),
-    ],
-)
-def test_step_that_holds_cheap_values_equals_the_sequential_one(schedule, policy):
-    options = {
-        "pipeline.schedule": schedule,
-        "pipeline.remat_policy": policy,
-        "pipeline.remat_cheap": "false",
-        "model.dropout": 0.1,
-    }
-    config = tiny(**LAYOUT, **options)
-    actual = EngineUnderTest(config).train(make_batch(16))
-    assert_same(actual, reference(config.model, 16))
-
-
-ONE_STAGE = {
-    "pipeline.engine": "scheduled",
-    "pipeline.schedule": "lockstep_1f1b",
-    "pipeline.num_repeats": 1,
-}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, {False}),
-        ({"pipeline.scan_layers": False}, {True}),
-        ({"model.num_layers": 1}, {True}),
+        ("", {False}),
+        ("scan_layers=false", {True}),
+        ("num_layers=1", {True}),
         # A layer is kept apart from what the iteration around it computes again.
-        (LAYOUT | CIRCULAR, {False, True}),
-        (LAYOUT | CIRCULAR | {"pipeline.remat_cheap": "false"}, {False}),
-        (LAYOUT | CIRCULAR | {"pipeline.scan_iterations": False}, {True}),
-        (LAYOUT | LOCKSTEP, {False, True}),
-        (LAYOUT | LOCKSTEP | {"pipeline.remat_cheap": "false"}, {False}),
-        (LAYOUT | LOCKSTEP | {"pipeline.remat_layers": True}, {False, True}),
-        (ONE_STAGE, {True}),
+        (LAYOUT + "circular", {False, True}),
+        (LAYOUT + "circular remat_cheap=false", {False}),
+        (LAYOUT + "circular scan_iterations=false", {True}),
+        (LAYOUT + "lockstep_1f1b", {False, True}),
+        (LAYOUT + "lockstep_1f1b remat_cheap=false", {False}),
+        (LAYOUT + "lockstep_1f1b remat_layers=true", {False, True}),
+        ("engine=scheduled schedule=lockstep_1f1b num_repeats=1", {True}),
     ],
 )
-def test_recomputation_is_kept_apart_from_a_forward_that_xla_could_merge_it_with(values, expected):
+def test_recomputation_is_kept_apart_from_a_forward_that_xla_could_merge_it_with(words, expected):
     """Merged, it would be saved after all."""
-    program = step_of(**values)
+    program = step_of(words)
     # The head's is unrolled always; these are of layers.
     apart = {
         eqn.params["prevent_cse"]

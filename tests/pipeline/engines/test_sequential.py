@@ -7,31 +7,20 @@ import pytest
 from helpers.engines import (
     TOLERANCE,
     EngineUnderTest,
-    assert_same,
     canonical_params,
     make_batch,
-    reference,
     tiny,
 )
 
-from maxpipe.config import catalog
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 
-# A block with an auxiliary loss, for tests only.
-catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
-
 ROWS = 16
 
 
-def sequential(**values):
-    defaults = {
-        "pipeline.engine": "sequential",
-        "data.global_batch_size": ROWS,
-        "model.dropout": 0.2,
-    }
-    return tiny(**(defaults | values))
+def sequential(words=""):
+    return tiny(f"engine=sequential dropout=0.2 global_batch_size={ROWS} {words}")
 
 
 def by_hand(config, batch, key):
@@ -58,8 +47,8 @@ def by_hand(config, batch, key):
 
 
 def test_sequential_equals_a_plain_loop_over_layers():
-    tied = {"model.z_loss": 1e-2, "model.tie_embeddings": True, "model.block": "balanced"}
-    config, batch = sequential(**tied), make_batch(ROWS)
+    config = sequential("z_loss=0.01 tie_embeddings=true block=balanced")
+    batch = make_batch(ROWS)
     (_, (loss, means)), gradients = by_hand(config, batch, jax.random.key(0))
     actual = EngineUnderTest(config).train(batch)
     assert actual.loss == pytest.approx(float(loss), rel=TOLERANCE)
@@ -69,62 +58,12 @@ def test_sequential_equals_a_plain_loop_over_layers():
         assert np.max(np.abs(a - b)) <= TOLERANCE * np.max(np.abs(b))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"pipeline.num_microbatches": 4},
-        {"pipeline.num_microbatches": 16, "pipeline.remat_policy": "minimal"},
-        {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
-        pytest.param(
-            {"pipeline.scan_layers": False, "pipeline.remat_policy": "minimal", "mesh.ici.fsdp": 4},
-            marks=pytest.mark.slow,
-        ),
-        {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
-        pytest.param({"mesh.ici.data": 4, "pipeline.num_microbatches": 4}, marks=pytest.mark.slow),
-        pytest.param(
-            {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.scan_layers": False},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda values: "-".join(
-        f"{key.rpartition('.')[2]}={value}" for key, value in values.items()
-    ),
-)
-def test_sequential_with_other_layouts_and_microbatches_is_equal(values):
-    config = sequential(**values)
-    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
-
-
-def test_dropout_depends_on_the_key_of_the_step():
-    pipeline = EngineUnderTest(sequential())
-    losses = [pipeline.train(make_batch(ROWS), key=key).loss for key in (0, 0, 1)]
-    assert losses[0] == losses[1]
-    assert losses[0] != losses[2]
-
-
-def test_loss_of_a_batch_without_weights_is_zero_with_zero_gradients():
-    batch = make_batch(ROWS)
-    batch["weights"][:] = 0
-    result = EngineUnderTest(sequential()).train(batch)
-    assert result.loss == 0
-    assert all(not leaf.any() for leaf in jax.tree.leaves(result.gradients))
-
-
 def test_evaluate_is_the_training_loss_without_dropout_and_z_loss():
     batch = make_batch(ROWS)
-    sums = EngineUnderTest(sequential(**{"model.z_loss": 1e-2})).evaluate(batch)
-    plain = EngineUnderTest(sequential(**{"model.dropout": 0.0})).train(batch)
+    sums = EngineUnderTest(sequential("z_loss=0.01")).evaluate(batch)
+    plain = EngineUnderTest(sequential("dropout=0.0")).train(batch)
     assert sums["weight"] == batch["weights"].sum()
     assert sums["cross_entropy"] / sums["weight"] == pytest.approx(plain.loss, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("rows", [4, 18, 40])
-def test_evaluate_takes_any_batch_size(rows):
-    """Also one that the microbatches do not divide."""
-    batch = make_batch(rows, seed=1)
-    config = sequential(**{"pipeline.num_microbatches": 4, "mesh.ici.fsdp": 2})
-    expected = EngineUnderTest(sequential()).evaluate(batch)
-    assert EngineUnderTest(config).evaluate(batch) == pytest.approx(expected, rel=TOLERANCE)
 
 
 def products(jaxpr, size):
@@ -141,7 +80,7 @@ def products(jaxpr, size):
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_logits_are_computed_once(tiles):
     """In a step logits and the gradients of both operands are a product each."""
-    subject = EngineUnderTest(sequential(**{"model.vocab_size": 96, "model.logit_tiles": tiles}))
+    subject = EngineUnderTest(sequential(f"vocab_size=96 logit_tiles={tiles}"))
     step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
     assert products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96) == 3
 
@@ -149,7 +88,7 @@ def test_logits_are_computed_once(tiles):
 def test_scan_layers_false_writes_every_layer_out():
     counts = {}
     for scan in (True, False):
-        config = sequential(**{"pipeline.scan_layers": scan, "model.mlp_dim": 96})
+        config = sequential(f"scan_layers={scan} mlp_dim=96")
         subject = EngineUnderTest(config)
         step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
         counts[scan] = products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96)
@@ -176,8 +115,7 @@ def test_weights_that_xla_holds_for_all_microbatches_are_not_gathered_again(
     microbatches, scan, in_layer
 ):
     """Those of layers that are compiled each by itself: XLA gathers them before the loop."""
-    values = {"pipeline.num_microbatches": microbatches, "pipeline.scan_layers": scan}
-    config = sequential(**values, **{"mesh.ici.fsdp": 4, "model.mlp_dim": 96})
+    config = sequential(f"num_microbatches={microbatches} scan_layers={scan} fsdp=4 mlp_dim=96")
     subject = EngineUnderTest(config)
     step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
     traced = step(subject.params, make_batch(ROWS), jax.random.key(0))

@@ -6,8 +6,13 @@ import jax
 import pytest
 from helpers.collectives import executed
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.engines import (
+    EngineUnderTest,
+    assert_equals_one_device,
+    make_batch,
+    make_mesh,
+    tiny,
+)
 from helpers.traced_loops import loop_bodies
 
 from maxpipe import builder
@@ -16,55 +21,44 @@ from maxpipe.config import load
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16
-SEQUENTIAL = {"pipeline.engine": "sequential"}
-STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2, "pipeline.num_repeats": 2}
+STAGES = "stage=2 num_microbatches=2 num_repeats=2 "
 CASES = {
-    "sequential": SEQUENTIAL,
-    "sequential_unrolled": SEQUENTIAL
-    | {"pipeline.num_microbatches": 2, "pipeline.scan_layers": False},
-    "scheduled": STAGES,
-    "scheduled_once": STAGES | {"pipeline.fsdp_gather": "once"},
-    "circular": STAGES | {"pipeline.engine": "circular"},
-    "circular_per_repeat": STAGES
-    | {"pipeline.engine": "circular", "pipeline.fsdp_gather": "per_repeat"},
-    "mpmd": STAGES | {"pipeline.engine": "mpmd", "pipeline.schedule": "interleaved_1f1b"},
+    "sequential": "engine=sequential",
+    "sequential_unrolled": "engine=sequential num_microbatches=2 scan_layers=false",
+    "scheduled": STAGES + "schedule=lockstep_1f1b",
+    "scheduled_once": STAGES + "schedule=lockstep_1f1b fsdp_gather=once",
+    "circular": STAGES + "schedule=circular",
+    "circular_per_repeat": STAGES + "schedule=circular fsdp_gather=per_repeat",
+    "mpmd": STAGES + "schedule=interleaved_1f1b",
 }
-
-
-def of_lines(monkeypatch, **values):
-    """Return a configuration for which two of four devices are on one line of a torus."""
-    monkeypatch.setattr(builder, "line_length", lambda mesh: min(2, mesh.shape["fsdp"]))
-    schedule = "circular" if values.get("pipeline.engine") == "circular" else "lockstep_1f1b"
-    common = {"pipeline.schedule": schedule, "mesh.ici.fsdp": 4, "data.global_batch_size": ROWS}
-    return tiny(**common | values)
-
-
-FIRST = ("sequential", "scheduled", "circular_per_repeat", "mpmd")
+FIRST = ("sequential", "scheduled", "mpmd")
 MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
 
 
+def of_lines(monkeypatch, name, words="", **values):
+    """Return a configuration for which two of four devices are on one line of a torus."""
+    monkeypatch.setattr(builder, "line_length", lambda mesh: min(2, mesh.shape["fsdp"]))
+    return tiny(f"fsdp=4 {CASES[name]} {words}", **values)
+
+
 @pytest.mark.parametrize("name", MARKED)
-def test_engine_equals_sequential_with_gathers_in_two_steps(name, monkeypatch):
-    config = of_lines(monkeypatch, **CASES[name])
-    under_test = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
-    subject = under_test(config)
-    assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
+def test_engine_equals_one_device_with_gathers_in_two_steps(name, monkeypatch):
+    assert_equals_one_device(of_lines(monkeypatch, name))
 
 
 @pytest.mark.parametrize(
     "name", ["scheduled", pytest.param("scheduled_once", marks=pytest.mark.slow)]
 )
-def test_engine_equals_sequential_with_stages_in_different_slices(name, monkeypatch):
+def test_engine_equals_one_device_with_stages_in_different_slices(name, monkeypatch):
     monkeypatch.setattr(builder, "crossing_axes", lambda mesh: ("stage",))
-    common = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.fsdp": 4}
-    config = tiny(**common | {"data.global_batch_size": ROWS} | CASES[name])
-    subject = EngineUnderTest(config)
-    assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
+    assert_equals_one_device(tiny("fsdp=4 " + CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["sequential", "scheduled_once"])
+@pytest.mark.parametrize(
+    "name", ["sequential", pytest.param("scheduled_once", marks=pytest.mark.slow)]
+)
 def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch):
-    config = of_lines(monkeypatch, **CASES[name])
+    config = of_lines(monkeypatch, name)
 
     def gathers():
         compiled = EngineUnderTest(config).compile(make_batch(ROWS))
@@ -76,33 +70,31 @@ def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch)
     assert in_two_steps > 1.5 * gathers()
 
 
+def traced_step(config):
+    subject = EngineUnderTest(config)
+    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
+    return step(subject.params, make_batch(ROWS), jax.random.key(0))
+
+
 @pytest.mark.parametrize(("order", "steps"), [(["tensor", "fsdp"], 2), (["fsdp", "tensor"], 1)])
 def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
     """Shards along fsdp are not next to each other where tensor splits each of them."""
     replaced = {"embed": [], "outer_embed": [], "mlp": order}
     rules = [[name, replaced.get(name, axes)] for name, axes in DEFAULT_RULES]
-    values = SEQUENTIAL | {"mesh.ici.tensor": 2, "sharding.logical_axis_rules": rules}
-    config = of_lines(monkeypatch, **values)
-    subject = EngineUnderTest(config)
-    assert_same(subject.train(make_batch(ROWS)), reference(config.model, ROWS))
-    step = str(
-        jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
-            subject.params, make_batch(ROWS), jax.random.key(0)
-        )
-    )
-    assert bool(re.search(r"axis_index_groups=[^N]", step)) == (steps == 2)
+    values = {"sharding.logical_axis_rules": rules}
+    config = of_lines(monkeypatch, "sequential", "tensor=2", **values)
+    assert_equals_one_device(config)
+    in_groups = re.search(r"axis_index_groups=[^N]", str(traced_step(config)))
+    assert bool(in_groups) == (steps == 2)
 
 
 def test_weights_gathered_in_two_steps_are_not_saved_for_the_backward(monkeypatch):
     """With remat_policy=none the forward saves all but weights."""
-    config = of_lines(monkeypatch, **SEQUENTIAL, **{"pipeline.remat_policy": "none"})
+    config = of_lines(monkeypatch, "sequential", "remat_policy=none")
 
     def saved():
-        subject = EngineUnderTest(config)
-        step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
-            subject.params, make_batch(ROWS), jax.random.key(0)
-        )
-        return [sorted(str(v.aval) for v in body.outvars) for body in loop_bodies(step)]
+        bodies = loop_bodies(traced_step(config))
+        return [sorted(str(v.aval) for v in body.outvars) for body in bodies]
 
     in_two_steps = saved()
     monkeypatch.setattr(builder, "line_length", lambda mesh: 1)
@@ -112,9 +104,8 @@ def test_weights_gathered_in_two_steps_are_not_saved_for_the_backward(monkeypatc
 
 def test_gathers_in_two_steps_are_said_with_their_reason(monkeypatch):
     notes = []
-    config = of_lines(monkeypatch, **SEQUENTIAL)
-    mesh = EngineUnderTest(config).batch_sharding.mesh
-    build_engine_inputs(config, mesh, note=notes.append)
+    config = of_lines(monkeypatch, "sequential")
+    build_engine_inputs(config, make_mesh(config), note=notes.append)
     (note,) = [note for note in notes if "fsdp" in note]
     assert note.startswith("weights are gathered in two steps: ")
     assert "2 of the 4 devices" in note

@@ -19,20 +19,9 @@ SET_BYTES = 4 * sum(map(math.prod, WEIGHTS))
 def compiled(gather, repeats, microbatches):
     """The step of four stages x two FSDP shards, a layer per stage and repeat."""
     config = tiny(
-        **{
-            "pipeline.engine": "circular",
-            "pipeline.fsdp_gather": gather,
-            "pipeline.num_repeats": repeats,
-            "pipeline.num_microbatches": microbatches,
-            "model.num_layers": 4 * repeats,
-            "model.embed_dim": 24,
-            "model.num_query_heads": 6,
-            "model.num_kv_heads": 3,
-            "model.mlp_dim": 40,
-            "data.global_batch_size": ROWS,
-            "mesh.ici.stage": 4,
-            "mesh.ici.fsdp": 2,
-        }
+        f"schedule=circular fsdp_gather={gather} num_repeats={repeats} stage=4 fsdp=2 "
+        f"num_microbatches={microbatches} num_layers={4 * repeats} embed_dim=24 num_query_heads=6 "
+        f"num_kv_heads=3 mlp_dim=40 global_batch_size={ROWS}"
     )
     subject = EngineUnderTest(config)
     batch = {
@@ -72,9 +61,9 @@ def _is_weight(shape):
 
 
 SIZES = [
-    pytest.param(2, 8, marks=pytest.mark.slow),
+    (2, 8),
     pytest.param(4, 8, marks=pytest.mark.slow),
-    (4, 4),
+    pytest.param(4, 4, marks=pytest.mark.slow),
 ]  # repeats, microbatches; the last with as many microbatches as stages
 
 
@@ -95,11 +84,12 @@ def test_per_repeat_gathers_and_reduces_in_every_repeat(repeats, microbatches):
     assert collectives_of_a_weight(program, "reduce-scatter") == {repeats}
 
 
-def test_once_gathers_and_reduces_all_repeats_together():
-    program = compiled("once", 4, 8)
-    assert sets_moved(program, "all-gather") in (4, 8)
+@pytest.mark.parametrize(("repeats", "microbatches"), SIZES[:2])
+def test_once_gathers_and_reduces_all_repeats_together(repeats, microbatches):
+    program = compiled("once", repeats, microbatches)
+    assert sets_moved(program, "all-gather") in (repeats, 2 * repeats)
     assert collectives_of_a_weight(program, "all-gather") <= {1, 2}
-    assert sets_moved(program, "all-reduce", "reduce-scatter") == 4
+    assert sets_moved(program, "all-reduce", "reduce-scatter") == repeats
     assert collectives_of_a_weight(program, "reduce-scatter") == {1}
 
 
@@ -113,7 +103,7 @@ def test_per_repeat_gathers_at_most_a_quarter_of_per_iterations_bytes():
 
 @pytest.mark.parametrize(
     ("repeats", "microbatches", "sets"),
-    [(2, 8, 2), pytest.param(4, 8, 2, marks=pytest.mark.slow), (4, 4, 6)],
+    [(2, 8, 2), *(pytest.param(4, *sizes, marks=pytest.mark.slow) for sizes in ((8, 2), (4, 6)))],
 )
 def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, sets):
     """Per repeat takes at most two gathered repeats more than per iteration.
@@ -130,6 +120,7 @@ def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, se
     assert per_repeat - per_iteration <= sets * SET_BYTES
 
 
+@pytest.mark.slow
 def test_outputs_that_return_to_stage_0_are_not_sent_twice():
     """With M = S, stage 0 stores in the conveyor what it has received from the last stage."""
 

@@ -8,9 +8,8 @@ import pytest
 from helpers.engines import (
     SEQUENCE_LENGTH,
     EngineUnderTest,
-    assert_same,
+    assert_equals_one_device,
     make_batch,
-    reference,
     tiny,
 )
 
@@ -21,23 +20,12 @@ ROWS = 16
 REMATERIALISED = ("iterations", "layers", "both", "neither")
 
 
-def circular(**values):
+def circular(words):
     """Two stages x two FSDP shards, two repeats of two layers, weights of different shapes."""
     return tiny(
-        **{
-            "pipeline.engine": "circular",
-            "pipeline.num_repeats": 2,
-            "pipeline.num_microbatches": 4,
-            "model.num_layers": 8,
-            "model.embed_dim": 24,
-            "model.num_query_heads": 6,
-            "model.num_kv_heads": 3,
-            "model.mlp_dim": 40,
-            "data.global_batch_size": ROWS,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-        }
-        | values
+        "schedule=circular num_repeats=2 num_microbatches=4 num_layers=8 embed_dim=24 "
+        f"num_query_heads=6 num_kv_heads=3 mlp_dim=40 global_batch_size={ROWS} stage=2 fsdp=2 "
+        + words
     )
 
 
@@ -64,14 +52,10 @@ def residual_shapes(config):
 )
 def test_residuals_contain_no_weights_of_an_iteration(policy, flags, dtype, scan_layers):
     """The forward hands the backward nothing in the shape of a weight except the parameters."""
+    iterations, layers = flags in ("iterations", "both"), flags in ("layers", "both")
     config = circular(
-        **{
-            "pipeline.remat_policy": policy,
-            "pipeline.remat_iterations": flags in ("iterations", "both"),
-            "pipeline.remat_layers": flags in ("layers", "both"),
-            "pipeline.scan_layers_per_stage": scan_layers,
-            "model.dtype": dtype,
-        }
+        f"remat_policy={policy} remat_iterations={iterations} remat_layers={layers} "
+        f"scan_layers_per_stage={scan_layers} dtype={dtype}"
     )
     weights = {(24, 6, 4), (24, 3, 4), (6, 4, 24), (24, 40), (40, 24)}
     shapes = residual_shapes(config)
@@ -113,14 +97,12 @@ def loops(config):
 )
 def test_loop_state_holds_the_microbatches_and_what_stages_send(repeats, microbatches, delay):
     """Inputs, activations between repeats, and outputs share M slots; d S are between stages."""
-    values = {
-        "pipeline.num_repeats": repeats,
-        "pipeline.num_microbatches": microbatches,
-        "pipeline.delay_activation_forwarding": delay == 2,
-        "model.num_layers": 2 * repeats,
-    }
+    config = circular(
+        f"num_repeats={repeats} num_microbatches={microbatches} num_layers={2 * repeats} "
+        f"delay_activation_forwarding={delay == 2}"
+    )
     iterations = microbatches * repeats + delay
-    (carried,) = [shapes for length, shapes in loops(circular(**values)) if length == iterations]
+    (carried,) = [shapes for length, shapes in loops(config) if length == iterations]
     per_device = ROWS // microbatches, SEQUENCE_LENGTH, 24
     activations = [shape for shape in carried if shape[-3:] == per_device]
     assert carried == activations  # a dense model has no auxiliary losses
@@ -130,7 +112,7 @@ def test_loop_state_holds_the_microbatches_and_what_stages_send(repeats, microba
 @pytest.mark.parametrize("gather", ["per_repeat", "once"])
 def test_loop_state_without_a_backward_holds_no_residuals(gather):
     """Residuals of all M V + S - 1 iterations would be one array."""
-    scans = loops(circular(**{"pipeline.fsdp_gather": gather}))
+    scans = loops(circular(f"fsdp_gather={gather}"))
     assert scans
     assert not any(shape[:1] == (4 * 2 + 1,) for _, carried in scans for shape in carried)
 
@@ -147,39 +129,17 @@ def test_loop_state_without_a_backward_holds_no_residuals(gather):
     ],
 )
 def test_scan_options_compile_a_loop_or_copies(option, gather, length):
-    sizes = {"pipeline.num_repeats": 4, "pipeline.num_microbatches": 8, "model.num_layers": 40}
-    values = sizes | {"pipeline.fsdp_gather": gather}
-    assert any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": True})))
-    assert not any(
-        length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": False}))
-    )
-
-
-@pytest.mark.parametrize(
-    "gather", [pytest.param("per_iteration", marks=pytest.mark.slow), "per_repeat"]
-)
-def test_copies_of_iterations_equal_sequential(gather):
-    config = circular(
-        **{
-            "pipeline.scan_iterations": False,
-            "pipeline.fsdp_gather": gather,
-            "pipeline.num_microbatches": 2,
-            "model.num_layers": 4,
-        }
-    )
-    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+    words = f"num_repeats=4 num_microbatches=8 num_layers=40 fsdp_gather={gather} {option}="
+    assert any(length == n for n, _ in loops(circular(words + "true")))
+    assert not any(length == n for n, _ in loops(circular(words + "false")))
 
 
 @pytest.mark.parametrize(
     ("policy", "experts"),
     [
-        ("full", {}),
-        pytest.param("minimal", {}, marks=pytest.mark.slow),
-        pytest.param(
-            "minimal",
-            {"model.moe.experts": 4, "model.moe.mlp_dim": 8},
-            marks=pytest.mark.slow,
-        ),
+        ("full", ""),
+        pytest.param("minimal", "", marks=pytest.mark.slow),
+        pytest.param("minimal", "moe.experts=4 moe.mlp_dim=8", marks=pytest.mark.slow),
     ],
     ids=["full", "minimal", "experts"],
 )
@@ -193,9 +153,8 @@ def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, m
         return jax.numpy.full(shape, jax.numpy.nan if is_float else 2**30, dtype)
 
     monkeypatch.setattr(jax.lax, "empty", anything)
-    values = {"pipeline.fsdp_gather": "per_repeat", "pipeline.remat_policy": policy}
-    config = circular(**values, **experts, **{"model.num_layers": 4})
-    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+    words = f"fsdp_gather=per_repeat remat_policy={policy} num_layers=4 {experts}"
+    assert_equals_one_device(circular(words))
     iterations = 4 * 2 + 1  # M V + S - 1
     assert shapes
     assert all(shape[:2] == (iterations, 1) for shape in shapes)  # one stage on each device
@@ -203,8 +162,7 @@ def test_stores_of_residuals_are_written_before_they_are_read(policy, experts, m
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mesh.ici.tensor": 3, "mesh.ici.fsdp": 1}, {"pipeline.scan_layers_per_stage": True}],
-    ids=["tensor", "scanned_layers"],
+    ["tensor=3 fsdp=1", "scan_layers_per_stage=true"],
 )
 def test_stores_of_residuals_are_filled_where_other_dimensions_are_split(changes, monkeypatch):
     """The partitioner gives every device the whole of an array that nothing fills."""
@@ -213,6 +171,5 @@ def test_stores_of_residuals_are_filled_where_other_dimensions_are_split(changes
         raise AssertionError(shape)
 
     monkeypatch.setattr(jax.lax, "empty", refused)
-    values = {"pipeline.fsdp_gather": "per_repeat", "pipeline.remat_policy": "minimal"}
-    subject = EngineUnderTest(circular(**values, **changes))
+    subject = EngineUnderTest(circular(f"fsdp_gather=per_repeat remat_policy=minimal {changes}"))
     jax.eval_shape(subject.pipeline.loss_and_gradients, subject.params, make_batch(ROWS), None)

@@ -1,15 +1,20 @@
-"""The mpmd engine: gradients as the sequential engine's, order and memory as in the table."""
+"""The mpmd engine: gradients of one device, memory as in the table, programs compiled once."""
 
-import dataclasses
 import itertools
 from collections import Counter
+from functools import cache
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.engines import (
+    MpmdUnderTest,
+    assert_equals_one_device,
+    make_batch,
+    sequential,
+    tiny,
+)
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.options import update
@@ -25,44 +30,17 @@ from maxpipe.plan.solver_task import Task
 ROWS = 48
 
 
-def config_of(**case):
-    stages, chunks = case.get("stages", 2), case.get("chunks") or []
-    return tiny(
-        **{
-            "pipeline.engine": "mpmd",
-            "pipeline.schedule": case.get("schedule", "1f1b"),
-            "pipeline.num_microbatches": case.get("microbatches", 4),
-            "pipeline.num_repeats": case.get("repeats", 1),
-            "pipeline.layers_per_stage": chunks,
-            "pipeline.remat_policy": case.get("remat", "full"),
-            "pipeline.remat_layers": case.get("remat_layers", False),
-            "pipeline.scan_layers_per_stage": case.get("scan", False),
-            "model.num_layers": sum(chunks)
-            or stages * case.get("repeats", 1) * case.get("layers", 1),
-            "model.tie_embeddings": case.get("tied", False),
-            "model.dropout": case.get("dropout", 0.0),
-            "model.block": case.get("block", "llama"),
-            "model.z_loss": 1e-2,
-            "data.global_batch_size": ROWS,
-            "mesh.ici.stage": stages,
-            "mesh.ici.fsdp": case.get("fsdp", 1),
-            "mesh.ici.tensor": case.get("tensor", 1),
-        }
-    )
+def config_of(words="", **values):
+    """Two stages of a layer, four microbatches."""
+    common = "schedule=1f1b stage=2 num_microbatches=4 num_layers=2 z_loss=0.01 "
+    return tiny(f"{common} global_batch_size={ROWS} {words}", **values)
 
 
-def test_mpmd_engine_with_tied_embeddings_on_both_stages_equals_sequential():
-    """Every stage has four devices."""
-    config = config_of(
-        tied=True, dropout=0.2, fsdp=2, tensor=2, microbatches=3, remat="none", scan=True
-    )
-    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
-
-
-@pytest.mark.parametrize(("chunks", "same"), [([1, 1, 1, 1], True), ([1, 1, 2, 1], False)])
+@pytest.mark.parametrize(("chunks", "same"), [("[1,1,1,1]", True), ("[1,1,2,1]", False)])
 def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same):
     """All four stages have two devices; the ends have the embedding and the head."""
-    engine = MpmdUnderTest(config_of(stages=4, chunks=chunks, fsdp=2)).engine
+    words = f"stage=4 fsdp=2 layers_per_stage={chunks} num_layers={4 if same else 5}"
+    engine = MpmdUnderTest(config_of(words)).engine
     units = {str(unit.name): unit for unit in engine.compile()}
     assert {unit.stage for unit in units.values()} == {0, 1, 2, 3}
     for kind in ("F", "B"):
@@ -73,7 +51,7 @@ def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same
 
 
 def test_programs_compiled_for_other_devices_are_those_of_the_stages():
-    engine = MpmdUnderTest(config_of(fsdp=2)).engine
+    engine = MpmdUnderTest(config_of("fsdp=2")).engine
     first = engine.meshes[0].devices
     own = list(engine.compile())
     assert {d for unit in own for d in devices_of(unit)} > set(first.flat)
@@ -84,7 +62,7 @@ def test_programs_compiled_for_other_devices_are_those_of_the_stages():
 
 def test_programs_for_other_devices_lay_out_what_the_stages_own_processes_send(monkeypatch):
     """Both stages of this process stand for those of two, which have the devices' numbers."""
-    engine = MpmdUnderTest(config_of(fsdp=2)).engine
+    engine = MpmdUnderTest(config_of("fsdp=2")).engine
     monkeypatch.setattr(staged, "processes_of", lambda mesh: frozenset([mesh.devices.flat[0].id]))
     seen = []
     monkeypatch.setattr(runner, "sent_spec", lambda *value: seen.append(value) or P("fsdp"))
@@ -125,35 +103,29 @@ def test_programs_are_the_same_for_devices_with_the_same_relative_coordinates(na
     assert (compiler.compile(lowered(name), devices_at(*places)) is first) == same
 
 
-def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential():
-    """Split backwards, uneven chunks."""
-    config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
-    mpmd = MpmdUnderTest(config)
-    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
-
-
-def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
+def test_table_that_was_solved_equals_one_device(tmp_path):
     """Its backwards are of both forms, B, and I with W."""
     task = Task(2, 4, 1, "loop", False, 3, Costs(1, 2, 1.4, 0.9, 0.05))
     table = solve(task, 0, lambda *state: None).run.table
     assert table.kinds == ("F", "B", "I", "W")
     path = tmp_path / "best.csv"
     path.write_text(to_csv(table))
-    config = config_of(schedule=str(path), layers=2, remat="minimal")
-    mpmd = MpmdUnderTest(config)
-    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+    words = "engine=mpmd num_layers=4 remat_policy=minimal"
+    assert_equals_one_device(config_of(words, **{"pipeline.schedule": str(path)}))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "repeats"), [pytest.param("zb_v", 2, marks=pytest.mark.slow), ("zb_h2", 1)]
+    "words",
+    [
+        "schedule=zb_h2",
+        pytest.param("schedule=zb_v num_repeats=2 num_layers=4", marks=pytest.mark.slow),
+    ],
 )
-def test_mpmd_engine_with_an_order_that_follows_unit_times_equals_sequential(schedule, repeats):
-    case = {"schedule": schedule, "repeats": repeats, "tied": True, "remat": "minimal"}
-    config = config_of(**case)
+def test_order_that_follows_unit_times_equals_one_device(words):
+    config = config_of(f"{words} tie_embeddings=true remat_policy=minimal")
     timed = update(config, {"pipeline.unit_times": [1.0, 1.4, 0.9, 0.5, 0.7]})
     assert to_csv(build_table(timed)) != to_csv(build_table(config))
-    mpmd = MpmdUnderTest(timed)
-    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+    assert_equals_one_device(timed)
 
 
 REPEATS = {
@@ -169,7 +141,11 @@ REPEATS = {
     "v_min": (2,),
     "dualpipe_v": (2,),
 }
-REMAT = (("full", False), ("minimal", True), ("none", False))
+REMAT = (
+    "remat_policy=full",
+    "remat_policy=minimal remat_layers=true",
+    "remat_policy=none",
+)
 
 
 def product():
@@ -182,85 +158,53 @@ def product():
         for M in (S, S + 2, 4 * S)
     ]
     options = itertools.cycle(
-        itertools.product((False, True), (0.0, 0.2), (True, False), (False, True), REMAT)
+        itertools.product(("false", "true"), (0.0, 0.2), (True, False), (False, True), REMAT)
     )
-    for (name, S, V, M), (tied, dropout, packed, uneven, (remat, layers)) in zip(
+    for (name, S, V, M), (tied, dropout, packed, uneven, remat) in zip(
         sizes, options, strict=False
     ):
-        chunks = [1 + (c % 3 == 1) for c in range(S * V)] if uneven else []
-        case = {
-            "schedule": name,
-            "stages": S,
-            "repeats": V,
-            "microbatches": M,
-            "tied": tied,
-            "dropout": dropout,
-            "packed": packed,
-            "chunks": chunks,
-            "remat": remat,
-            "remat_layers": layers,
-        }
-        yield pytest.param(case, id=f"{name}-S{S}-V{V}-M{M}")
+        chunks = [1 + (c % 3 == 1 and uneven) for c in range(S * V)]
+        layers = f"num_layers={sum(chunks)} layers_per_stage={chunks}".replace(", ", ",")
+        words = f"schedule={name} stage={S} num_repeats={V} num_microbatches={M} {remat} "
+        words += f"tie_embeddings={tied} dropout={dropout} {layers}"
+        yield pytest.param(words, packed, id=f"{name}-S{S}-V{V}-M{M}")
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", product())
-def test_mpmd_engine_in_the_full_product_equals_sequential(case):
-    config = config_of(**case)
-    actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=case["packed"]))
-    assert_same(actual, reference(config.model, ROWS, packed=case["packed"]))
+@pytest.mark.parametrize(("words", "packed"), product())
+def test_full_product_equals_one_device(words, packed):
+    assert_equals_one_device(config_of(words), packed=packed)
 
 
-class TestInterleaved:
-    """Four chunks on two stages."""
+@cache
+def interleaved():
+    """Return an engine of four chunks on two stages."""
+    words = "schedule=interleaved_1f1b num_repeats=2 num_layers=4 num_microbatches=6"
+    return MpmdUnderTest(config_of(words))
 
-    config = config_of(schedule="interleaved_1f1b", repeats=2, microbatches=6)
 
-    @pytest.fixture(scope="class")
-    def mpmd(self):
-        return MpmdUnderTest(self.config)
+def test_live_activations_stay_within_the_peak_of_the_table():
+    """With full rematerialisation a chunk in flight keeps its input, as does one that waits."""
+    mpmd, most = interleaved(), Counter()
+    mpmd.train(make_batch(ROWS))
+    shape = (ROWS // 6, 8, 16)
 
-    def test_interleaved_chunks_equal_sequential(self, mpmd):
-        assert_same(mpmd.train(make_batch(ROWS)), reference(self.config.model, ROWS))
+    def observe(stage, name, m):
+        alive = Counter(next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape)
+        for device, count in alive.items():
+            most[device] = max(most[device], count)
 
-    def test_units_run_in_the_order_of_the_table(self, mpmd):
-        ran = [[], []]
-        mpmd.train(make_batch(ROWS), observe=lambda stage, name, m: ran[stage].append((*name, m)))
-        table = mpmd.engine.table
-        for stage in range(2):
-            expected = {}
-            for kind in table.kinds:
-                for tick, s, m, chunk in zip(*table.units(kind), strict=True):
-                    if s == stage:
-                        expected[int(tick)] = (kind, int(table.global_chunk(chunk, s)), int(m))
-            assert ran[stage] == [expected[tick] for tick in sorted(expected)]
+    mpmd.train(make_batch(ROWS), observe=observe)
+    table = mpmd.engine.table
+    slots, peak = activation_slots(table), simulate(table).peak_in_flight
+    assert set(most) == {0, 1}
+    for stage in range(2):
+        waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
+        assert peak[stage] <= most[stage] <= peak[stage] + waiting
 
-    def test_live_activations_stay_within_the_peak_of_the_table(self, mpmd):
-        """With full rematerialisation a chunk in flight keeps its input, as does one that waits."""
-        mpmd.train(make_batch(ROWS))
-        shape = (ROWS // 6, 8, 16)
-        most = Counter()
 
-        def observe(stage, name, m):
-            devices = Counter(
-                next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape
-            )
-            for device, count in devices.items():
-                most[device] = max(most[device], count)
-
-        mpmd.train(make_batch(ROWS), observe=observe)
-        table = mpmd.engine.table
-        slots = activation_slots(table)
-        assert set(most) == {0, 1}
-        peak = simulate(table).peak_in_flight
-        for stage in range(2):
-            waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
-            assert peak[stage] <= most[stage] <= peak[stage] + waiting
-
-    def test_evaluate_takes_batches_of_any_size_and_length(self, mpmd):
-        config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS})
-        sequential = EngineUnderTest(dataclasses.replace(config, model=self.config.model))
-        for rows, length in ((ROWS, 8), (10, 8), (10, 4)):
-            batch = {name: x[:, :length] for name, x in make_batch(rows).items()}
-            expected = sequential.evaluate(batch)
-            assert mpmd.evaluate(batch) == pytest.approx(expected, rel=1e-5)
+def test_evaluation_of_another_length_equals_that_of_one_device():
+    batch = {name: x[:, :4] for name, x in make_batch(10).items()}
+    model = config_of("num_layers=4").model
+    expected = sequential(model, ROWS).evaluate(batch)
+    assert interleaved().evaluate(batch) == pytest.approx(expected, rel=1e-5)

@@ -5,9 +5,8 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.engines import assert_same, make_batch, reference, tiny
+from helpers.engines import MpmdUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_programs import chain, inputs, sliced, weights
-from helpers.mpmd_under_test import MpmdUnderTest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import pallas_call
 
@@ -23,17 +22,11 @@ from maxpipe.pipeline.engines.mpmd.offloading import (
 ROWS, MICROBATCHES = 16, 4
 
 
-def config_of(**values):
-    defaults = {
-        "pipeline.engine": "mpmd",
-        "pipeline.schedule": "1f1b",
-        "pipeline.remat_policy": "minimal_offloaded",
-        "pipeline.num_microbatches": MICROBATCHES,
-        "model.num_layers": 4,
-        "data.global_batch_size": ROWS,
-        "mesh.ici.stage": 2,
-    }
-    return tiny(**defaults | values)
+def config_of(words=""):
+    return tiny(
+        f"schedule=1f1b remat_policy=minimal_offloaded num_microbatches={MICROBATCHES} stage=2 "
+        f"num_layers=2 global_batch_size={ROWS} {words}"
+    )
 
 
 @pytest.fixture
@@ -78,7 +71,7 @@ def test_offloaded_residuals_lie_on_the_host_and_the_result_equals_sequential(st
     for policy in ("full", "minimal"):
         for shapes in stored.values():
             shapes.clear()
-        train(config_of(**{"pipeline.remat_policy": policy}))
+        train(config_of(f"remat_policy={policy}"))
         assert not stored["pinned_host"]
         if policy == "full":
             assert on_device == stored["device"]
@@ -87,8 +80,7 @@ def test_offloaded_residuals_lie_on_the_host_and_the_result_equals_sequential(st
 
 def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(stored, unfinished):
     """Of the seven tensors of a layer that are saved, its I reads six, and its W two."""
-    repeats = {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2}
-    config = config_of(**repeats)
+    config = config_of("schedule=zb_v num_repeats=2 num_layers=4")
     mpmd = MpmdUnderTest(config)
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
     units = mpmd.engine.training.runner.executables
@@ -101,24 +93,8 @@ def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(
     assert max(unfinished) == UNITS_AHEAD
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.scan_layers_per_stage": True},
-        {"mesh.ici.fsdp": 2, "pipeline.remat_layers": True, "pipeline.remat_iterations": False},
-        {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "offload"},
-    ],
-    ids=["scan-fsdp-tensor", "layers-fsdp", "custom"],
-)
-def test_offloaded_residuals_with_other_options_equal_sequential(values, stored):
-    config = config_of(**values)
-    assert_same(train(config), reference(config.model, ROWS))
-    assert stored["pinned_host"]
-
-
 def test_nothing_is_offloaded_where_iterations_save_every_value(stored):
-    train(config_of(**{"pipeline.remat_iterations": False}))
+    train(config_of("remat_iterations=false"))
     assert stored["device"]
     assert not stored["pinned_host"]
 

@@ -1,12 +1,18 @@
 """Devices of a stage have rows of their own: gradients, and how often they are summed."""
 
-import dataclasses
 from functools import cache
 
 import jax
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.engines import (
+    MpmdUnderTest,
+    assert_equals_one_device,
+    assert_same,
+    make_batch,
+    reference,
+    sequential,
+    tiny,
+)
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.compile.collectives import axes_of, groups_of
@@ -28,69 +34,21 @@ MESH = jax.sharding.AbstractMesh((2, 2, 2, 1, 2), (*AXES, "tensor"))
 ALONE = jax.sharding.AbstractMesh((1, 1, 1, 1, 2), (*AXES, "tensor"))
 
 
-def config_of(**values):
-    common = {
-        "pipeline.engine": "mpmd",
-        "pipeline.schedule": "1f1b",
-        "pipeline.num_microbatches": 4,
-        "pipeline.remat_policy": "minimal",
-        "data.global_batch_size": ROWS,
-        "model.num_layers": 2,
-        "model.z_loss": 1e-2,
-        "mesh.ici.stage": 2,
-        "mesh.ici.fsdp": 2,
-    }
-    return tiny(**common | values)
+def config_of(words="", **values):
+    common = "schedule=1f1b num_microbatches=4 remat_policy=minimal num_layers=2 z_loss=0.01 "
+    return tiny(f"{common} stage=2 fsdp=2 global_batch_size={ROWS} {words}", **values)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {
-            "pipeline.fsdp_gather": "once",
-            "pipeline.schedule": "zb_v",
-            "pipeline.num_repeats": 2,
-            "pipeline.layers_per_stage": [1, 2, 1, 1],
-            "pipeline.remat_policy": "none",
-            "model.num_layers": 5,
-            "model.tie_embeddings": True,
-            "mesh.ici.data": 2,
-        },
-        pytest.param(
-            {
-                "pipeline.fsdp_gather": "once",
-                "pipeline.scan_layers_per_stage": True,
-                "model.num_layers": 4,
-                "model.tie_embeddings": True,
-                "model.dropout": 0.2,
-                "mesh.ici.tensor": 2,
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"pipeline.schedule": "zb_h1", "model.dropout": 0.2, "mesh.ici.data": 2},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["once, uneven v", "once, tensor", "per_iteration, split backward"],
-)
-def test_gradients_of_devices_with_their_own_rows_equal_sequential(values):
-    config = config_of(**values)
-    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
-
-
-def test_sequences_over_an_axis_without_attention_across_it_equal_sequential():
+def test_sequences_over_an_axis_without_attention_across_it_equal_one_device():
     """XLA divides tokens over fsdp, for a device's own ones are not all that it attends to."""
     changes = {"activation_batch": ["data"], "activation_length": ["context", "fsdp"]}
     rules = [[name, changes.get(name, axes)] for name, axes in DEFAULT_RULES]
-    config = config_of(**{"mesh.ici.data": 2, "sharding.logical_axis_rules": rules})
-    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+    assert_equals_one_device(config_of("data=2", **{"sharding.logical_axis_rules": rules}))
 
 
 def in_bfloat16(gather, tensor):
     """Return stages of one row of devices, whose weights no axis but tensor splits."""
-    values = {"model.dtype": "bfloat16", "mesh.ici.fsdp": 1, "mesh.ici.tensor": tensor}
-    return MpmdUnderTest(config_of(**values, **{"pipeline.fsdp_gather": gather}))
+    return MpmdUnderTest(config_of(f"dtype=bfloat16 fsdp=1 tensor={tensor} fsdp_gather={gather}"))
 
 
 def test_weights_that_are_cast_once_a_step_have_the_gradients_of_those_cast_in_units():
@@ -115,22 +73,20 @@ def test_weights_that_are_cast_once_a_step_over_tensor_are_as_near_to_float32():
 
 
 def test_weights_without_casts_are_not_copied_once_a_step():
-    subject = MpmdUnderTest(config_of(**{"mesh.ici.fsdp": 1, "pipeline.fsdp_gather": "once"}))
+    subject = MpmdUnderTest(config_of("fsdp=1 fsdp_gather=once"))
     assert not subject.engine.training.runner.gathers
 
 
 @cache
 def on_four_devices(gather):
-    return MpmdUnderTest(config_of(**{"pipeline.fsdp_gather": gather, "mesh.ici.data": 2}))
+    return MpmdUnderTest(config_of(f"fsdp_gather={gather} data=2"))
 
 
 @pytest.mark.parametrize("gather", ["per_iteration", "once"])
 def test_evaluation_sums_over_rows_of_all_devices_and_over_no_padding(gather):
     """20 rows in 4 microbatches of a multiple of 4 rows are padded to 32."""
     batch = make_batch(20, seed=1)
-    model = config_of().model
-    plain = dataclasses.replace(tiny(**{"pipeline.engine": "sequential"}), model=model)
-    expected = EngineUnderTest(plain).evaluate(batch)
+    expected = sequential(config_of().model, ROWS).evaluate(batch)
     assert on_four_devices(gather).evaluate(batch) == pytest.approx(expected, rel=1e-5)
 
 

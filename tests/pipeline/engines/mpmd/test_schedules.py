@@ -1,10 +1,9 @@
-"""Every schedule of the mpmd engine: gradients as the sequential engine's, units in its order."""
+"""Every schedule of the mpmd engine: gradients of one device, units in its order."""
 
 from operator import itemgetter
 
 import pytest
-from helpers.engines import assert_same, make_batch, reference, tiny
-from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.engines import MpmdUnderTest, assert_same, make_batch, reference, tiny
 
 from maxpipe.config.catalog import SCHEDULES
 
@@ -15,18 +14,11 @@ NAMES = [name for name, schedule in SCHEDULES.items() if "mpmd" in schedule.engi
 
 def config_of(name):
     """Two repeats where the schedule has them; all have the same model of four layers."""
+    repeats = SCHEDULES[name].repeats_for(CHUNKS // STAGES)
     return tiny(
-        **{
-            "pipeline.engine": "mpmd",
-            "pipeline.schedule": name,
-            "pipeline.num_repeats": SCHEDULES[name].repeats_for(CHUNKS // STAGES),
-            "pipeline.num_microbatches": MICROBATCHES,
-            "pipeline.remat_policy": "minimal",
-            "model.num_layers": CHUNKS,
-            "model.tie_embeddings": True,
-            "data.global_batch_size": ROWS,
-            "mesh.ici.stage": STAGES,
-        }
+        f"engine=mpmd schedule={name} num_repeats={repeats} num_microbatches={MICROBATCHES} "
+        f"num_layers={CHUNKS} remat_policy=minimal tie_embeddings=true stage={STAGES} "
+        f"global_batch_size={ROWS}"
     )
 
 
@@ -43,7 +35,7 @@ def units_of(table, stage):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_schedule_on_the_mpmd_engine_equals_sequential_in_the_order_of_its_table(name):
+def test_schedule_on_the_mpmd_engine_equals_one_device_in_the_order_of_its_table(name):
     config = config_of(name)
     mpmd, ran = MpmdUnderTest(config), [[] for _ in range(STAGES)]
 

@@ -212,26 +212,11 @@ def test_dump_has_captured_arrays_among_the_operands_of_their_reader():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"mesh.ici.tensor": 2},
-        {"model.tie_embeddings": True, "pipeline.remat_policy": "none"},
-    ],
-)
-def test_computations_of_a_model_hand_over_no_parameter_and_no_gradient_of_one(dtype, values):
+@pytest.mark.parametrize("words", ["tensor=2", "tie_embeddings=true remat_policy=none"])
+def test_computations_of_a_model_hand_over_no_parameter_and_no_gradient_of_one(dtype, words):
     """Activations of a device are [6, 8, ...] here, and no parameter is, nor is its shard."""
-    config = tiny(
-        **{
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-            "pipeline.schedule": "zb_h1",
-            "pipeline.num_microbatches": 4,
-            "data.global_batch_size": 48,
-            "model.dtype": dtype,
-            **values,
-        }
-    )
+    common = "schedule=zb_h1 stage=2 fsdp=2 num_microbatches=4 global_batch_size=48"
+    config = tiny(f"{common} dtype={dtype} {words}")
     engine = build_trainer(config, make_mesh(config)).engine
     program = engine.training.program
     shards = [v.aval for v in program.inputs]

@@ -19,23 +19,14 @@ from maxpipe.plan.simulate import simulate
 
 # No activation has as many elements as a weight, full or sharded, of one layer or of all.
 T, D, HEADS, KV_HEADS, HEAD_DIM, MLP = 13, 24, 6, 3, 4, 40
-MODEL = {
-    "model.num_layers": 8,
-    "model.embed_dim": D,
-    "model.num_query_heads": HEADS,
-    "model.num_kv_heads": KV_HEADS,
-    "model.mlp_dim": MLP,
-    "data.sequence_length": T,
-}
+MODEL = (
+    f"num_layers=8 embed_dim={D} num_query_heads={HEADS} num_kv_heads={KV_HEADS} mlp_dim={MLP} "
+    f"sequence_length={T} "
+)
 
 
-def scheduled(**values):
-    defaults = {
-        "pipeline.engine": "scheduled",
-        "pipeline.schedule": "lockstep_1f1b",
-        "mesh.ici.stage": 2,
-    }
-    return tiny(**MODEL | defaults | values)
+def scheduled(words):
+    return tiny(f"{MODEL} schedule=lockstep_1f1b stage=2 {words}")
 
 
 def abstract_arguments(config, pipeline, parts):
@@ -107,9 +98,7 @@ def num_bytes(arrays):
 @pytest.mark.parametrize(("S", "V"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
 def test_residual_store_has_the_slots_of_the_tables_peak(S, V, M, monkeypatch):
     """(V+1)S-1-2s units are in flight on stage s; one slot more is scratch."""
-    config = scheduled(
-        **{"mesh.ici.stage": S, "pipeline.num_repeats": V, "pipeline.num_microbatches": M}
-    )
+    config = scheduled(f"stage={S} num_repeats={V} num_microbatches={M}")
     program_stores = stores(config, monkeypatch)
     table = build_engine_inputs(config, make_mesh(config)).table
     peak = [(V + 1) * S - 1 - 2 * s for s in range(S)]
@@ -131,23 +120,17 @@ def test_residual_store_has_the_slots_of_the_tables_peak(S, V, M, monkeypatch):
 )
 def test_layers_that_units_do_not_gather_are_cast_before_the_loop(axis, gather, cast, monkeypatch):
     """XLA would cast those that no axis splits for every use of every loop, and hold all."""
-    values = {"model.dtype": "bfloat16", f"mesh.ici.{axis}": 2, "pipeline.fsdp_gather": gather}
-    layers = stores(scheduled(**values), monkeypatch).layers
+    config = scheduled(f"dtype=bfloat16 {axis}=2 fsdp_gather={gather}")
+    layers = stores(config, monkeypatch).layers
     matrices = {layer.dtype for layer in layers if math.prod(layer.shape[2:]) > D}
     assert matrices == {jnp.dtype("bfloat16" if cast else "float32")}
 
 
-@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "delayed", "overlapped"])
-def test_stores_of_more_microbatches_are_equal(schedule, monkeypatch):
-    options = {
-        "pipeline.delay_activation_forwarding": schedule == "delayed",
-        "pipeline.overlap_slots": schedule == "overlapped",
-        "pipeline.num_repeats": 2,
-    }
-
+@pytest.mark.parametrize("words", ["", "delay_activation_forwarding=true", "overlap_slots=true"])
+def test_stores_of_more_microbatches_are_equal(words, monkeypatch):
     def carry(M):
-        values = {"pipeline.num_microbatches": M, "data.global_batch_size": M}
-        return stores(scheduled(**options | values), monkeypatch).carry
+        sizes = f"num_repeats=2 num_microbatches={M} global_batch_size={M}"
+        return stores(scheduled(f"{sizes} {words}"), monkeypatch).carry
 
     assert carry(8) == carry(32)
 
@@ -157,18 +140,10 @@ def test_stores_of_more_microbatches_are_equal(schedule, monkeypatch):
 )
 def test_stores_of_split_backwards_have_the_slots_of_the_tables_peaks(S, V, M, delay, monkeypatch):
     """Residuals are as for full backwards; d(S-1)+1 stashed units, no larger than residuals."""
-    values = {
-        "mesh.ici.stage": S,
-        "pipeline.num_repeats": V,
-        "pipeline.num_microbatches": M,
-        "pipeline.delay_activation_forwarding": delay,
-        "pipeline.remat_policy": "minimal",
-    }
-    split, full = (
-        stores(scheduled(**values, **{"pipeline.schedule": name}), monkeypatch)
-        for name in ("lockstep_zb", "lockstep_1f1b")
-    )
-    config = scheduled(**values, **{"pipeline.schedule": "lockstep_zb"})
+    words = f"stage={S} num_repeats={V} num_microbatches={M} remat_policy=minimal "
+    words += f"delay_activation_forwarding={delay}"
+    config = scheduled(f"{words} schedule=lockstep_zb")
+    split, full = (stores(c, monkeypatch) for c in (config, scheduled(words)))
     run = simulate(build_engine_inputs(config, make_mesh(config)).table)
     assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
     assert split.carry.residuals == full.carry.residuals
@@ -186,20 +161,12 @@ POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("scan", ["true", "false"], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("gather", ["per_iteration", "once"])
 def test_residuals_of_any_remat_policy_hold_no_weight(policy, dtype, scan, gather, monkeypatch):
     config = scheduled(
-        **{
-            "pipeline.remat_policy": policy,
-            "pipeline.scan_layers_per_stage": scan,
-            "pipeline.fsdp_gather": gather,
-            "pipeline.num_repeats": 2,
-            "model.dtype": dtype,
-            "model.qk_norm": True,
-            "model.attention_bias": True,
-            "mesh.ici.fsdp": 2,
-        }
+        f"remat_policy={policy} scan_layers_per_stage={scan} fsdp_gather={gather} num_repeats=2 "
+        f"dtype={dtype} qk_norm=true attention_bias=true fsdp=2"
     )
     program_stores = stores(config, monkeypatch)
     program = build_engine_inputs(config, make_mesh(config)).program
@@ -234,13 +201,7 @@ def test_residuals_of_any_remat_policy_hold_no_weight(policy, dtype, scan, gathe
     ("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)]
 )
 def test_stash_of_a_layer_has_the_width_that_the_footprint_predicts(policy, unknown, monkeypatch):
-    config = scheduled(
-        **{
-            "pipeline.schedule": "lockstep_zb",
-            "pipeline.remat_policy": policy,
-            "pipeline.num_repeats": 2,
-        }
-    )
+    config = scheduled(f"schedule=lockstep_zb remat_policy={policy} num_repeats=2")
     program_stores = stores(config, monkeypatch)
     unit = [
         jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in program_stores.carry.stash
@@ -260,20 +221,11 @@ ACTIVATIONS = ADDED * ROWS * LONG * D * 4
 TICKS = 17 * 4 * ADDED * 2
 
 
-def temp_bytes(engine, num_microbatches, **values):
+def temp_bytes(num_microbatches, words):
     """Temporary memory of one device, for batches that grow with the number of microbatches."""
     config = scheduled(
-        **{
-            "pipeline.engine": engine,
-            "pipeline.schedule": "lockstep_1f1b" if engine == "scheduled" else "circular",
-            "pipeline.num_microbatches": num_microbatches,
-            "pipeline.num_repeats": 2,
-            "data.global_batch_size": ROWS * DATA * num_microbatches,
-            "data.sequence_length": LONG,
-            "mesh.ici.stage": STAGES,
-            "mesh.ici.fsdp": DATA,
-        }
-        | values
+        f"stage={STAGES} fsdp={DATA} num_repeats=2 num_microbatches={num_microbatches} "
+        f"global_batch_size={ROWS * DATA * num_microbatches} sequence_length={LONG} {words}"
     )
     parts = build_engine_inputs(config, make_mesh(config))
     pipeline = build_engine(config, parts)
@@ -283,33 +235,32 @@ def temp_bytes(engine, num_microbatches, **values):
 
 
 @pytest.mark.parametrize(
-    "values",
+    "words",
     [
-        {},
+        "",
         *(
-            pytest.param(values, marks=pytest.mark.slow)
-            for values in (
-                {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
-                {"pipeline.skip_idle": "false", "pipeline.overlap_slots": True},
-                {"pipeline.delay_activation_forwarding": True, "pipeline.fsdp_gather": "once"},
-                {"pipeline.remat_policy": "none", "pipeline.scan_layers_per_stage": True},
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                "schedule=lockstep_zb remat_policy=minimal",
+                "skip_idle=false overlap_slots=true",
+                "delay_activation_forwarding=true fsdp_gather=once",
+                "remat_policy=none scan_layers_per_stage=true",
             )
         ),
     ],
-    ids=lambda values: "-".join(key.rpartition(".")[2] for key in values) or "default",
 )
-def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(values):
+def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(words):
     """From 8 to 32 microbatches of equal size it grows by a few numbers per row and tick.
 
     With delayed forwarding XLA copies the token arrays into another layout.
     """
-    copied = TOKEN_ARRAYS if "pipeline.delay_activation_forwarding" in values else 0
-    growth = temp_bytes("scheduled", 8 + ADDED, **values) - temp_bytes("scheduled", 8, **values)
+    copied = TOKEN_ARRAYS if "delay_activation_forwarding" in words else 0
+    growth = temp_bytes(8 + ADDED, words) - temp_bytes(8, words)
     assert growth <= copied + ROW_NUMBERS + TICKS
 
 
 @pytest.mark.slow
 def test_temp_memory_of_the_circular_engine_grows_by_an_activation_per_microbatch():
     """By an activation for every microbatch and repeat of a stage, at least."""
-    growth = temp_bytes("circular", 8 + ADDED) - temp_bytes("circular", 8)
+    growth = temp_bytes(8 + ADDED, "schedule=circular") - temp_bytes(8, "schedule=circular")
     assert growth >= 2 * ACTIVATIONS

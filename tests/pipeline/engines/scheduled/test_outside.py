@@ -1,103 +1,15 @@
-"""Layers outside the pipeline on the scheduled engine: `pipeline.parallel_layers`."""
-
-import math
+"""Layers outside the pipeline on the scheduled engine: each stage applies them to its rows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import (
-    EngineUnderTest,
-    assert_same,
-    make_batch,
-    reference,
-    tiny,
-    with_layers_outside,
-)
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config import catalog
 from maxpipe.model.layers import SideInputs
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.manual import MANUAL_AXES, psum
-
-# A block with an auxiliary loss.
-catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
-
-
-LOCKSTEP = {"pipeline.schedule": "lockstep_1f1b"}
-# With 12 rows in four microbatches two stages share three rows, and one of the second is padding.
-CASES = {
-    "tied": ("after", 3, {"model.tie_embeddings": True, "mesh.ici.fsdp": 2}),
-    "padded_rows": (
-        "after",
-        1,
-        {"model.block": "balanced", "model.dropout": 0.2, "data.global_batch_size": 12},
-    ),
-    "once": (
-        "before",
-        3,
-        {
-            "model.tie_embeddings": True,
-            "mesh.ici.fsdp": 2,
-            "mesh.ici.data": 2,
-            "pipeline.fsdp_gather": "once",
-        },
-    ),
-    "padded_rows_before": (
-        "before",
-        1,
-        {
-            "model.block": "balanced",
-            "model.dropout": 0.2,
-            "data.global_batch_size": 12,
-            "pipeline.remat_policy": "minimal",
-        },
-    ),
-    "split_backwards": (
-        "before",
-        5,
-        {
-            "pipeline.schedule": "lockstep_zb",
-            "pipeline.remat_policy": "minimal",
-            "pipeline.delay_activation_forwarding": True,
-            "pipeline.layers_per_stage": [2, 1],
-            "pipeline.fsdp_prefetch": "true",
-            "pipeline.scan_layers_per_stage": False,
-            "mesh.ici.fsdp": 2,
-            "mesh.ici.tensor": 2,
-        },
-    ),
-    "split_sequences": ("after", 2, {"mesh.ici.context": 2, "pipeline.skip_idle": "false"}),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "once",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "once"),
-    ],
-)
-def test_gradients_with_layers_outside_the_pipeline_are_exact(case):
-    place, num_outside, values = CASES[case]
-    config = with_layers_outside(place, num_outside, **LOCKSTEP | values)
-    rows = config.data.global_batch_size
-    actual = EngineUnderTest(config, idle_fill=math.nan).train(make_batch(rows))
-    assert_same(actual, reference(config.model, rows))
-
-
-@pytest.mark.parametrize(
-    ("place", "rows"), [("after", 10), pytest.param("before", 24, marks=pytest.mark.slow)]
-)
-def test_evaluate_with_layers_outside_the_pipeline_is_exact(place, rows):
-    config = with_layers_outside(place, 1, **LOCKSTEP | {"model.dropout": 0.2})
-    batch = make_batch(rows, seed=1)
-    plain = {"pipeline.engine": "sequential", "model.num_layers": 5, "model.dropout": 0.2}
-    expected = EngineUnderTest(tiny(**plain)).evaluate(batch)
-    actual = EngineUnderTest(config, idle_fill=math.nan).evaluate(batch)
-    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

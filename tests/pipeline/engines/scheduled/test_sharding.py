@@ -13,15 +13,8 @@ from maxpipe.pipeline.engines.scheduled.sharding import check_rules
 def inputs_with(rules):
     """Build the inputs of an engine under the default rules, some of them replaced."""
     changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
-    config = tiny(
-        **{
-            "pipeline.schedule": "lockstep_1f1b",
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-            "mesh.ici.tensor": 2,
-            "sharding.logical_axis_rules": changed,
-        }
-    )
+    values = {"sharding.logical_axis_rules": changed}
+    config = tiny("schedule=lockstep_1f1b stage=2 fsdp=2 tensor=2", **values)
     return build_engine_inputs(config, make_mesh(config))
 
 

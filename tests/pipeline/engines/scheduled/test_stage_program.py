@@ -11,17 +11,9 @@ from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 
-def make_engine(**values):
-    config = tiny(
-        **{
-            "pipeline.schedule": "lockstep_1f1b",
-            "pipeline.num_repeats": 2,
-            "pipeline.num_microbatches": 8,
-            "mesh.ici.stage": 2,
-            "mesh.ici.fsdp": 2,
-        }
-        | values
-    )
+def make_engine(words):
+    common = "schedule=lockstep_1f1b num_repeats=2 num_microbatches=8 stage=2 fsdp=2"
+    config = tiny(f"{common} {words}")
     engine_inputs = build_engine_inputs(config, make_mesh(config))
     layers = engine_inputs.layout.shape
     params = {
@@ -58,8 +50,8 @@ def phases(run, *args):
     ]
 
 
-def train_phases(**values):
-    engine, params = make_engine(**values)
+def train_phases(words):
+    engine, params = make_engine(words)
     return [
         count(p)
         for p in phases(engine.loss_and_gradients, params, make_batch(16), jax.random.key(0))
@@ -68,7 +60,7 @@ def train_phases(**values):
 
 def test_loops_of_lockstep_1f1b_have_the_slots_and_transfers_of_their_phase():
     """First F alone, then F, head and B, then B alone."""
-    forward, both, backward = train_phases(**{"pipeline.skip_idle": "false"})
+    forward, both, backward = train_phases("skip_idle=false")
     assert [p["ppermute"] for p in (forward, both, backward)] == [1, 2, 1]
     # The head scatters tokens by all_to_all over stages; the embedding lies over stage and fsdp.
     assert forward["all_to_all"] == 1
@@ -79,31 +71,29 @@ def test_loops_of_lockstep_1f1b_have_the_slots_and_transfers_of_their_phase():
 
 def test_conditionals_of_masked_slots_are_those_of_embedding_and_head():
     """Embedding, head and the embedding's gradient; skipping adds one around F and one around B."""
-    masked = [p["cond"] for p in train_phases(**{"pipeline.skip_idle": "false"})]
-    skipped = [p["cond"] for p in train_phases(**{"pipeline.skip_idle": "true"})]
+    masked = [p["cond"] for p in train_phases("skip_idle=false")]
+    skipped = [p["cond"] for p in train_phases("skip_idle=true")]
     assert masked == [1, 3, 1]
     assert skipped == [2, 5, 2]
 
 
 def test_loops_of_lockstep_zb_are_four_and_compute_no_product_twice():
     """F; F and I; F, I and W; I and W. W has seven products, one for each weight of a layer."""
-    split = {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"}
-    forward, both, every, backward = train_phases(**{"pipeline.skip_idle": "false"} | split)
+    split = "schedule=lockstep_zb remat_policy=minimal"
+    forward, both, every, backward = train_phases("skip_idle=false " + split)
     assert [p["ppermute"] for p in (forward, both, every, backward)] == [1, 2, 2, 1]
     assert every["dot_general"] - both["dot_general"] == 7
-    full = train_phases(
-        **{"pipeline.skip_idle": "false"} | split | {"pipeline.schedule": "lockstep_1f1b"}
-    )
+    full = train_phases("skip_idle=false remat_policy=minimal")
     assert every["dot_general"] == full[1]["dot_general"]
     assert backward["dot_general"] == full[2]["dot_general"]
-    skipped = train_phases(**{"pipeline.skip_idle": "true"} | split)
+    skipped = train_phases("skip_idle=true " + split)
     # No embedding and no gradient of it in the single tick of the second loop.
     assert [p["cond"] for p in skipped] == [2, 3, 6, 3]
 
 
 def test_gathers_of_weights_are_in_the_slots_or_before_the_loops():
-    per_iteration = train_phases(**{"pipeline.skip_idle": "false"})
-    once = train_phases(**{"pipeline.skip_idle": "false", "pipeline.fsdp_gather": "once"})
+    per_iteration = train_phases("skip_idle=false")
+    once = train_phases("skip_idle=false fsdp_gather=once")
     for before, after in zip(per_iteration, once, strict=True):
         assert (
             before["reduce_scatter"] + before["all_gather"]
@@ -113,7 +103,7 @@ def test_gathers_of_weights_are_in_the_slots_or_before_the_loops():
 
 
 def test_loops_of_evaluation_transfer_in_one_direction():
-    engine, params = make_engine()
+    engine, params = make_engine("")
     loops = [count(p) for p in phases(engine.evaluate, params, make_batch(16))]
     assert all(loop["ppermute"] == 1 for loop in loops)
     assert not any(loop["reduce_scatter"] for loop in loops)

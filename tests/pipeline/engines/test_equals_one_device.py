@@ -1,0 +1,324 @@
+"""Losses and gradients of every engine equal those of one device: models x layouts.
+
+Layouts are words as `helpers.engines.keys` reads them; pipelines have two stages and four
+microbatches unless their words say otherwise. The first layouts of a model run by default, those
+that differ little from them are marked `slow`.
+"""
+
+import math
+from typing import NamedTuple
+
+import pytest
+from helpers.engines import (
+    SEQUENCE_LENGTH,
+    assert_equals_one_device,
+    on_one_device,
+    reference,
+    tiny,
+    under_test,
+)
+from helpers.routing import assert_same_as_one_device
+from jax.tree_util import keystr, tree_leaves_with_path
+
+ROWS = 16
+STAGES = "stage=2 num_microbatches=4 "
+
+
+class Model(NamedTuple):
+    """Words of a model, and layouts of it for every run and for some."""
+
+    words: str
+    default: list[str]
+    slow: list[str]
+
+
+LOSSES = "moe.per_token=2 moe.mlp_dim=16 moe.balance_loss=0.3 moe.z_loss=0.1 moe.bias_rate=0.5 "
+# As gpt-oss has them; the limit is within the range of values.
+BIASES = (
+    "mlp_bias=true mlp_activation=quick_gelu mlp_limit=0.5 mlp_up_offset=1.0 moe.logit_bias=true "
+    "moe.router=topk_softmax moe.bias_rate=0.0"
+)
+LATENT = (
+    "attention_kind=mla num_kv_heads=4 mla.q_lora_rank=12 mla.kv_lora_rank=8 "
+    "mla.qk_nope_head_dim=4 mla.qk_rope_head_dim=2 mla.v_head_dim=6 rope_interleaved=true "
+)
+# DeepSeek-V3's layers: latent attention, a shared expert, and dense layers before the pipeline.
+DEEPSEEK = LATENT + "first_dense_layers=1 moe.shared_experts=1"
+CAPACITY = "moe.capacity_factor=1.0"
+# Every third layer has a window, and layers know their place in the model.
+PATTERN = "layer_pattern=[global,global,local] attention_window=3 "
+
+MODELS = {
+    "dropout": Model(
+        "dropout=0.2",
+        default=[
+            "engine=sequential num_microbatches=4",
+            "engine=sequential num_microbatches=16 remat_policy=minimal",
+            "engine=sequential num_microbatches=2 fsdp=4 remat_policy=none",
+            "engine=sequential data=2 fsdp=2 tensor=2",
+            # A chunk is one token; dropout masks belong to tokens, tiles of logits to devices.
+            "engine=sequential num_microbatches=2 context=4 tensor=2 logit_tiles=2",
+        ],
+        slow=[
+            "engine=sequential scan_layers=false remat_policy=minimal fsdp=4",
+            "engine=sequential data=4 num_microbatches=4",
+            "engine=sequential num_microbatches=2 fsdp=4 scan_layers=false",
+            "schedule=zb_h1 data=2 fsdp=2 num_layers=2 remat_policy=minimal",
+        ],
+    ),
+    "tied": Model(
+        "tie_embeddings=true",
+        default=[
+            "schedule=1f1b context=2 fsdp=2 scan_layers_per_stage=false",
+            "engine=sequential num_microbatches=2 tensor=4 context=2",  # more than key heads
+            # Microbatches of parts in a program that is manual over fsdp.
+            "schedule=circular num_microbatches=2 context=2 fsdp=2 fsdp_gather=once",
+        ],
+        slow=[
+            "engine=sequential num_microbatches=2 tensor=4",
+            "schedule=circular num_microbatches=2 context=2 data=2 fsdp_gather=once",
+        ],
+    ),
+    "plain": Model(
+        "",
+        default=[
+            "schedule=circular scan_iterations=false num_microbatches=2 fsdp=2 num_repeats=2",
+            "schedule=lockstep_1f1b num_repeats=2 fsdp_prefetch=true fsdp=2 "
+            "delay_activation_forwarding=true remat_policy=minimal remat_cheap=false",
+        ],
+        slow=[
+            "schedule=circular scan_iterations=false num_microbatches=2 fsdp=2 num_repeats=2 "
+            "fsdp_gather=per_repeat",
+            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 delay_activation_forwarding=true",
+            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=4",
+            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=4 skip_idle=false",
+            "schedule=lockstep_zb fsdp_prefetch=true fsdp=4 remat_policy=minimal",
+            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 tensor=2 num_repeats=2",
+            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 num_repeats=2 num_layers=8 "
+            "num_layers_per_stage=2 scan_layers_per_stage=false",
+        ],
+    ),
+    "eight_layers": Model(
+        "num_layers=8 num_layers_per_stage=2 num_repeats=2 dropout=0.1",
+        default=[],
+        slow=[
+            "schedule=circular remat_policy=full remat_cheap=false",
+            "schedule=circular remat_policy=minimal remat_cheap=false",
+            "schedule=lockstep_1f1b remat_policy=full remat_cheap=false",
+            "schedule=lockstep_1f1b remat_policy=minimal remat_cheap=false",
+            "schedule=lockstep_zb remat_policy=minimal remat_cheap=false",
+        ],
+    ),
+    # Layers outside the pipeline.
+    "outside": Model(
+        "tie_embeddings=true num_layers=4 parallel_layers=2",
+        default=[
+            "schedule=lockstep_1f1b outside_layers=before fsdp=2 data=2 fsdp_gather=once",
+            "schedule=1f1b outside_layers=after dropout=0.2 block=balanced",
+        ],
+        slow=[
+            "schedule=lockstep_1f1b outside_layers=after fsdp=2 num_layers=5",
+            "schedule=lockstep_1f1b outside_layers=after context=2 skip_idle=false",
+            # Of three rows, which two stages share, one of the second stage is padding.
+            "schedule=lockstep_1f1b block=balanced dropout=0.2 global_batch_size=12",
+            "schedule=lockstep_1f1b block=balanced dropout=0.2 global_batch_size=12 "
+            "outside_layers=before remat_policy=minimal",
+            "schedule=lockstep_zb outside_layers=before layers_per_stage=[2,1] parallel_layers=3 "
+            "num_layers=8 remat_policy=minimal delay_activation_forwarding=true "
+            "fsdp_prefetch=true fsdp=2 tensor=2 scan_layers_per_stage=false",
+            # The first and the last chunk lie on the same stage.
+            "schedule=zb_v outside_layers=before num_layers=6 parallel_layers=4 "
+            "remat_policy=minimal",
+            "schedule=zb_v outside_layers=after num_layers=5 parallel_layers=4 remat_policy=none "
+            "tie_embeddings=false",
+            "schedule=interleaved_1f1b num_repeats=2 fsdp=2 num_layers=6 parallel_layers=4 "
+            "remat_layers=true",
+            "schedule=interleaved_1f1b num_repeats=2 fsdp=2 num_layers=5 parallel_layers=4 "
+            "outside_layers=before fsdp_gather=once scan_layers_per_stage=true",
+            "schedule=1f1b outside_layers=before num_layers=6 parallel_layers=4 "
+            f"layers_per_stage=[1,3] {PATTERN}",
+            "schedule=1f1b outside_layers=before num_layers=6 parallel_layers=4 "
+            "first_dense_layers=1 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3",
+        ],
+    ),
+    # Fewer microbatches than stages, groups of different sizes.
+    "microbatches": Model(
+        "",
+        default=[
+            "schedule=lockstep_1f1b stage=4 num_microbatches=1 global_batch_size=2",
+            "schedule=lockstep_1f1b num_microbatches=5 global_batch_size=10 num_repeats=2 "
+            "delay_activation_forwarding=true",
+        ],
+        slow=[
+            "schedule=lockstep_1f1b stage=4 num_microbatches=9 global_batch_size=18 num_repeats=2 "
+            "num_layers=8",
+            "schedule=lockstep_1f1b num_microbatches=1 global_batch_size=2 num_repeats=2",
+            "schedule=lockstep_1f1b num_microbatches=5 global_batch_size=10 num_repeats=2",
+            "schedule=lockstep_1f1b stage=4 num_microbatches=3 global_batch_size=6 num_repeats=2 "
+            "num_layers=8",
+            "schedule=lockstep_1f1b num_microbatches=1 global_batch_size=2 num_repeats=2 "
+            "delay_activation_forwarding=true",
+            "schedule=lockstep_1f1b stage=4 num_microbatches=7 global_batch_size=14 "
+            "delay_activation_forwarding=true",
+            "schedule=lockstep_1f1b stage=4 num_microbatches=13 global_batch_size=26 "
+            "num_repeats=2 num_layers=8 delay_activation_forwarding=true",
+        ],
+    ),
+    # Of 4 stages and 2-way fsdp, stage divides 20 columns and fsdp 18; tokens do not divide.
+    "odd_sizes": Model(
+        "head_dim=4 vocab_size=67 global_batch_size=24",
+        default=["schedule=lockstep_1f1b embed_dim=20 stage=4 num_microbatches=12 fsdp=2"],
+        slow=["schedule=lockstep_1f1b embed_dim=18 stage=4 num_microbatches=12 fsdp=2"],
+    ),
+    # Both ends of the model and every stage of several devices.
+    "mpmd": Model(
+        "z_loss=0.01 tie_embeddings=true global_batch_size=48",
+        default=[
+            "schedule=1f1b dropout=0.2 fsdp=2 tensor=2 num_microbatches=3 remat_policy=none "
+            "scan_layers_per_stage=true",
+            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] num_layers=5 data=2 fsdp=2 "
+            "remat_policy=none fsdp_gather=once",
+        ],
+        slow=[
+            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] num_layers=5 "
+            "remat_policy=minimal",
+            "schedule=1f1b dropout=0.2 fsdp=2 tensor=2 fsdp_gather=once "
+            "scan_layers_per_stage=true remat_policy=minimal",
+            # Residuals in the host's memory.
+            "schedule=1f1b fsdp=2 tensor=2 scan_layers_per_stage=true "
+            "remat_policy=minimal_offloaded",
+            "schedule=1f1b fsdp=2 remat_layers=true remat_iterations=false "
+            "remat_policy=minimal_offloaded",
+            "schedule=1f1b remat_policy=custom remat_tensors.mlp_up=offload",
+        ],
+    ),
+    "latent": Model(
+        LATENT,
+        default=[
+            "engine=sequential fsdp=2 tensor=2 context=2",
+            "schedule=zb_v num_repeats=2 context=2 tensor=2",
+        ],
+        slow=[
+            "schedule=lockstep_1f1b fsdp=2 tensor=2 parallel_layers=2 outside_layers=before",
+            "schedule=circular num_repeats=2 context=2 fsdp=2 mla.q_lora_rank=0 "
+            "fsdp_gather=per_repeat remat_policy=minimal",
+        ],
+    ),
+    "lora": Model(
+        "lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
+        default=[
+            "schedule=lockstep_1f1b num_layers=2 fsdp=2 tie_embeddings=true",
+            "schedule=circular num_layers=2 fsdp=2",
+        ],
+        slow=[
+            "engine=sequential num_microbatches=2 fsdp=2 tensor=2",
+            "schedule=lockstep_1f1b fsdp=2 tensor=2 parallel_layers=2 fsdp_gather=once",
+            "schedule=lockstep_1f1b fsdp=2 parallel_layers=2 outside_layers=before",
+            "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true",
+            "schedule=lockstep_zb tensor=2 lora.targets=[query,value] remat_policy=minimal",
+            "schedule=circular num_repeats=2 fsdp=2 fsdp_gather=per_repeat",
+            "schedule=circular fsdp=2 context=2 fsdp_gather=once",
+            "schedule=1f1b tensor=2",
+            "schedule=zb_v fsdp=2 remat_policy=minimal",
+            "schedule=lockstep_1f1b expert=2 num_layers=5 first_dense_layers=1 moe.experts=4 "
+            "moe.mlp_dim=16 moe.shared_experts=1 moe.bias_rate=0.01",
+        ],
+    ),
+    "first_dense": Model(
+        "num_layers=6 first_dense_layers=2 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3 "
+        + PATTERN,
+        default=["schedule=circular num_layers=4 context=2 remat_policy=minimal"],
+        slow=[
+            "engine=sequential num_microbatches=2 fsdp=2 context=2",
+            "schedule=lockstep_1f1b fsdp=2 tie_embeddings=true",
+            "schedule=lockstep_1f1b tensor=2 parallel_layers=2 outside_layers=before "
+            "fsdp_gather=once",
+            "schedule=1f1b tensor=2 moe.router=sigmoid moe.selection_bias=true",
+        ],
+    ),
+    "experts": Model(
+        "moe.experts=6 " + LOSSES,
+        default=[
+            "engine=sequential fsdp=2 tensor=2 context=2",
+            "schedule=zb_v num_repeats=2 context=2 remat_policy=minimal",
+        ],
+        slow=[
+            f"schedule=lockstep_1f1b num_repeats=2 fsdp=2 tensor=2 moe.shared_experts=1 {BIASES}",
+            "schedule=lockstep_zb context=2 data=2 remat_policy=minimal",
+            "schedule=circular num_repeats=2 context=2 tensor=2 fsdp_gather=once",
+            "schedule=circular data=2 fsdp=2 moe.router=sigmoid remat_policy=minimal",
+            f"schedule=1f1b fsdp=2 tensor=2 {BIASES}",
+        ],
+    ),
+    # Experts on devices of their own, with the other mesh axes and what could get in the way.
+    "expert_axis": Model(
+        "expert=2 num_microbatches=2 moe.experts=8 " + LOSSES,
+        default=[
+            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all tensor=2 "
+            f"moe.shared_experts=1 {BIASES}",
+            "schedule=circular num_repeats=2 moe.dispatch=ring fsdp=2",
+        ],
+        slow=[
+            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=ring skip_idle=false",
+            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all skip_idle=false "
+            + CAPACITY,
+            "schedule=1f1b moe.dispatch=ring fsdp=2 fsdp_gather=once",
+            "engine=sequential num_microbatches=1 moe.dispatch=all_to_all context=2 data=2",
+            "schedule=circular num_repeats=2 moe.dispatch=all_to_all fsdp=2 fsdp_gather=once "
+            "moe.shared_experts=1",
+            # What autodiff would sum in every iteration, without split weights.
+            "schedule=circular num_repeats=2 moe.dispatch=ring data=2 fsdp_gather=once",
+            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=ring fsdp=2 fsdp_gather=once "
+            "skip_idle=false",
+            "schedule=zb_v num_repeats=2 moe.dispatch=all_to_all context=2 remat_policy=minimal",
+            f"schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all fsdp=2 {CAPACITY}",
+            f"schedule=circular num_repeats=2 moe.dispatch=ring tensor=2 {CAPACITY}",
+            f"schedule=lockstep_1f1b moe.dispatch=ring fsdp=2 parallel_layers=2 {DEEPSEEK} "
+            "outside_layers=before",
+            f"schedule=circular moe.dispatch=all_to_all parallel_layers=2 {DEEPSEEK} "
+            "outside_layers=before",
+            f"schedule=1f1b moe.dispatch=ring num_layers=5 {DEEPSEEK}",
+        ],
+    ),
+}
+
+
+def cases():
+    for name, model in MODELS.items():
+        for layouts, marks in ((model.default, []), (model.slow, [pytest.mark.slow])):
+            for layout in layouts:
+                words = ("" if "engine=sequential" in layout else STAGES) + model.words
+                yield pytest.param(f"{words} {layout}", marks=marks, id=f"{name} {layout}")
+
+
+@pytest.mark.parametrize("words", cases())
+def test_losses_and_gradients_equal_those_of_one_device(words):
+    """Whatever idle slots of the scheduled engine hold."""
+    config = tiny(words)
+    options = {"idle_fill": math.nan} if config.pipeline.engine == "scheduled" else {}
+    if config.model.moe.experts:
+        train = under_test(config, **options).train
+        assert_same_as_one_device(train, on_one_device(config), ROWS)
+    else:
+        assert_equals_one_device(config, **options)
+
+
+def test_every_assignment_of_a_token_to_an_expert_is_counted():
+    config = tiny(MODELS["experts"].words)
+    expected = reference(config.model, ROWS)
+    assert set(expected.auxiliary) == {"balance_loss", "z_loss"}
+    assignments = ROWS * SEQUENCE_LENGTH * config.model.moe.per_token
+    assert expected.load.sum(axis=1).tolist() == [assignments] * config.model.num_layers
+
+
+def test_adapters_alone_have_gradients():
+    expected = reference(tiny(MODELS["lora"].words).model, ROWS)
+    names = [keystr(path) for path, _ in tree_leaves_with_path(expected.gradients)]
+    assert names
+    assert all("_adapter'" in name for name in names)
+
+
+def test_first_dense_layers_lie_beside_the_embedding():
+    first = reference(tiny(MODELS["first_dense"].words).model, ROWS).gradients["embed"]["first"]
+    assert set(first) == {"0", "1"}
+    assert "moe" not in first["0"]
