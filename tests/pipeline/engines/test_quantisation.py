@@ -101,7 +101,7 @@ def test_loss_and_gradients_of_8_bits_are_near_those_of_float32(passes):
     assert_same(quantised, plain, tolerance=0.1)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_descent_along_gradients_of_8_bits_lowers_the_loss(form):
     engine = under_test(tiny(f"quantisation={form} quantised_passes=full engine=sequential"))
     batch, losses = make_batch(ROWS), []

@@ -21,9 +21,7 @@ def label(cell):
 
 
 @pytest.mark.parametrize("delay", [1, 2])
-@pytest.mark.parametrize(
-    ("S", "V", "M"), [(1, 1, 2), (1, 3, 4), (2, 1, 4), (2, 3, 6), (3, 2, 6), (3, 1, 9), (5, 2, 10)]
-)
+@pytest.mark.parametrize(("S", "V", "M"), [(1, 3, 4), (2, 3, 6), (3, 2, 6), (3, 1, 9), (5, 2, 10)])
 def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
     """Stage s of repeat v must be the chunk v * S + s that a microbatch sees."""
     conveyor = Conveyor(S, V, M, delay)

@@ -48,7 +48,11 @@ def residual_shapes(config):
 )
 @pytest.mark.parametrize(
     ("policy", "flags"),
-    [("none", "iterations"), *product(("full", "minimal", "minimal_offloaded"), REMATERIALISED)],
+    [
+        ("none", "iterations"),
+        ("minimal_offloaded", "iterations"),
+        *product(("full", "minimal"), REMATERIALISED),
+    ],
 )
 def test_residuals_contain_no_weights_of_an_iteration(policy, flags, dtype, scan_layers):
     """The forward hands the backward nothing in the shape of a weight except the parameters."""

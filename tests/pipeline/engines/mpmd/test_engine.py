@@ -36,7 +36,10 @@ def config_of(words="", **values):
     return tiny(f"{common} global_batch_size={ROWS} {words}", **values)
 
 
-@pytest.mark.parametrize(("chunks", "same"), [("[1,1,1,1]", True), ("[1,1,2,1]", False)])
+@pytest.mark.parametrize(
+    ("chunks", "same"),
+    [("[1,1,1,1]", True), pytest.param("[1,1,2,1]", False, marks=pytest.mark.slow)],
+)
 def test_chunks_that_differ_only_in_their_devices_are_compiled_once(chunks, same):
     """All four stages have two devices; the ends have the embedding and the head."""
     words = f"stage=4 fsdp=2 layers_per_stage={chunks} num_layers={4 if same else 5}"

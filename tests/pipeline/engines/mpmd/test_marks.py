@@ -27,10 +27,6 @@ def two_stages(w, x):
     return jnp.sum(jnp.cos(mark_stage_boundary(x @ w[1])))
 
 
-def without_marks(w, x):
-    return jnp.sum(jnp.cos(jnp.sin(x @ w[0]) @ w[1]))
-
-
 @pytest.fixture
 def args():
     rng = np.random.default_rng(0)
@@ -46,39 +42,14 @@ def test_mark_is_the_identity_on_any_tree():
     jax.tree.map(np.testing.assert_array_equal, marked, tree)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
-)
-def test_gradients_with_marks_equal_those_without(args, wrap):
-    gradients = jax.grad(wrap(two_stages), argnums=(0, 1))(*args)
-    for a, b in zip(gradients, jax.grad(without_marks, argnums=(0, 1))(*args), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
 def test_gradient_has_a_backward_mark_for_each_mark(args):
-    assert phases(jax.value_and_grad(two_stages), *args) == [
-        "forward",
-        "forward",
-        "backward",
-        "backward",
-    ]
-    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == [
-        "forward",
-        "forward",
-        "backward",
-        "backward",
-    ]
+    both = ["forward", "forward", "backward", "backward"]
+    assert phases(jax.value_and_grad(two_stages), *args) == both
+    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == both
 
 
 def test_jvp_marks_tangents(args):
     assert phases(lambda w, x: jax.jvp(two_stages, (w, x), (w, x)), *args).count("tangent") == 2
-
-
-def test_second_derivatives_with_marks_equal_those_without(args):
-    def hessian(f):
-        return jax.hessian(lambda s: f(args[0] * s, args[1]))(1.0)
-
-    np.testing.assert_allclose(hessian(two_stages), hessian(without_marks), rtol=1e-4)
 
 
 def test_marks_survive_loops(args):
@@ -90,14 +61,6 @@ def test_marks_survive_loops(args):
     assert phases(jax.value_and_grad(looped), *args) == ["forward", "backward"]
     plain = jax.grad(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1])))(*args)
     np.testing.assert_allclose(jax.grad(looped)(*args), plain, rtol=1e-5, atol=1e-6)
-
-
-def test_marks_survive_vmap(args):
-    w, x = args
-    xs = jnp.stack([x, 2 * x, x + 1])
-    gradients = jax.vmap(jax.grad(two_stages), in_axes=(None, 0))(w, xs)
-    for gradient, x in zip(gradients, xs, strict=True):
-        np.testing.assert_allclose(gradient, jax.grad(without_marks)(w, x), rtol=1e-4, atol=1e-5)
 
 
 def test_backward_mark_has_only_operands_with_a_gradient():

@@ -58,6 +58,7 @@ def test_weights_that_are_cast_once_a_step_have_the_gradients_of_those_cast_in_u
     assert not each.engine.training.runner.gathers
 
 
+@pytest.mark.slow
 def test_weights_that_are_cast_once_a_step_over_tensor_are_as_near_to_float32():
     """The partitioner rounds sums elsewhere than it does in units that are not manual."""
     batch = make_batch(ROWS)

@@ -37,29 +37,24 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-MESH = {"stage": 2, "data": 2, "fsdp": 2}
-COLUMNS = [
-    None,
+COLUMNS = (
+    "",
     "stage",
     "fsdp",
     "data",
-    ("stage", "fsdp"),
-    ("fsdp", "stage"),
-    ("data", "fsdp"),
-    ("fsdp", "data"),
-    ("stage", "data", "fsdp"),
-    ("data", "stage", "fsdp"),
-    "context",
-    ("context", "stage"),
-    ("fsdp", "context"),
-]
+    "stage fsdp",
+    "fsdp stage",
+    "data stage fsdp",
+    "context stage",
+    "fsdp context",
+)
 
 
-@pytest.mark.parametrize("columns", COLUMNS, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
 def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
     """Every stage gets the same activations; only stage 0's gradient counts."""
-    axes = {"stage": 2, "fsdp": 2, "context": 2} if "context" in str(columns) else MESH
-    mesh, spec, rows = make_mesh(**axes), P(None, columns), 8
+    axes = {"stage": 2, "fsdp": 2, "context" if "context" in columns else "data": 2}
+    mesh, spec, rows = make_mesh(**axes), P(None, tuple(columns.split())), 8
     embedding = ShardedEmbedding(spec, jnp.float32)
     table, gradient = random(VOCAB, D), random(rows, T, D, seed=1)
     tokens = np.random.default_rng(2).integers(0, VOCAB, (rows, T)).astype(np.int32)
@@ -67,13 +62,7 @@ def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
     def run(table, tokens, gradient):
         only_first = jnp.where(lax.axis_index("stage") == 0, gradient, jnp.nan)
         total = embedding.add_gradient(jnp.ones_like(table), tokens, only_first) - 1
-        column_axes = {
-            axis
-            for entry in spec
-            if entry
-            for axis in (entry if isinstance(entry, tuple) else (entry,))
-        }
-        total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in column_axes))
+        total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in columns.split()))
         return embedding.lookup(table, tokens)[None], total
 
     lookup, total = manual(mesh, run, (spec, BATCH, BATCH), (P("stage", *BATCH), spec))(

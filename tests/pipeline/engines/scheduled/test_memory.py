@@ -26,7 +26,7 @@ MODEL = (
 
 
 def scheduled(words):
-    return tiny(f"{MODEL} schedule=lockstep_1f1b stage=2 {words}")
+    return tiny(f"{MODEL} engine=scheduled schedule=lockstep_1f1b stage=2 {words}")
 
 
 def abstract_arguments(config, pipeline, parts):
@@ -94,8 +94,7 @@ def num_bytes(arrays):
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
 
-@pytest.mark.parametrize("M", [8, 16])
-@pytest.mark.parametrize(("S", "V"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("S", "V", "M"), [(1, 2, 8), (2, 1, 16), (2, 4, 8), (4, 1, 8), (4, 2, 16)])
 def test_residual_store_has_the_slots_of_the_tables_peak(S, V, M, monkeypatch):
     """(V+1)S-1-2s units are in flight on stage s; one slot more is scratch."""
     config = scheduled(f"stage={S} num_repeats={V} num_microbatches={M}")
@@ -160,9 +159,14 @@ POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scan", ["true", "false"], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("gather", ["per_iteration", "once"])
+@pytest.mark.parametrize(
+    ("dtype", "scan", "gather"),
+    [
+        ("float32", "true", "per_iteration"),
+        ("bfloat16", "true", "once"),
+        ("bfloat16", "false", "per_iteration"),
+    ],
+)
 def test_residuals_of_any_remat_policy_hold_no_weight(policy, dtype, scan, gather, monkeypatch):
     config = scheduled(
         f"remat_policy={policy} scan_layers_per_stage={scan} fsdp_gather={gather} num_repeats=2 "
@@ -262,5 +266,6 @@ def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatch
 @pytest.mark.slow
 def test_temp_memory_of_the_circular_engine_grows_by_an_activation_per_microbatch():
     """By an activation for every microbatch and repeat of a stage, at least."""
-    growth = temp_bytes(8 + ADDED, "schedule=circular") - temp_bytes(8, "schedule=circular")
+    circular = "engine=circular schedule=circular"
+    growth = temp_bytes(8 + ADDED, circular) - temp_bytes(8, circular)
     assert growth >= 2 * ACTIVATIONS
