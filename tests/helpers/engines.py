@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import keystr
 
 from maxpipe.builder import build_engine_inputs, build_trainer
@@ -174,6 +175,7 @@ class EngineUnderTest:
     """An engine with live parameters on its own mesh."""
 
     def __init__(self, config: Config, **options: Any):
+        self.rows = config.data.global_batch_size
         parts = build_engine_inputs(config, make_mesh(config))
         program, rules = parts.program, parts.rules
         self.pipeline = implementation(ENGINES[config.pipeline.engine])(parts, **options)
@@ -190,6 +192,11 @@ class EngineUnderTest:
         """Compile the program that `train` then runs on batches of these shapes."""
         self._step = self._step.lower(self.params, self._place(batch), jax.random.key(0)).compile()
         return self._step
+
+    def traced(self) -> ClosedJaxpr:
+        """Return the program of a training step."""
+        step = jax.make_jaxpr(self.pipeline.loss_and_gradients)
+        return step(self.params, make_batch(self.rows), jax.random.key(0))
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
         """Return the loss and the canonical gradients of a batch."""

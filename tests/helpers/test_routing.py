@@ -10,16 +10,7 @@ from helpers import routing
 from helpers.engines import EngineUnderTest, Result, make_batch, sequential, tiny
 
 ROWS = 4
-MODEL = tiny(
-    **{
-        "model.num_layers": 2,
-        "model.moe.experts": 4,
-        "model.moe.per_token": 2,
-        "model.moe.mlp_dim": 16,
-        "data.global_batch_size": ROWS,
-        "pipeline.engine": "sequential",
-    }
-).model
+MODEL = tiny("num_layers=2 moe.experts=4 moe.per_token=2 moe.mlp_dim=16").model
 
 
 def with_equal_experts_in_last_layer() -> EngineUnderTest:

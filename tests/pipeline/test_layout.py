@@ -59,34 +59,21 @@ def test_layer_index_has_further_rows_for_layers_outside(place, expected):
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("words", "expected"),
     [
-        ({"pipeline.engine": "sequential"}, StageLayout(1, 1, (5,))),
+        ("stage=1 engine=sequential", StageLayout(1, 1, (5,))),
+        ("schedule=circular parallel_layers=4", StageLayout(2, 2, (1,) * 4, num_outside=1)),
         (
-            {"pipeline.schedule": "circular", "pipeline.parallel_layers": 4},
-            StageLayout(2, 2, (1, 1, 1, 1), num_outside=1),
+            "schedule=lockstep_1f1b layers_per_stage=[1,1,1,1] parallel_layers=4 "
+            "outside_layers=before",
+            StageLayout(2, 2, (1,) * 4, num_outside=1, outside_first=True),
         ),
-        (
-            {
-                "pipeline.schedule": "lockstep_1f1b",
-                "pipeline.layers_per_stage": [1, 1, 1, 1],
-                "pipeline.parallel_layers": 4,
-                "pipeline.outside_layers": "before",
-            },
-            StageLayout(2, 2, (1, 1, 1, 1), num_outside=1, outside_first=True),
-        ),
-        (
-            {"pipeline.schedule": "zb_v", "pipeline.parallel_layers": 4},
-            StageLayout(2, 2, (1, 1, 1, 2), placement="v"),
-        ),
+        ("schedule=zb_v parallel_layers=4", StageLayout(2, 2, (1, 1, 1, 2), placement="v")),
     ],
-    ids=["sequential", "circular", "scheduled", "mpmd"],
 )
-def test_layout_of_a_configuration_is_its_engines(values, expected):
-    stages = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
-    if values.get("pipeline.engine") == "sequential":
-        stages = {}
-    assert build_layout(tiny(**{"model.num_layers": 5} | stages | values)) == expected
+def test_layout_of_a_configuration_is_its_engines(words, expected):
+    stages = "num_layers=5 stage=2 num_repeats=2 num_microbatches=4"
+    assert build_layout(tiny(f"{stages} {words}")) == expected
 
 
 LAYOUTS = [

@@ -12,8 +12,7 @@ from maxpipe.pipeline.weights import Weights, axes_in_use, spec_in_use
 @pytest.fixture(scope="module")
 def setting():
     """Weights and live parameters on stage=2 x fsdp=2 x tensor=2."""
-    axes = {f"mesh.ici.{axis}": 2 for axis in ("stage", "fsdp", "tensor")}
-    config = tiny(**axes, **{"pipeline.num_repeats": 2, "model.qk_norm": True})
+    config = tiny("stage=2 fsdp=2 tensor=2 num_repeats=2 qk_norm=true")
     parts = build_engine_inputs(config, make_mesh(config))
     weights = Weights(
         parts.rules, parts.program.specs, ("repeat", "stage", "layers_per_stage"), (2, 2, 1)
@@ -71,9 +70,7 @@ def test_gather_outer_gathers_over_fsdp_and_stage(setting):
 
 
 def test_weights_of_experts_in_use_stay_split_over_their_axis():
-    axes = {f"mesh.ici.{axis}": 2 for axis in ("expert", "fsdp", "tensor")}
-    experts = {"model.moe.experts": 4, "model.moe.mlp_dim": 16, "pipeline.engine": "sequential"}
-    config = tiny(**axes, **experts)
+    config = tiny("engine=sequential expert=2 fsdp=2 tensor=2 moe.experts=4 moe.mlp_dim=16")
     parts = build_engine_inputs(config, make_mesh(config))
     layers = parts.program.specs["layers"]
     gate, query = layers["moe"]["gate"], layers["attention"]["query"]

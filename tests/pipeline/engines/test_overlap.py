@@ -2,10 +2,9 @@
 
 import re
 
-import jax
 import pytest
 from helpers.compile_command import report_of, tpu_aot
-from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, make_batch, tiny
+from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, tiny
 from helpers.traced_loops import loop_bodies
 
 from maxpipe.compile.hlo import parse
@@ -16,11 +15,7 @@ ROWS = 16
 
 
 def traced(words):
-    """Trace the training step of a configuration."""
-    subject = EngineUnderTest(tiny(f"global_batch_size={ROWS} {words}"))
-    return jax.make_jaxpr(subject.pipeline.loss_and_gradients)(
-        subject.params, make_batch(ROWS), jax.random.key(0)
-    )
+    return EngineUnderTest(tiny(words)).traced()
 
 
 SLOTS = ("forward", "head", "backward")

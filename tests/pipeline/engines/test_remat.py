@@ -38,7 +38,7 @@ def traced(schedule, options, monkeypatch, policy="full"):
         return original(self, plan, vjp, carry)
 
     monkeypatch.setattr(StageProgram, "run", run)
-    step = jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
+    step = engine.traced()
     if schedule == "circular":
 
         def backward(params):
@@ -81,10 +81,7 @@ def test_remat_policy_saves_what_it_names(monkeypatch):
 
 
 def step_of(words):
-    """Return the traced program of a step."""
-    engine = EngineUnderTest(tiny(words))
-    batch, key = make_batch(16), jax.random.key(0)
-    return jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key).jaxpr
+    return EngineUnderTest(tiny(words)).traced().jaxpr
 
 
 def equations(jaxpr):

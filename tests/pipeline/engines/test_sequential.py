@@ -81,17 +81,14 @@ def products(jaxpr, size):
 def test_logits_are_computed_once(tiles):
     """In a step logits and the gradients of both operands are a product each."""
     subject = EngineUnderTest(sequential(f"vocab_size=96 logit_tiles={tiles}"))
-    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
-    assert products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96) == 3
+    assert products(subject.traced(), 96) == 3
 
 
 def test_scan_layers_false_writes_every_layer_out():
     counts = {}
     for scan in (True, False):
         config = sequential(f"scan_layers={scan} mlp_dim=96")
-        subject = EngineUnderTest(config)
-        step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
-        counts[scan] = products(step(subject.params, make_batch(ROWS), jax.random.key(0)), 96)
+        counts[scan] = products(EngineUnderTest(config).traced(), 96)
     assert counts[True] > 0
     assert counts[False] == config.model.num_layers * counts[True]
 
@@ -116,9 +113,8 @@ def test_weights_that_xla_holds_for_all_microbatches_are_not_gathered_again(
 ):
     """Those of layers that are compiled each by itself: XLA gathers them before the loop."""
     config = sequential(f"num_microbatches={microbatches} scan_layers={scan} fsdp=4 mlp_dim=96")
-    subject = EngineUnderTest(config)
-    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
-    traced = step(subject.params, make_batch(ROWS), jax.random.key(0))
-    within, elsewhere = gathers(traced.jaxpr, (config.model.embed_dim, 96))
+    within, elsewhere = gathers(
+        EngineUnderTest(config).traced().jaxpr, (config.model.embed_dim, 96)
+    )
     assert bool(within) is in_layer
     assert elsewhere > 0  # by the forward

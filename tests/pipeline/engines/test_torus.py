@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import pytest
 from helpers.collectives import executed
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
@@ -70,12 +69,6 @@ def test_weights_are_gathered_twice_as_often_by_groups_of_two(name, monkeypatch)
     assert in_two_steps > 1.5 * gathers()
 
 
-def traced_step(config):
-    subject = EngineUnderTest(config)
-    step = jax.make_jaxpr(subject.pipeline.loss_and_gradients)
-    return step(subject.params, make_batch(ROWS), jax.random.key(0))
-
-
 @pytest.mark.parametrize(("order", "steps"), [(["tensor", "fsdp"], 2), (["fsdp", "tensor"], 1)])
 def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
     """Shards along fsdp are not next to each other where tensor splits each of them."""
@@ -84,7 +77,7 @@ def test_weights_split_over_tensor_as_well_stay_so(order, steps, monkeypatch):
     values = {"sharding.logical_axis_rules": rules}
     config = of_lines(monkeypatch, "sequential", "tensor=2", **values)
     assert_equals_one_device(config)
-    in_groups = re.search(r"axis_index_groups=[^N]", str(traced_step(config)))
+    in_groups = re.search(r"axis_index_groups=[^N]", str(EngineUnderTest(config).traced()))
     assert bool(in_groups) == (steps == 2)
 
 
@@ -93,7 +86,7 @@ def test_weights_gathered_in_two_steps_are_not_saved_for_the_backward(monkeypatc
     config = of_lines(monkeypatch, "sequential", "remat_policy=none")
 
     def saved():
-        bodies = loop_bodies(traced_step(config))
+        bodies = loop_bodies(EngineUnderTest(config).traced())
         return [sorted(str(v.aval) for v in body.outvars) for body in bodies]
 
     in_two_steps = saved()

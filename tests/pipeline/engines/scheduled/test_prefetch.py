@@ -42,9 +42,7 @@ def gathers(jaxpr: Jaxpr, *, in_layer: bool = False) -> int:
 
 
 def traced(**values):
-    engine = EngineUnderTest(config_of(**values))
-    batch, key = make_batch(12), jax.random.key(0)
-    return jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
+    return EngineUnderTest(config_of(**values)).traced()
 
 
 def test_layers_with_prefetch_gather_no_weights_of_their_own():

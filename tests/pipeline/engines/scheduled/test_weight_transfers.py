@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import fsdp_stages
-from helpers.engines import EngineUnderTest, make_batch
+from helpers.engines import EngineUnderTest
 from helpers.traced_loops import loop_bodies
 from jax.sharding import Mesh, PartitionSpec
 
@@ -78,11 +78,7 @@ def test_a_sum_starts_when_the_third_before_it_has_arrived(names, at_once):
 
 def loops_with(scope, **values):
     """Yield the bodies of loops over ticks, and their conditionals in a named scope."""
-    engine = EngineUnderTest(fsdp_stages.config_of(**values))
-    batch, key = make_batch(48), jax.random.key(0)
-    traced = jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
-
-    for body in loop_bodies(traced):
+    for body in loop_bodies(EngineUnderTest(fsdp_stages.config_of(**values)).traced()):
         conditionals = [
             eqn
             for eqn in body.eqns
