@@ -89,7 +89,6 @@ CASES = [
         "repeats": 2,
         "microbatches": 4,
         "packed": False,
-        "dropout": 0.2,
         "uneven": True,
         "tiled": True,
         "remat": "minimal",
