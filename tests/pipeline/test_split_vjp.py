@@ -35,23 +35,21 @@ def split(f, weights, inputs=()):
     return sorted((r.shape, r.dtype.name) for r in split_vjp.residuals)
 
 
-def test_residuals_of_a_product_are_the_activation_and_not_the_weight():
-    assert split(lambda x, w, _: x @ w, array(4, 7)) == [(X, "float32")]
+TABLE = array(4, seed=3)  # captured
 
 
-def test_residuals_used_twice_are_stored_once():
-    f = lambda x, w, _: x @ w["a"] + x @ w["b"]  # noqa: E731
-    assert split(f, {"a": array(4, 7), "b": array(4, 7, seed=3)}) == [(X, "float32")]
-
-
-def test_residuals_that_are_casts_of_weights_are_recomputed():
-    f = lambda x, w, _: x * w.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
-    assert split(f, array(4)) == [(X, "float32")]
-
-
-def test_residuals_that_are_captured_arrays_are_not_stored():
-    table = array(4, seed=3)
-    assert split(lambda x, w, _: x * table * w, array(4)) == [(X, "float32")]
+@pytest.mark.parametrize(
+    ("f", "weights"),
+    [
+        (lambda x, w, _: x @ w, array(4, 7)),
+        (lambda x, w, _: x @ w["a"] + x @ w["b"], {"a": array(4, 7), "b": array(4, 7, seed=3)}),
+        (lambda x, w, _: x * w.astype(jnp.bfloat16).astype(jnp.float32), array(4)),
+        (lambda x, w, _: x * TABLE * w, array(4)),
+    ],
+    ids=["product", "used_twice", "cast_of_weights", "captured_array"],
+)
+def test_residuals_are_the_activation_once_and_no_weight(f, weights):
+    assert split(f, weights) == [(X, "float32")]
 
 
 def test_residuals_that_are_random_numbers_are_recomputed():

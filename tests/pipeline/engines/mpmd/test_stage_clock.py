@@ -52,31 +52,29 @@ def clock(time, monkeypatch):
     return StageClock(time)
 
 
-def test_units_count_and_the_wait_for_their_inputs_does_not(clock, time):
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        # Units count, and the wait for their inputs does not.
+        ("done 1, read 3, done 4, end 5", 2),
+        # An input that arrives during the unit before costs no wait.
+        ("done 2, read 1, done 3, end 0", 3),
+        # What the process does too late counts.
+        ("until 1, read 0, done 0, end 0", 1),
+    ],
+)
+def test_seconds_of_a_step_are_those_of_its_units(events, seconds, clock, time):
+    act = {
+        "done": lambda at: clock.dispatched(time.ready(at)),
+        "read": lambda at: clock.will_read([time.ready(at)]),
+        "end": lambda at: clock.end(time.ready(at)),
+        "until": time.until,
+    }
     with timed([clock]):
-        clock.dispatched(time.ready(1))
-        clock.will_read([time.ready(3)])
-        clock.dispatched(time.ready(4))
-        clock.end(time.ready(5))
-    assert clock.take_seconds() == 2
-
-
-def test_an_input_that_arrives_during_the_unit_before_costs_no_wait(clock, time):
-    with timed([clock]):
-        clock.dispatched(time.ready(2))
-        clock.will_read([time.ready(1)])
-        clock.dispatched(time.ready(3))
-        clock.end(time.ready(0))
-    assert clock.take_seconds() == 3
-
-
-def test_what_the_process_does_too_late_counts(clock, time):
-    with timed([clock]):
-        time.until(1)
-        clock.will_read([time.ready(0)])
-        clock.dispatched(time.ready(0))
-        clock.end(time.ready(0))
-    assert clock.take_seconds() == 1
+        for event in events.split(", "):
+            name, at = event.split()
+            act[name](int(at))
+    assert clock.take_seconds() == seconds
 
 
 def test_steps_follow_each_other_without_a_gap(clock, time):
