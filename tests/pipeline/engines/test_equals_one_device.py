@@ -259,9 +259,6 @@ MODELS = {
             "schedule=circular num_repeats=2 moe.dispatch=ring fsdp=2",
         ],
         slow=[
-            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=ring skip_idle=false",
-            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all skip_idle=false "
-            + CAPACITY,
             "schedule=1f1b moe.dispatch=ring fsdp=2 fsdp_gather=once",
             "engine=sequential num_microbatches=1 moe.dispatch=all_to_all context=2 data=2",
             "schedule=circular num_repeats=2 moe.dispatch=all_to_all fsdp=2 fsdp_gather=once "
