@@ -62,10 +62,11 @@ def keys(words: str) -> dict[str, Any]:
     return values
 
 
-LATENT = keys(
+LATENT_WORDS = (
     "attention_kind=mla num_kv_heads=4 mla.q_lora_rank=12 mla.kv_lora_rank=8 "
     "mla.qk_nope_head_dim=4 mla.qk_rope_head_dim=2 mla.v_head_dim=6 rope_interleaved=true"
 )
+LATENT = keys(LATENT_WORDS)
 
 
 @dataclass(frozen=True)
@@ -104,27 +105,6 @@ def tiny(words: str = "", **values: Any) -> Config:
     """
     config = replace(Config(), **(TINY | keys(words) | values))
     return resolve(config, math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES))
-
-
-def with_layers_outside(place: str, num_outside: int, **values: Any) -> Config:
-    """Return two stages of two layers, four microbatches, and layers outside the pipeline.
-
-    Args:
-      place: of `pipeline.outside_layers`.
-      num_outside: layers outside.
-      **values: full key -> value, with one of `pipeline.schedule`.
-    """
-    inside = sum(values.get("pipeline.layers_per_stage", (2, 2)))
-    return tiny(
-        **{
-            "pipeline.num_microbatches": 4,
-            "pipeline.parallel_layers": inside,
-            "pipeline.outside_layers": place,
-            "model.num_layers": inside + num_outside,
-            "mesh.ici.stage": 2,
-        }
-        | values
-    )
 
 
 def make_mesh(config: Config) -> jax.sharding.Mesh:

@@ -1,4 +1,3 @@
-
 from helpers.pairwise import (
     Case,
     Factors,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers.engines import (
+    LATENT_WORDS,
     SEQUENCE_LENGTH,
     assert_equals_one_device,
     on_one_device,
@@ -38,12 +39,8 @@ BIASES = (
     "mlp_bias=true mlp_activation=quick_gelu mlp_limit=0.5 mlp_up_offset=1.0 moe.logit_bias=true "
     "moe.router=topk_softmax moe.bias_rate=0.0"
 )
-LATENT = (
-    "attention_kind=mla num_kv_heads=4 mla.q_lora_rank=12 mla.kv_lora_rank=8 "
-    "mla.qk_nope_head_dim=4 mla.qk_rope_head_dim=2 mla.v_head_dim=6 rope_interleaved=true "
-)
 # DeepSeek-V3's layers: latent attention, a shared expert, and dense layers before the pipeline.
-DEEPSEEK = LATENT + "first_dense_layers=1 moe.shared_experts=1"
+DEEPSEEK = LATENT_WORDS + " first_dense_layers=1 moe.shared_experts=1"
 CAPACITY = "moe.capacity_factor=1.0"
 # Every third layer has a window, and layers know their place in the model.
 PATTERN = "layer_pattern=[global,global,local] attention_window=3 "
@@ -193,7 +190,7 @@ MODELS = {
         ],
     ),
     "latent": Model(
-        LATENT,
+        LATENT_WORDS,
         default=[
             "engine=sequential fsdp=2 tensor=2 context=2",
             "schedule=zb_v num_repeats=2 context=2 tensor=2",

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.engines import (
-    LATENT,
+    LATENT_WORDS,
     Result,
     assert_same,
     make_batch,
@@ -43,6 +43,7 @@ FURTHER = [
     INT8 + STAGES + "schedule=circular num_repeats=2 fsdp_gather=per_repeat fsdp=2 tensor=2",
     STAGES + "quantisation=fp8 schedule=circular remat_policy=save_qkv_proj context=2 tensor=2",
     INT8 + STAGES + "schedule=zb_v remat_policy=minimal fsdp=2",
+    INT8 + STAGES + "schedule=lockstep_1f1b data=2 " + LATENT_WORDS,
     INT8 + STAGES + "lora.rank=2 lora.alpha=6.0 schedule=lockstep_1f1b tensor=2",
 ]
 
@@ -68,13 +69,6 @@ def assert_same_as_one_device(
 )
 def test_loss_and_gradients_equal_those_of_one_device(words):
     config = tiny(f"global_batch_size={ROWS} {words}")
-    assert_same_as_one_device(under_test(config).train, config.model)
-
-
-@pytest.mark.slow
-def test_loss_and_gradients_of_latent_attention_equal_those_of_one_device():
-    words = f"{INT8}{STAGES} schedule=lockstep_1f1b data=2 global_batch_size={ROWS}"
-    config = tiny(words, **LATENT)
     assert_same_as_one_device(under_test(config).train, config.model)
 
 

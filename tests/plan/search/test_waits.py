@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from helpers.engines import EngineUnderTest, make_batch, with_layers_outside
+from helpers.engines import EngineUnderTest, make_batch, tiny
 from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
@@ -225,9 +225,9 @@ def values_moved(program, shapes):
 
 def transfers_of_outside_layers(gather, outside):
     """Return the values of weights that a lockstep step with so many of them moves."""
-    values = {"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}
-    config = with_layers_outside("after", outside, **values, **{"mesh.ici.fsdp": 2})
-    engine = EngineUnderTest(config)
+    layers = f"num_layers={4 + outside} parallel_layers=4 outside_layers=after"
+    words = f"schedule=lockstep_1f1b stage=2 num_microbatches=4 fsdp=2 fsdp_gather={gather}"
+    engine = EngineUnderTest(tiny(f"{words} {layers}"))
     shapes = [p.shape[3:] for p in jax.tree.leaves(engine.params["layers"]) if p.ndim > 4]
     step, key = engine.pipeline.loss_and_gradients, jax.random.key(0)
     traced = jax.make_jaxpr(step)(engine.params, make_batch(8), key)
