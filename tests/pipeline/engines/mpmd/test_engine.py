@@ -113,7 +113,7 @@ def test_table_that_was_solved_equals_one_device(tmp_path):
     assert table.kinds == ("F", "B", "I", "W")
     path = tmp_path / "best.csv"
     path.write_text(to_csv(table))
-    words = "engine=mpmd num_layers=4 remat_policy=minimal"
+    words = "engine=mpmd num_repeats=1 num_layers=4 remat_policy=minimal"
     assert_equals_one_device(config_of(words, **{"pipeline.schedule": str(path)}))
 
 
