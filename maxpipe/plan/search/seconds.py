@@ -47,8 +47,6 @@ class Waits(NamedTuple):
       permute: transfer of activations to the next stage.
       reduction: sum of the other gradients over copies of the parameters, once a step.
       outer: gathers and sums of embedding and head, once.
-      dealt: transfers of a microbatch between the ends of the model and stages in other slices.
-      outside: gathers of a layer outside the pipeline and sums of its gradients, in a whole step.
     """
 
     gather: Number
@@ -59,8 +57,6 @@ class Waits(NamedTuple):
     permute: Number
     reduction: Number
     outer: Number
-    dealt: Number = 0.0
-    outside: Number = 0.0
 
 
 class Seconds(NamedTuple):

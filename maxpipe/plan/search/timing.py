@@ -62,11 +62,10 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     times = 1.0 if sizes.engine.is_differentiated else sizes.microbatches
     if sizes.engine.has_stages and not sizes.engine.is_differentiated:
         times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
-    once = waits.reduction + times * waits.outer + sizes.outside * waits.outside
+    once = waits.reduction + times * waits.outer
     # In layers outside the pipeline activations travel as in others, for a device's share of them.
     in_outside = sizes.outside * _share_of_outside(sizes) * (waits.forward + waits.backward)
-    per_microbatch = sizes.microbatches * (waits.dealt + in_outside)
-    return per_unit + gathered + transfers + once + per_microbatch
+    return per_unit + gathered + transfers + once + sizes.microbatches * in_outside
 
 
 def _late_transfers(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

@@ -54,23 +54,44 @@ class _Costs:
 
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
     """Return the seconds of transfers."""
-    costs, parameters = _Costs(sizes, machine), sizes.parameters
-    activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
+    costs = _Costs(sizes, machine)
+    gather, scatter, outer = _weight_waits(sizes, costs)
     forward, backward = _activation_waits(sizes, costs)
-    scatter, gradient = _gradient_waits(sizes, costs)
+    gradient, reduction = _gradient_waits(sizes, costs)
+    activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     return Waits(
-        gather=sizes.itemsize
-        * (parameters.layer_gathered - parameters.layer_at_rest)
-        * costs.gather,
+        gather=gather,
         scatter=scatter,
         forward=forward,
         backward=backward,
         gradient=gradient,
         permute=activations * costs.permute,
-        reduction=_reduction_wait(sizes, costs),
-        outer=_outer_wait(sizes, costs),
-        dealt=_dealt_wait(sizes, costs, activations),
-        outside=_outside_wait(sizes, costs),
+        reduction=reduction,
+        outer=outer,
+    )
+
+
+def _weight_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number, Number]:
+    """Return the seconds to gather a layer, to scatter its gradients, and both for the ends.
+
+    The ends are embedding and head. Both take all links along fsdp and stage, or along fsdp where
+    each lies on one stage.
+    """
+    parameters, by_stages = sizes.parameters, costs.of("stage")
+    at_rest = parameters.outer_at_rest
+    if not sizes.engine.one_program:
+        by_stages, at_rest = 0.0, parameters.embed_of_stage + parameters.head_of_stage
+    layer = parameters.layer_gathered - parameters.layer_at_rest
+    ends = parameters.embed_gathered + parameters.head_gathered - at_rest
+    # Collectives sum in float32, but XLA's partitioner in the dtype of activations.
+    summed = FLOAT32 if sizes.is_written_out else sizes.itemsize
+    scatter = costs.scatter(_by_autodiff(sizes))
+    scatter_ends = costs.scatter(float(not sizes.is_written_out))
+    return (
+        layer * sizes.itemsize * costs.gather,
+        layer * np.where(sizes.gathers_in_steps(), _in_steps(sizes), summed) * scatter,
+        ends * sizes.itemsize * _joint(costs.gather, by_stages)
+        + ends * summed * _joint(scatter_ends, by_stages),
     )
 
 
@@ -99,121 +120,17 @@ def _activation_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]
 
 
 def _gradient_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:
-    """Return the seconds in which units sum a layer's gradients: over fsdp, and over copies.
+    """Return the seconds to sum a layer's gradients over copies in a unit, and others in a step.
 
-    With G and L weights of a layer, gathered and at rest, of which O of G belong to no expert, and
-    b and g bytes per gradient, the first takes b (G - L) c(scatter); the second, where autodiff
-    makes units sum, takes g (L c(sum over data and context) + O / fsdp c(sum over expert)).
-    """
-    grid, parameters = sizes.block.grid, sizes.parameters
-    by_autodiff, fsdp = _by_autodiff(sizes), grid.size("fsdp")
-    gathered = parameters.layer_gathered
-    shared = (gathered - sizes.layer.expert_weights) / fsdp * costs.of_sum(EXPERT_AXIS)
-    if not sizes.engine.has_stages and fsdp > 1 and grid.size("data") * grid.size("context") > 1:
-        # XLA sums whole gradients over all these axes at once, and cuts the sums.
-        of_all = gathered * costs.of_sum("data", "context", "fsdp")
-        return 0.0, by_autodiff * sizes.itemsize * (of_all + shared)
-    moved = gathered - parameters.layer_at_rest
-    scatter = _gradient_bytes(sizes) * moved * costs.scatter(by_autodiff)
-    over_copies = np.where(
-        _sums_context_once(sizes), costs.of_sum("data"), costs.of_sum("data", "context")
-    )
-    gradient = parameters.layer_at_rest * over_copies + shared
-    return scatter, by_autodiff * sizes.itemsize * gradient
-
-
-def _reduction_wait(sizes: BlockSizes, costs: _Costs) -> Number:
-    """Return the seconds in which gradients are summed over copies once a step.
-
-    These are all gradients, in float32. Where autodiff makes units sum those of layers, only those
-    of embedding and head remain, in the dtype of activations (for each microbatch without stages),
-    and over context those of layers that a loop over several repeats sums. Over fsdp they are those
-    of parameters that it does not divide.
+    Copies are on devices with the same weights and other tokens. Where autodiff makes units sum the
+    gradients of layers, only those of embedding and head remain for the step.
     """
     parameters, by_autodiff = sizes.parameters, _by_autodiff(sizes)
-    outer, all_others = parameters.outer_at_rest, parameters.at_rest - parameters.outer_at_rest
-    times = 1.0 if sizes.engine.has_stages else sizes.microbatches
-    over_copies = FLOAT32 * (1.0 - by_autodiff) * parameters.at_rest
-    over_copies = over_copies + by_autodiff * times * sizes.itemsize * outer
-    over_context = FLOAT32 * by_autodiff * _sums_context_once(sizes) * all_others
-    over_fsdp = FLOAT32 * (1.0 - by_autodiff) + by_autodiff * sizes.microbatches * sizes.itemsize
-    over_experts = (1.0 - by_autodiff) * parameters.whole_over_experts + by_autodiff * outer
-    return (
-        over_copies * costs.of_sum("data", "context")
-        + over_context * costs.of_sum("context")
-        + FLOAT32 * over_experts * costs.of_sum(EXPERT_AXIS)
-        + over_fsdp * parameters.whole_over_fsdp * costs.of_sum("fsdp")
-    )
-
-
-def _outer_wait(sizes: BlockSizes, costs: _Costs) -> Number:
-    """Return the seconds in which embedding and head are gathered and their gradients summed.
-
-    Both take all links along fsdp and stage, or along fsdp where each lies on one stage. Stages in
-    other slices exchange shards, see `sharding.torus`.
-    """
-    parameters, over_stages = sizes.parameters, costs.of("stage")
-    at_rest = parameters.outer_at_rest
-    if not sizes.engine.one_program:
-        over_stages, at_rest = 0.0, parameters.embed_of_stage + parameters.head_of_stage
-    moved = parameters.embed_gathered + parameters.head_gathered - at_rest
-    scatter, summed = costs.scatter(float(not sizes.is_written_out)), _summed_bytes(sizes)
-    if over_stages and costs.crosses_stages:
-        # Lockstep engines look up columns of the embedding where they lie.
-        projection = sizes.weights.projection
-        share = projection / (moved + at_rest) if sizes.engine.lockstep else 1.0
-        # Rules may leave these whole over stages.
-        across = (parameters.embed_of_stage + parameters.head_of_stage - at_rest) * share
-        within = sizes.itemsize * costs.gather + summed * scatter
-        return across * (sizes.itemsize + summed) * over_stages + (moved - across) * within
-    gathered = sizes.itemsize * _joint(costs.gather, over_stages)
-    return moved * (gathered + summed * _joint(scatter, over_stages))
-
-
-def _outside_wait(sizes: BlockSizes, costs: _Costs) -> Number:
-    """Return the seconds in which a layer outside the pipeline is gathered and summed in a step.
-
-    It is split over fsdp and stage. A lockstep engine gathers it once a step, or for the forward
-    and for the backward of each microbatch, and sums its gradients once or for each microbatch. The
-    circular engine gathers it once for all forwards and once for all backwards; for each microbatch
-    of a stage autodiff sums whole gradients over all devices with other microbatches.
-    """
-    if not (sizes.engine.has_stages and sizes.engine.one_program):
-        return 0.0
-    parts, over_stages = sizes.parameters.parts, costs.of("stage")
-    whole, at_rest = parts.layer_gathered, parts.outside_layer
-    # Stages in other slices exchange shards.
-    across = (parts.layer_at_rest - at_rest) * costs.crosses_stages
-    jointly = 0.0 if costs.crosses_stages else over_stages
-
-    def seconds(size: float, over_fsdp: Number) -> Number:
-        within = (whole - at_rest - across) * _joint(over_fsdp, jointly)
-        return size * (across * over_stages + within)
-
-    gather = seconds(sizes.itemsize, costs.gather)
-    if not sizes.engine.lockstep:
-        summed = whole * costs.of_sum("data", "context", "fsdp", "stage")
-        return 2 * gather + sizes.microbatches / sizes.stages * sizes.itemsize * summed
-    each = sizes.gathers("per_iteration")
-    times = 1.0 + each * (sizes.microbatches - 1.0)
-    return times * ((1.0 + each) * gather + seconds(FLOAT32, costs.scatter(0.0)))
-
-
-def _dealt_wait(sizes: BlockSizes, costs: _Costs, activations: Number) -> Number:
-    """Return the seconds in which stages in other slices get their part of embedding and head.
-
-    Lockstep engines spread embedding and head over the stages: activations are joined after the
-    lookup, dealt before the head, and their gradients the other way around. Within a slice that
-    takes about a per cent of a step, and is left out.
-    """
-    if not (sizes.engine.lockstep and costs.crosses_stages):
-        return 0.0
-    return 4 * activations * (sizes.stages - 1) / sizes.stages * costs.of("stage")
-
-
-def _sums_context_once(sizes: BlockSizes) -> Number:
-    """Return 1 where a differentiated loop over several repeats sums once over context, else 0."""
-    return sizes.engine.has_stages * np.greater(sizes.repeats, 1)
+    of_copies = costs.of_sum("data", "context")
+    layers = parameters.at_rest - parameters.outer_at_rest
+    in_step = parameters.outer_at_rest + (1.0 - by_autodiff) * layers
+    in_unit = by_autodiff * parameters.layer_at_rest
+    return sizes.itemsize * in_unit * of_copies, FLOAT32 * in_step * of_copies
 
 
 def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
@@ -233,17 +150,13 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     return layers * waits.forward + each * before, in_backward + each * after
 
 
-def _gradient_bytes(sizes: BlockSizes) -> Number:
-    """Return the bytes of a gradient on its way to be summed over fsdp."""
-    # In steps the first goes as it was computed; the neighbour adds to it in float32.
+def _in_steps(sizes: BlockSizes) -> float:
+    """Return the bytes of a gradient that goes from neighbour to neighbour, on average.
+
+    The first goes as it was computed; each neighbour adds to it in float32.
+    """
     steps = max(sizes.block.grid.size("fsdp") - 1, 1)
-    in_steps = (sizes.itemsize + FLOAT32 * (steps - 1)) / steps
-    return np.where(sizes.gathers_in_steps(), in_steps, _summed_bytes(sizes))
-
-
-def _summed_bytes(sizes: BlockSizes) -> float:
-    """Return the bytes of a gradient that a collective sums."""
-    return FLOAT32 if sizes.is_written_out else sizes.itemsize
+    return (sizes.itemsize + FLOAT32 * (steps - 1)) / steps
 
 
 def _by_autodiff(sizes: BlockSizes) -> Number:

@@ -5,10 +5,12 @@ import pytest
 from helpers.plan_blocks import sizes_of
 
 from maxpipe.config import Config
+from maxpipe.plan.search import timing
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.timing import step_seconds
 from maxpipe.plan.search.units import units_of
+from maxpipe.plan.search.waits import waits_of
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())
 
@@ -60,6 +62,27 @@ def test_every_tile_of_logits_reads_the_head_and_adds_to_its_gradients():
             assert sixteen - four == pytest.approx(runs * 12 * (read + added)), (engine, schedule)
             # A single tile has nothing to add to, but the sum over microbatches.
             assert four - one == pytest.approx(runs * (3 * read + 4 * added)), (engine, schedule)
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_lockstep_waits_for_transfers_that_take_longer_than_units(is_delayed, monkeypatch):
+    """Activations have a backward to travel in and gradients a forward, or each a whole tick."""
+    fixed = {"pipeline.delay_activation_forwarding": is_delayed}
+    choices = {"num_microbatches": [16], "num_repeats": [2], "remat_policy": ["minimal"]}
+    sizes = sizes_of("scheduled", "lockstep_1f1b", fixed=fixed, **choices)
+    waits, tick = waits_of(sizes, MACHINE), sizes.layers * units_of(sizes, MACHINE).layer
+
+    def waiting(permute):
+        slow = waits._replace(permute=permute)
+        monkeypatch.setattr(timing, "waits_of", lambda sizes, machine: slow)
+        seconds = step_seconds(sizes, MACHINE).communication
+        return float(np.ravel(seconds - sizes.of_pattern("transfers") * permute)[0])
+
+    unhidden = 0.0 if is_delayed else 32 * float(np.ravel(tick)[0])
+    assert waiting(tick) - waiting(0.0 * tick) == pytest.approx(unhidden, abs=1e-12)
+    # Of both transfers nothing more is hidden.
+    more = waiting(2 * tick) - waiting(tick)
+    assert more == pytest.approx(2 * 32 * float(np.ravel(tick)[0]))
 
 
 def test_layers_outside_a_pipeline_are_divided_among_the_stages_by_sequences():
