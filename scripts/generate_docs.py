@@ -94,7 +94,11 @@ TABLES: dict[str, tuple[str, str, Callable[[], str]]] = {
         "<!-- generated keys: end -->",
         option_tables,
     ),
-    "maxtext.md": (maxtext.START, maxtext.END, maxtext.table),
+    "maxtext.md": (
+        "<!-- MaxText keys: start -->",
+        "<!-- MaxText keys: end -->",
+        maxtext.table,
+    ),
 }
 
 

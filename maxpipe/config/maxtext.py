@@ -1,285 +1,477 @@
-"""Map MaxText's keys to ours, for error messages, translation and tables of the documentation.
-
-python -m maxpipe.config.maxtext            print the table
-python -m maxpipe.config.maxtext FILE.md    write it between the marks in that file
-"""
+"""Map MaxText's keys to ours, for error messages, translation and docs/maxtext.md."""
 
 import difflib
-import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
-from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, is_other, limit_of
-
-NONE = ""  # our key, where there is no counterpart
+Value: TypeAlias = str | float | bool | list[str] | None
 
 SAME_NAMES = ("run_name", "steps")  # keys that both have
 
-# MaxText's key -> our key, and what differs.
-KEYS: dict[str, tuple[str, str]] = {
+
+class Key(NamedTuple):
+    """The counterpart of a key of MaxText, empty if there is none, and what differs."""
+
+    ours: str = ""
+    differs: str = ""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Keys without a counterpart that must each have a certain value, which maxpipe acts by.
+
+    Attributes:
+      advice: why another value does not work, and what to use; without a full stop.
+      off: names of keys that must be off: false, 0, -1 or empty.
+      values: the values that further keys must have.
+      blocks: whether a configuration with another value cannot be translated; otherwise the result
+        trains with that difference.
+    """
+
+    advice: str
+    off: str = ""
+    values: Mapping[str, Value] = field(default_factory=dict)
+    blocks: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.off.split(), *self.values)
+
+    def allows(self, key: str, value: Value) -> bool:
+        """Return whether a key may have a value: 1 means the same as 1.0, but not as true."""
+        if key not in self.values:
+            return value in (None, False, 0, -1, [])
+        wanted = self.values[key]
+        return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+# Words in the names of MaxText's mesh axes -> ours; two of them share one.
+AXES = {
+    "data": "data",
+    "pipeline": "stage",
+    "fsdp": "fsdp",
+    "context": "context",
+    "sequence": "context",
+    "tensor": "tensor",
+    "expert": "expert",
+}
+_AXIS_DIFFERS = {
+    "ici_fsdp": "1 unless set, where MaxText has -1",
+    "dcn_data": "1 unless set, where MaxText has -1",
+    "ici_sequence": "attention is split, too",
+    "dcn_sequence": "attention is split, too",
+}
+# MaxText's tensors of a layer -> ours.
+TENSORS = {
+    "query_proj": "query_proj",
+    "key_proj": "key_proj",
+    "value_proj": "value_proj",
+    "context": "context",
+    "attention_out": "context",
+    "out_proj": "out_proj",
+    "mlpwi_0": "mlp_gate",
+    "mlpwi_1": "mlp_up",
+    "mlpwo": "mlp_down",
+}
+KEYS: dict[str, Key] = {
+    **{
+        f"{level}_{word}_parallelism": Key(
+            f"mesh.{level}.{axis}", _AXIS_DIFFERS.get(f"{level}_{word}", "")
+        )
+        for level in ("ici", "dcn")
+        for word, axis in AXES.items()
+    },
+    **{
+        theirs: Key(f"pipeline.remat_tensors.{ours}", "with remat_policy=custom")
+        for theirs, ours in TENSORS.items()
+    },
     # pipeline
-    "num_layers_per_pipeline_stage": ("pipeline.num_layers_per_stage", "-1 derives it"),
-    "num_pipeline_repeats": ("pipeline.num_repeats", ""),
-    "pipeline_parallel_layers": (
-        "pipeline.parallel_layers",
-        "others run after, or before: pipeline.outside_layers",
+    "num_layers_per_pipeline_stage": Key("pipeline.num_layers_per_stage", "-1 derives it"),
+    "num_pipeline_repeats": Key("pipeline.num_repeats"),
+    "pipeline_parallel_layers": Key(
+        "pipeline.parallel_layers", "others run after, or before: pipeline.outside_layers"
     ),
-    "num_pipeline_microbatches": ("pipeline.num_microbatches", ""),
-    "pipeline_delay_activation_forwarding": ("pipeline.delay_activation_forwarding", ""),
-    "pipeline_fsdp_ag_once": (
-        "pipeline.fsdp_gather",
-        "true is written once; gradients are reduced once, too",
+    "num_pipeline_microbatches": Key("pipeline.num_microbatches"),
+    "pipeline_delay_activation_forwarding": Key("pipeline.delay_activation_forwarding"),
+    "pipeline_fsdp_ag_once": Key(
+        "pipeline.fsdp_gather", "true is written once; gradients are reduced once, too"
     ),
-    "model_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once"),
-    "pipeline_fsdp_ag_per_repeat": ("pipeline.fsdp_gather", "true is written per_repeat"),
-    "scan_pipeline_iterations": ("pipeline.scan_iterations", ""),
-    "scan_pipeline_repeats": (
-        "pipeline.scan_repeats",
-        "for fsdp_gather per_repeat, once; dead in MaxText",
+    "model_fsdp_ag_once": Key("pipeline.fsdp_gather", "true is written once"),
+    "pipeline_fsdp_ag_per_repeat": Key("pipeline.fsdp_gather", "true is written per_repeat"),
+    "scan_pipeline_iterations": Key("pipeline.scan_iterations"),
+    "scan_pipeline_repeats": Key(
+        "pipeline.scan_repeats", "for fsdp_gather per_repeat, once; dead in MaxText"
     ),
-    "set_remat_policy_on_pipeline_iterations": ("pipeline.remat_iterations", ""),
-    "set_remat_policy_on_layers_per_stage": ("pipeline.remat_layers", "sequential always does"),
-    "scan_layers_per_stage": ("pipeline.scan_layers_per_stage", ""),
-    "scan_layers": ("pipeline.scan_layers", "for the sequential engine"),
-    "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
-    "remat_policy": (
+    "set_remat_policy_on_pipeline_iterations": Key("pipeline.remat_iterations"),
+    "set_remat_policy_on_layers_per_stage": Key("pipeline.remat_layers", "sequential always does"),
+    "scan_layers_per_stage": Key("pipeline.scan_layers_per_stage"),
+    "scan_layers": Key("pipeline.scan_layers", "for the sequential engine"),
+    "param_scan_axis": Key(differs="checkpoints always keep layers in dimension 0"),
+    "remat_policy": Key(
         "pipeline.remat_policy",
         "minimal also keeps context, as MaxText's minimal_with_context does",
     ),
-    "query_proj": ("pipeline.remat_tensors.query_proj", "with remat_policy=custom"),
-    "key_proj": ("pipeline.remat_tensors.key_proj", "with remat_policy=custom"),
-    "value_proj": ("pipeline.remat_tensors.value_proj", "with remat_policy=custom"),
-    "context": ("pipeline.remat_tensors.context", "with remat_policy=custom"),
-    "attention_out": ("pipeline.remat_tensors.context", "with remat_policy=custom"),
-    "out_proj": ("pipeline.remat_tensors.out_proj", "with remat_policy=custom"),
-    "mlpwi_0": ("pipeline.remat_tensors.mlp_gate", "with remat_policy=custom"),
-    "mlpwi_1": ("pipeline.remat_tensors.mlp_up", "with remat_policy=custom"),
-    "mlpwo": ("pipeline.remat_tensors.mlp_down", "with remat_policy=custom"),
     # mesh
-    "ici_data_parallelism": ("mesh.ici.data", ""),
-    "ici_pipeline_parallelism": ("mesh.ici.stage", ""),
-    "ici_fsdp_parallelism": ("mesh.ici.fsdp", "1 unless set, where MaxText has -1"),
-    "ici_context_parallelism": ("mesh.ici.context", ""),
-    "ici_sequence_parallelism": ("mesh.ici.context", "attention is split, too"),
-    "ici_tensor_parallelism": ("mesh.ici.tensor", ""),
-    "ici_expert_parallelism": ("mesh.ici.expert", ""),
-    "dcn_data_parallelism": ("mesh.dcn.data", "1 unless set, where MaxText has -1"),
-    "dcn_pipeline_parallelism": ("mesh.dcn.stage", ""),
-    "dcn_fsdp_parallelism": ("mesh.dcn.fsdp", ""),
-    "dcn_context_parallelism": ("mesh.dcn.context", ""),
-    "dcn_sequence_parallelism": ("mesh.dcn.context", "attention is split, too"),
-    "context_parallel_load_balance": (
-        NONE,
-        "always: each device has an early and a late chunk of a sequence",
+    "context_parallel_load_balance": Key(
+        differs="always: each device has an early and a late chunk of a sequence"
     ),
-    "context_parallel_strategy": (NONE, "keys and values are gathered"),
-    "dcn_tensor_parallelism": ("mesh.dcn.tensor", ""),
-    "dcn_expert_parallelism": ("mesh.dcn.expert", ""),
-    "mesh_axes": (NONE, "the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
-    "logical_axis_rules": (
-        "sharding.logical_axis_rules",
-        "our logical axes; --print-config shows them",
+    "context_parallel_strategy": Key(differs="keys and values are gathered"),
+    "mesh_axes": Key(differs="the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
+    "logical_axis_rules": Key(
+        "sharding.logical_axis_rules", "our logical axes; --print-config shows them"
     ),
-    "data_sharding": (NONE, "batches are split over data, fsdp and expert"),
-    "num_slices": (NONE, "taken from the devices"),
-    "hardware": ("mesh.simulated_devices", "cpu: the devices that a CPU pretends to have"),
+    "data_sharding": Key(differs="batches are split over data, fsdp and expert"),
+    "num_slices": Key(differs="taken from the devices"),
+    "hardware": Key("mesh.simulated_devices", "cpu: the devices that a CPU pretends to have"),
     # model
-    "base_num_decoder_layers": ("model.num_layers", ""),
-    "num_decoder_layers": ("model.num_layers", ""),
-    "base_emb_dim": ("model.embed_dim", ""),
-    "emb_dim": ("model.embed_dim", ""),
-    "base_num_query_heads": ("model.num_query_heads", ""),
-    "base_num_kv_heads": ("model.num_kv_heads", ""),
-    "base_mlp_dim": ("model.mlp_dim", ""),
-    "model_name": (NONE, "start from a preset: python -m maxpipe.train configs/models/NAME.yml"),
-    "override_model_config": (NONE, "of several values for a key the last one counts"),
-    "global_parameter_scale": (NONE, "write the sizes themselves"),
-    "decoder_block": (
+    "base_num_decoder_layers": Key("model.num_layers"),
+    "num_decoder_layers": Key("model.num_layers"),
+    "base_emb_dim": Key("model.embed_dim"),
+    "emb_dim": Key("model.embed_dim"),
+    "base_num_query_heads": Key("model.num_query_heads"),
+    "base_num_kv_heads": Key("model.num_kv_heads"),
+    "base_mlp_dim": Key("model.mlp_dim"),
+    "model_name": Key(
+        differs="start from a preset: python -m maxpipe.train configs/models/NAME.yml"
+    ),
+    "override_model_config": Key(differs="of several values for a key the last one counts"),
+    "global_parameter_scale": Key(differs="write the sizes themselves"),
+    "decoder_block": Key(
         "model.block",
         "llama for llama2, mistral, qwen2, qwen3, gemma2, mixtral and qwen3_moe; no others",
     ),
-    "head_dim": ("model.head_dim", ""),
-    "vocab_size": ("model.vocab_size", ""),
-    "dtype": ("model.dtype", ""),
-    "weight_dtype": ("model.param_dtype", ""),
-    "logits_via_embedding": ("model.tie_embeddings", ""),
-    "normalize_embedding_logits": (
-        "model.logit_scale",
-        "true is written 1 / the root of model.embed_dim, with tied embeddings",
+    "head_dim": Key("model.head_dim"),
+    "vocab_size": Key("model.vocab_size"),
+    "dtype": Key("model.dtype"),
+    "weight_dtype": Key("model.param_dtype"),
+    "logits_via_embedding": Key("model.tie_embeddings"),
+    "normalize_embedding_logits": Key(
+        "model.logit_scale", "true is written 1 / the root of model.embed_dim, with tied embeddings"
     ),
-    "mlp_activations": (
-        "model.mlp_activation",
-        "silu for [silu, linear], gelu_tanh for [gelu, linear]",
+    "mlp_activations": Key(
+        "model.mlp_activation", "silu for [silu, linear], gelu_tanh for [gelu, linear]"
     ),
-    "mlp_bias": ("model.mlp_bias", "of experts; MaxText's dense blocks have none"),
-    "dropout_rate": ("model.dropout", "the masks lie on the outputs of attention and MLP"),
-    "enable_dropout": ("model.dropout", "false is written 0"),
-    "z_loss_multiplier": ("model.z_loss", ""),
-    "final_logits_soft_cap": (
+    "mlp_bias": Key("model.mlp_bias", "of experts; MaxText's dense blocks have none"),
+    "dropout_rate": Key("model.dropout", "the masks lie on the outputs of attention and MLP"),
+    "enable_dropout": Key("model.dropout", "false is written 0"),
+    "z_loss_multiplier": Key("model.z_loss"),
+    "final_logits_soft_cap": Key(
         "model.logit_soft_cap",
         "0 = no cap, where MaxText has null; it caps logits of tied embeddings only",
     ),
-    "num_vocab_tiling": ("model.logit_tiles", ""),
-    "use_qk_norm": ("model.qk_norm", ""),
-    "attention_bias": ("model.attention_bias", ""),
-    "attention_sink": ("model.attention_sinks", ""),
-    "attention_type": (
-        "model.attention_kind",
-        "gqa for global, mla for mla; a window is model.attention_window",
+    "num_vocab_tiling": Key("model.logit_tiles"),
+    "use_qk_norm": Key("model.qk_norm"),
+    "attention_bias": Key("model.attention_bias"),
+    "attention_sink": Key("model.attention_sinks"),
+    "attention_type": Key(
+        "model.attention_kind", "gqa for global, mla for mla; a window is model.attention_window"
     ),
-    "sliding_window_size": (
+    "sliding_window_size": Key(
         "model.attention_window",
         "with model.layer_pattern; MaxText's llama2, mistral, qwen and mixtral blocks have none",
     ),
-    "attn_logits_soft_cap": ("model.attention_soft_cap", "0 = no cap, where MaxText has null"),
-    "use_post_attn_norm": ("model.norm_placement", "with use_post_ffw_norm: sandwich"),
-    "use_post_ffw_norm": ("model.norm_placement", "with use_post_attn_norm: sandwich"),
-    "num_experts": ("model.moe.experts", "0 = a dense MLP, where MaxText has 1"),
-    "num_experts_per_tok": ("model.moe.per_token", ""),
-    "base_moe_mlp_dim": ("model.moe.mlp_dim", "0 = model.mlp_dim"),
-    "routed_bias": (
-        "model.moe.logit_bias",
-        "for mixtral and qwen3_moe; DeepSeek's is model.moe.selection_bias",
+    "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap, where MaxText has null"),
+    "use_post_attn_norm": Key("model.norm_placement", "with use_post_ffw_norm: sandwich"),
+    "use_post_ffw_norm": Key("model.norm_placement", "with use_post_attn_norm: sandwich"),
+    "num_experts": Key("model.moe.experts", "0 = a dense MLP, where MaxText has 1"),
+    "num_experts_per_tok": Key("model.moe.per_token"),
+    "base_moe_mlp_dim": Key("model.moe.mlp_dim", "0 = model.mlp_dim"),
+    "routed_bias": Key(
+        "model.moe.logit_bias", "for mixtral and qwen3_moe; DeepSeek's is model.moe.selection_bias"
     ),
-    "capacity_factor": (
-        "model.moe.capacity_factor",
-        "of whole sequences; 0 = no bound, where MaxText has -1",
+    "capacity_factor": Key(
+        "model.moe.capacity_factor", "of whole sequences; 0 = no bound, where MaxText has -1"
     ),
-    "attention": ("model.attention", "flash is called splash, autoselected auto"),
-    "normalization_layer_epsilon": ("model.norm_eps", ""),
-    "rope_max_timescale": ("model.rope_theta", ""),
-    "rope_type": (
+    "attention": Key("model.attention", "flash is called splash, autoselected auto"),
+    "normalization_layer_epsilon": Key("model.norm_eps"),
+    "rope_max_timescale": Key("model.rope_theta"),
+    "rope_type": Key(
         "model.rope_scaling.factor",
         "8 for llama3.1, as MaxText has it for model names that begin so; YaRN is not translated",
     ),
-    "rope_linear_scaling_factor": (
-        "model.rope_scaling.factor",
-        "with model.rope_scaling.type=linear",
+    "rope_linear_scaling_factor": Key(
+        "model.rope_scaling.factor", "with model.rope_scaling.type=linear"
     ),
-    "local_rope_max_timescale": ("model.rope_theta_local", "0 = as global layers, not -1"),
-    "rope_use_scale": ("model.rope_scaling.factor", "false is written 1"),
+    "local_rope_max_timescale": Key("model.rope_theta_local", "0 = as global layers, not -1"),
+    "rope_use_scale": Key("model.rope_scaling.factor", "false is written 1"),
     # data
-    "dataset_type": ("data.source", "other sources; --help data.source lists them"),
-    "dataset_path": ("data.path", ""),
-    "grain_train_files": ("data.path", ""),
-    "grain_file_type": ("data.source", "array_record or parquet"),
-    "grain_train_mixture_config_path": ("data.mixture", "a list of sources with weights"),
-    "hf_train_files": ("data.path", "with data.source=jsonl, parquet or text"),
-    "hf_path": ("data.path", "hf:NAME with data.source=datasets; json, parquet, text: a source"),
-    "hf_name": ("data.path", "hf:NAME:CONFIGURATION with data.source=datasets"),
-    "train_split": ("data.path", "hf:NAME:CONFIGURATION:SPLIT with data.source=datasets"),
-    "tokenizer_path": (
-        "data.tokenizer",
-        "byte, or the path of a tokenizer.json or SentencePiece model",
+    "dataset_type": Key("data.source", "other sources; --help data.source lists them"),
+    "dataset_path": Key("data.path"),
+    "grain_train_files": Key("data.path"),
+    "grain_file_type": Key("data.source", "array_record or parquet"),
+    "grain_train_mixture_config_path": Key("data.mixture", "a list of sources with weights"),
+    "hf_train_files": Key("data.path", "with data.source=jsonl, parquet or text"),
+    "hf_path": Key("data.path", "hf:NAME with data.source=datasets; json, parquet, text: a source"),
+    "hf_name": Key("data.path", "hf:NAME:CONFIGURATION with data.source=datasets"),
+    "train_split": Key("data.path", "hf:NAME:CONFIGURATION:SPLIT with data.source=datasets"),
+    "tokenizer_path": Key(
+        "data.tokenizer", "byte, or the path of a tokenizer.json or SentencePiece model"
     ),
-    "tokenizer_type": ("data.tokenizer", "told from the file's name"),
-    "packing": ("data.packing", ""),
-    "max_target_length": ("data.sequence_length", ""),
-    "per_device_batch_size": (
-        "data.global_batch_size",
-        "over all devices: multiply by their number",
+    "tokenizer_type": Key("data.tokenizer", "told from the file's name"),
+    "packing": Key("data.packing"),
+    "max_target_length": Key("data.sequence_length"),
+    "per_device_batch_size": Key(
+        "data.global_batch_size", "over all devices: multiply by their number"
     ),
-    "eval_per_device_batch_size": (
-        "eval.global_batch_size",
-        "over all devices: multiply by their number",
+    "eval_per_device_batch_size": Key(
+        "eval.global_batch_size", "over all devices: multiply by their number"
     ),
-    "gradient_accumulation_steps": (
-        "pipeline.num_microbatches",
-        "times those of the pipeline; they divide the batch",
+    "gradient_accumulation_steps": Key(
+        "pipeline.num_microbatches", "times those of the pipeline; they divide the batch"
     ),
-    "grain_worker_count": ("data.num_workers", ""),
-    "enable_data_shuffling": ("data.shuffle", ""),
-    "data_shuffle_seed": ("seed", "one seed for everything"),
-    "init_weights_seed": ("seed", "one seed for everything"),
+    "grain_worker_count": Key("data.num_workers"),
+    "enable_data_shuffling": Key("data.shuffle"),
+    "data_shuffle_seed": Key("seed", "one seed for everything"),
+    "init_weights_seed": Key("seed", "one seed for everything"),
     # training
-    "base_output_directory": ("output_dir", "on a file system; checkpoint.mirror takes a bucket"),
-    "opt_type": ("optimizer.name", ""),
-    "adam_b1": ("optimizer.beta1", ""),
-    "adam_b2": ("optimizer.beta2", ""),
-    "adam_eps": ("optimizer.eps", ""),
-    "adam_weight_decay": ("optimizer.weight_decay", "matrices only"),
-    "muon_beta": (NONE, "muon's momentum is 0.95"),
-    "muon_consistent_rms": (NONE, "muon's updates are scaled as with 0.2"),
-    "muon_weight_decay": ("optimizer.weight_decay", "matrices only"),
-    "gradient_clipping_threshold": ("optimizer.grad_clip_norm", ""),
-    "skip_step_on_spikes": ("optimizer.spike_window", "false is written 0"),
-    "skip_step_interval": ("optimizer.spike_window", ""),
-    "skip_step_scaling_factor": ("optimizer.spike_deviations", ""),
-    "abort_on_nan_loss": (
-        "optimizer.max_consecutive_skips",
-        "such steps are skipped; 0 = a run never ends for that",
+    "base_output_directory": Key(
+        "output_dir", "on a file system; checkpoint.mirror takes a bucket"
     ),
-    "abort_on_inf_loss": (
-        "optimizer.max_consecutive_skips",
-        "such steps are skipped; 0 = a run never ends for that",
+    "opt_type": Key("optimizer.name"),
+    "adam_b1": Key("optimizer.beta1"),
+    "adam_b2": Key("optimizer.beta2"),
+    "adam_eps": Key("optimizer.eps"),
+    "adam_weight_decay": Key("optimizer.weight_decay", "matrices only"),
+    "muon_beta": Key(differs="muon's momentum is 0.95"),
+    "muon_consistent_rms": Key(differs="muon's updates are scaled as with 0.2"),
+    "muon_weight_decay": Key("optimizer.weight_decay", "matrices only"),
+    "gradient_clipping_threshold": Key("optimizer.grad_clip_norm"),
+    "skip_step_on_spikes": Key("optimizer.spike_window", "false is written 0"),
+    "skip_step_interval": Key("optimizer.spike_window"),
+    "skip_step_scaling_factor": Key("optimizer.spike_deviations"),
+    "abort_on_nan_loss": Key(
+        "optimizer.max_consecutive_skips", "such steps are skipped; 0 = a run never ends for that"
     ),
-    "learning_rate": ("optimizer.learning_rate", ""),
-    "wsd_decay_steps_fraction": (
-        "optimizer.stable_fraction",
-        "the share after warm-up that is not decay",
+    "abort_on_inf_loss": Key(
+        "optimizer.max_consecutive_skips", "such steps are skipped; 0 = a run never ends for that"
     ),
-    "lr_schedule_type": ("optimizer.schedule", ""),
-    "learning_rate_schedule_steps": ("optimizer.decay_steps", ""),
-    "warmup_steps_fraction": ("optimizer.warmup_steps", "in steps"),
-    "learning_rate_final_fraction": ("optimizer.final_fraction", ""),
-    "cosine_learning_rate_final_fraction": ("optimizer.final_fraction", ""),
-    "load_parameters_path": ("init_from", "written maxtext:DIR; of full states too"),
-    "enable_checkpointing": ("checkpoint.every", "0 = never"),
-    "checkpoint_period": ("checkpoint.every", ""),
-    "max_num_checkpoints_to_keep": ("checkpoint.keep", ""),
-    "async_checkpointing": (NONE, "checkpoints are always written in the background"),
-    "eval_interval": ("eval.every", "0 = never, where MaxText has -1"),
-    "eval_steps": ("eval.batches", ""),
-    "log_period": ("telemetry.log_every", ""),
-    "profiler": ("telemetry.profile_steps", "[first, last]"),
-    "profiler_steps": ("telemetry.profile_steps", "[first, last]"),
-    "skip_first_n_steps_for_profiler": ("telemetry.profile_steps", "[first, last]"),
-    "compile_topology": ("compile.topology", "for maxpipe.compile"),
-    "compile_topology_num_slices": ("compile.num_slices", ""),
-    "jax_cache_dir": ("compile.cache_dir", "off = none"),
-    "base_config": (NONE, "a YAML file inherits with base: other.yml"),
+    "learning_rate": Key("optimizer.learning_rate"),
+    "wsd_decay_steps_fraction": Key(
+        "optimizer.stable_fraction", "the share after warm-up that is not decay"
+    ),
+    "lr_schedule_type": Key("optimizer.schedule"),
+    "learning_rate_schedule_steps": Key("optimizer.decay_steps"),
+    "warmup_steps_fraction": Key("optimizer.warmup_steps", "in steps"),
+    "learning_rate_final_fraction": Key("optimizer.final_fraction"),
+    "cosine_learning_rate_final_fraction": Key("optimizer.final_fraction"),
+    "load_parameters_path": Key("init_from", "written maxtext:DIR; of full states too"),
+    "enable_checkpointing": Key("checkpoint.every", "0 = never"),
+    "checkpoint_period": Key("checkpoint.every"),
+    "max_num_checkpoints_to_keep": Key("checkpoint.keep"),
+    "async_checkpointing": Key(differs="checkpoints are always written in the background"),
+    "eval_interval": Key("eval.every", "0 = never, where MaxText has -1"),
+    "eval_steps": Key("eval.batches"),
+    "log_period": Key("telemetry.log_every"),
+    "profiler": Key("telemetry.profile_steps", "[first, last]"),
+    "profiler_steps": Key("telemetry.profile_steps", "[first, last]"),
+    "skip_first_n_steps_for_profiler": Key("telemetry.profile_steps", "[first, last]"),
+    "compile_topology": Key("compile.topology", "for maxpipe.compile"),
+    "compile_topology_num_slices": Key("compile.num_slices"),
+    "jax_cache_dir": Key("compile.cache_dir", "off = none"),
+    "base_config": Key(differs="a YAML file inherits with base: other.yml"),
 }
+
+
+# Limits of the model; they add nothing if the decoder block already has no counterpart.
+MODEL_LIMITS = (
+    Limit(
+        "experts that every token uses are in none of the blocks that are translated; "
+        "model.moe.shared_experts has them, as in configs/models/deepseek-v3.yml",
+        off="shared_experts",
+    ),
+    Limit(
+        "the loss is that of the next token; no layers predict later ones",
+        off="mtp_num_layers",
+    ),
+    Limit(
+        "MaxText measures balance over the batch; set model.moe.balance_loss, which does "
+        "within each sequence, or model.moe.bias_rate in the result",
+        off="load_balance_loss_weight",
+    ),
+    Limit(
+        "routing and layers as DeepSeek's are not translated; model.moe.router, scale, groups, "
+        "groups_per_token, bias_rate and model.first_dense_layers have them, as in "
+        "configs/models/deepseek-v3.yml",
+        off="routed_score_func routed_bias_update_rate n_routing_groups first_num_dense_layers",
+        values={"routed_scaling_factor": 1},
+    ),
+    Limit(
+        "no token is left out for want of a buffer; model.moe.capacity_factor can bound experts",
+        off="ragged_buffer_factor eval_ragged_buffer_factor",
+        blocks=False,
+    ),
+    Limit(
+        "only MaxText's gpt_oss and deepseek blocks read it, which are not translated; "
+        "model.mlp_limit clamps the projections of the MLP, as in "
+        "configs/models/gpt-oss-20b.yml",
+        off="mlp_activations_limit",
+    ),
+    Limit(
+        "not translated; model.layer_pattern, model.first_dense_layers, model.rope_fraction "
+        "and model.rope_theta in the result set kinds of layers and their rotation",
+        off="nope_layer_interval global_rope_max_timescale",
+        values={"inhomogeneous_layer_cycle_interval": 1, "partial_rotary_factor": 1},
+    ),
+    Limit(
+        "the blocks have no such attention, experts, positions or norms here; docs/families.md "
+        "says what models can be",
+        off="use_random_routing first_num_hash_layers moe_expert_input_dim use_double_wide_mlp "
+        "moba use_indexer use_ragged_attention share_kv_projections num_kv_shared_layers "
+        "attention_output_dim global_head_dim global_num_kv_heads temperature_tuning "
+        "use_qk_clip use_mrope use_untrainable_positional_embedding trainable_position_size "
+        "engram_layers hidden_size_per_layer_input vocab_size_per_layer_input",
+        values={
+            "interleave_moe_layer_step": 1,
+            "rope_min_timescale": 1,
+            "qk_norm_with_scale": True,
+            "v_norm_with_scale": True,
+            "mhc_expansion_rate": 1,
+        },
+    ),
+)
+LIMITS = (
+    *MODEL_LIMITS,
+    Limit(
+        "parameters start from a normal distribution of its own width",
+        values={"dense_init_scale": 1},
+        blocks=False,
+    ),
+    Limit(
+        "model.quantisation computes scales in another way; set that instead",
+        off="quantization use_manual_quantization quantize_mtp quantize_logits_proj "
+        "experimental_sa_quant_q_fp8 experimental_sa_quant_k_fp8 weight_block_size",
+        values={"te_comm_gemm_overlap": "disabled"},
+    ),
+    Limit(
+        "weights are dense and all of them are trained",
+        off="weight_sparsity_n weight_sparsity_m trainable_parameters_mask",
+    ),
+    Limit(
+        "sums of squares, softmax, logits and gradients are float32, products model.dtype",
+        off="mu_dtype logits_dot_in_fp32 float32_qk_product activations_in_float32",
+        values={
+            "grad_dtype": "float32",
+            "cast_logits_to_fp32": True,
+            "matmul_precision": "default",
+        },
+        blocks=False,
+    ),
+    Limit(
+        "the state stays on the devices; mesh.ici.fsdp splits parameters and moments",
+        off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data",
+    ),
+    Limit(
+        "the layer's input is always saved on the device",
+        values={"decoder_layer_input": "device"},
+        blocks=False,
+    ),
+    Limit(
+        "the mesh has no such axis; use data, stage, fsdp, context, tensor or expert",
+        values={
+            f"{level}_{axis}_parallelism": 1
+            for level in ("ici", "dcn")
+            for axis in (
+                *("diloco", "fsdp_transpose", "context_usp_ulysses", "context_autoregressive"),
+                *("tensor_sequence", "autoregressive"),
+            )
+        },
+    ),
+    Limit(
+        "sharding.logical_axis_rules maps the logical axes; --print-config shows them",
+        off="custom_mesh_and_rule custom_mesh_and_rule_for_eval",
+    ),
+    Limit(
+        "leave it out; data.source=chat in the result learns what the assistant writes, and "
+        "init_from begins with weights (docs/finetuning.md)",
+        off="use_sft use_chat_template",
+    ),
+    Limit(
+        "the objective is the next token",
+        off="use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco",
+        values={"training_objective": "causal_lm"},
+    ),
+    Limit(
+        "the optimizer's state is not read; load_parameters_path reads the parameters of any step",
+        off="load_full_state_path",
+    ),
+    Limit(
+        "adapters of other runs are not read; model.lora.rank trains new ones",
+        off="lora_input_adapters_path hf_lora_adapter_path lora_rank",
+    ),
+    Limit(
+        "the batch has one size; give per_device_batch_size alone",
+        off="enable_rampup_batch_size reuse_example_batch",
+    ),
+    Limit(
+        "the optimizer has no such term; leave it at its default",
+        off="adam_eps_root",
+    ),
+    Limit(
+        "weight decay applies to matrices, not to norms and biases",
+        off="adamw_mask",
+        blocks=False,
+    ),
+    Limit(
+        "documents begin and end with the tokenizer's own tokens, and packing separates them",
+        off="use_stream_chunking max_segments_per_seq",
+        values={"add_bos": True, "add_eos": True, "reset_attention_mask": True},
+        blocks=False,
+    ),
+    Limit(
+        "leave it out; data.source=datasets reads a directory of files by data.path=hf:DIR",
+        off="hf_data_dir",
+    ),
+    Limit(
+        "leave it out; data.column in the result names the column of a document's text",
+        values={"train_data_columns": ["text"], "tokenize_train_data": True},
+    ),
+    Limit(
+        "optimizer.schedule=wsd falls in a straight line",
+        values={"wsd_decay_style": "linear"},
+        blocks=False,
+    ),
+    Limit(
+        "a run ends when a multiple of steps is done; use steps or stop_after",
+        off="target_eval_loss",
+        blocks=False,
+    ),
+)
+_LIMIT_OF = {key: limit for limit in LIMITS for key in limit.keys}
+
+
+def limit_of(key: str) -> Limit | None:
+    """Return what bounds the value of a MaxText key; None if nothing does."""
+    return _LIMIT_OF.get(key)
 
 
 def maxtext_hint(key: str) -> str:
     """Return what to use for a MaxText key; empty if it is not one or ours has the same name."""
-    if key in KEYS:
-        ours, differs = KEYS[key]
-        if not ours:
-            return f"MaxText's {key} has no counterpart: {differs}"
-        if differs:
-            return f"MaxText's {key} is called {ours} here ({differs})"
-        return "" if ours.endswith(f".{key}") else f"MaxText's {key} is called {ours} here"
     if limit := limit_of(key):
         return f"MaxText's {key} has no counterpart: {limit.advice}"
-    if idle := idle_of(key):
-        return f"MaxText's {key} plays no part here: {idle.reason}"
-    return ""
+    ours, differs = KEYS.get(key, Key())
+    if not differs and (not ours or ours.endswith(f".{key}")):
+        return ""
+    if not ours:
+        return f"MaxText's {key} has no counterpart: {differs}"
+    return f"MaxText's {key} is called {ours} here" + (f" ({differs})" if differs else "")
 
 
-def unknown_maxtext_key(key: str) -> str:
-    """Return the message for a key that is not in MaxText's base.yml, with a similar key if any."""
-    # Patterns of other keys fit misspelt ones, too.
-    if is_other(key) and not difflib.get_close_matches(key, KEYS, n=1, cutoff=0.92):
-        return "is a key of MaxText that is not translated; leave it out"
-    near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
-    return "is no key of MaxText 0.2.5" + (f"; did you mean {near[0]}?" if near else "")
-
-
-START, END = "<!-- MaxText keys: start -->", "<!-- MaxText keys: end -->"
+def misspelt(key: str) -> str:
+    """Return the translated key of MaxText that a key is almost spelt like; empty if none is."""
+    return next(iter(difflib.get_close_matches(key, KEYS, n=1, cutoff=0.9)), "")
 
 
 def table() -> str:
-    """Return all keys as Markdown tables: with a counterpart, with one legal value, idle."""
+    """Return all keys as Markdown tables: those with a counterpart, those with one legal value."""
     translated = [
         f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
         for key, (ours, differs) in KEYS.items()
     ]
     limited = [
-        f"| {_names(limit.values)} | {limit.advice} | {'refused' if limit.blocks else 'noted'} |"
+        f"| {_names(limit.keys)} | {limit.advice} | {'refused' if limit.blocks else 'noted'} |"
         for limit in LIMITS
     ]
-    idle = [f"| {_names(idle.names.split())} | {idle.reason} |" for idle in IDLE]
     return "\n".join(
         [
             "| MaxText | maxpipe | what differs |",
@@ -287,46 +479,14 @@ def table() -> str:
             *translated,
             "",
             "These have no key here. maxpipe does what their default does; `maxpipe.from_maxtext`",
-            "refuses or notes another value:",
+            "refuses or notes another value. All others are not translated.",
             "",
             "| MaxText | here | another value |",
             "|---|---|---|",
             *limited,
-            "",
-            "These play no part, whatever their values:",
-            "",
-            "| MaxText | why |",
-            "|---|---|",
-            *idle,
         ]
     )
 
 
 def _names(keys: Iterable[str]) -> str:
     return ", ".join(f"`{key}`" for key in keys)
-
-
-def with_table(text: str) -> str:
-    """Return `text` with the table between its marks.
-
-    Raises:
-      ValueError: the marks are not there.
-    """
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the text has no marks {START} and {END}")
-    return f"{before}{start}\n{table()}\n{end}{after}"
-
-
-def main() -> None:
-    """Print the table, or write it into the file that the command line names."""
-    if sys.argv[1:]:
-        file = Path(sys.argv[1])
-        file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(table())
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.config.maxtext import KEYS, maxtext_hint
+from maxpipe.config.maxtext import maxtext_hint, misspelt
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.fields import Bounds
 
@@ -16,7 +16,6 @@ _CUTOFF = 0.6  # least similarity at which a key is proposed
 _PART = 0.7  # least similarity at which parts of two keys count as the same
 _NUM = "num_"
 _SHORTEST_TYPO = 4  # fewest letters of a word in which one may be wrong
-_TYPO = 0.9  # least similarity at which a key counts as a misspelt key of MaxText
 
 # What other trainers call our keys.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -160,8 +159,7 @@ def unknown_key(key: str, is_section: bool = False) -> str:
         return theirs
     if near := nearest_keys(key, is_section):
         return _did_you_mean(near)
-    misspelt = difflib.get_close_matches(last, KEYS, n=1, cutoff=_TYPO)
-    if misspelt and (theirs := maxtext_hint(misspelt[0])):
+    if theirs := maxtext_hint(misspelt(last)):
         return f"unknown key; {theirs}"
     if home:
         names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[home]))

@@ -4,7 +4,7 @@ Only keys that a translation reads are listed, except those whose default is Fal
 axes of the mesh, 1.
 """
 
-from maxpipe.config.maxtext_limits import Value
+from maxpipe.config.maxtext import Value
 
 DEFAULTS: dict[str, Value] = {
     "model_name": "default",

@@ -1,32 +1,16 @@
 """Translate the mesh, the batch, the pipeline and rematerialisation."""
 
 import math
+from collections.abc import Sequence
 
+from maxpipe.config.maxtext import AXES, TENSORS
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.config.slices import canonical_topology, num_chips
 from maxpipe.migration.blocks import layers_per_layer
 from maxpipe.migration.translator import Translator
 
-# maxpipe's mesh axis -> words in the names of MaxText's axes whose sizes it multiplies.
-AXES = {
-    "data": ("data",),
-    "stage": ("pipeline",),
-    "fsdp": ("fsdp",),
-    "context": ("context", "sequence"),
-    "tensor": ("tensor",),
-    "expert": ("expert",),
-}
-TENSORS = {
-    "query_proj": ("query_proj",),
-    "key_proj": ("key_proj",),
-    "value_proj": ("value_proj",),
-    "context": ("context", "attention_out"),
-    "out_proj": ("out_proj",),
-    "mlp_gate": ("mlpwi_0",),
-    "mlp_up": ("mlpwi_1",),
-    "mlp_down": ("mlpwo",),
-}
-_NOT_CONTEXT = tuple(tensor for tensor in TENSORS if tensor != "context")
+_SAVED = tuple(dict.fromkeys(TENSORS.values()))
+_NOT_CONTEXT = tuple(tensor for tensor in _SAVED if tensor != "context")
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj")
 # MaxText's policy -> the policy here that saves the same tensors.
 POLICIES = {
@@ -83,8 +67,13 @@ def axis_size(t: Translator, level: str, axis: str) -> int:
       level: the level of the mesh, ici or dcn.
       axis: one of maxpipe's mesh axes.
     """
-    sizes = [t.integer(f"{level}_{word}_parallelism", 1) for word in AXES[axis]]
+    sizes = [t.integer(key, 1) for key in _axis_keys(level, axis)]
     return -1 if -1 in sizes else math.prod(sizes)
+
+
+def _axis_keys(level: str, axis: str) -> list[str]:
+    """Return MaxText's keys whose sizes a mesh axis multiplies."""
+    return [f"{level}_{word}_parallelism" for word, ours in AXES.items() if ours == axis]
 
 
 def translate_mesh(t: Translator) -> None:
@@ -93,8 +82,7 @@ def translate_mesh(t: Translator) -> None:
         for axis in MESH_AXES:
             size = axis_size(t, level, axis)
             if size != 1:
-                keys = [f"{level}_{word}_parallelism" for word in AXES[axis]]
-                t.set(f"mesh.{level}.{axis}", size, *keys)
+                t.set(f"mesh.{level}.{axis}", size, *_axis_keys(level, axis))
     if "mesh.ici.context" in t.values and t.text("context_parallel_strategy") != "all_gather":
         t.note("context_parallel_strategy", "keys and values are gathered")
 
@@ -172,10 +160,11 @@ def translate_remat(t: Translator) -> None:
         t.set("pipeline.remat_policy", POLICIES[name], "remat_policy")
         return
     if name == "custom":
-        places = {tensor: _place(t, words) for tensor, words in TENSORS.items()}
+        words = {tensor: [key for key in TENSORS if TENSORS[key] == tensor] for tensor in _SAVED}
+        places = {tensor: _place(t, keys) for tensor, keys in words.items()}
     elif name in CUSTOM_POLICIES:
         place, tensors = CUSTOM_POLICIES[name]
-        places = dict.fromkeys(tensors, place)
+        places, words = dict.fromkeys(tensors, place), {key: ["remat_policy"] for key in tensors}
     else:
         legal = ", ".join([*filter(None, POLICIES), *CUSTOM_POLICIES, "custom"])
         t.refuse("remat_policy", f"{name} is not among {legal}")
@@ -183,11 +172,10 @@ def translate_remat(t: Translator) -> None:
     t.set("pipeline.remat_policy", "custom", "remat_policy")
     for tensor, place in places.items():
         if place != "remat":
-            words = TENSORS[tensor] if name == "custom" else ("remat_policy",)
-            t.set(f"pipeline.remat_tensors.{tensor}", place, *words)
+            t.set(f"pipeline.remat_tensors.{tensor}", place, *words[tensor])
 
 
-def _place(t: Translator, words: tuple[str, ...]) -> str:
+def _place(t: Translator, words: Sequence[str]) -> str:
     """Return where a tensor is saved that MaxText knows under several names."""
     places = [t.text(word) for word in words]
     unknown = next((place for place in places if place not in ("", "remat")), "remat")

@@ -9,7 +9,7 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words
-from maxpipe.config.maxtext_limits import Value
+from maxpipe.config.maxtext import Value
 
 COMMAND_LINE = "command line"
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 for a text

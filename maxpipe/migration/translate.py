@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
-from maxpipe.config.maxtext_limits import MODEL_LIMITS, idle_of, limit_of
-from maxpipe.config.values import is_finite
+from maxpipe.config.maxtext import KEYS, MODEL_LIMITS, SAME_NAMES, limit_of, misspelt
+from maxpipe.config.values import as_written, is_finite
 from maxpipe.migration.blocks import block_of
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
@@ -18,7 +17,7 @@ from maxpipe.migration.layout import (
     translate_remat,
 )
 from maxpipe.migration.model import translate_model
-from maxpipe.migration.read import MaxTextConfig, same_value
+from maxpipe.migration.read import MaxTextConfig
 from maxpipe.migration.training import translate_optimizer, translate_run
 from maxpipe.migration.translator import Translator
 
@@ -86,22 +85,26 @@ def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
 
 
 def _check_keys(t: Translator) -> None:
-    """Check keys without a counterpart against their required values, and report unknown keys."""
+    """Check keys without a counterpart against their limits, and name keys that nothing reads."""
+    unknown = []
     for key, value in t.theirs.values.items():
-        limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
+        limit = limit_of(key)
         if limit in MODEL_LIMITS and block_of(t) is None:
             continue
         if isinstance(value, int | float) and not is_finite(value):
             t.refuse(key, f"expected a finite number, got {value}")
-        elif limit and not same_value(value, limit.values[key]):
+        elif limit and not limit.allows(key, value):
+            required = as_written(limit.values[key]) if key in limit.values else "off"
             if limit.blocks:
-                t.refuse(key, f"must be {_written(limit.values[key])}: {limit.advice}")
+                t.refuse(key, f"must be {required}: {limit.advice}")
             else:
                 t.note(key, limit.advice)
-        elif idle and source:
-            t.note(key, f"left out: {idle.reason}")
-        elif not limit and not idle and key not in (*KEYS, *SAME_NAMES):
-            t.refuse(key, unknown_maxtext_key(key))
+        elif not limit and key in t.theirs.chosen and key not in (*KEYS, *SAME_NAMES):
+            if near := misspelt(key):
+                t.refuse(key, f"is not translated; did you mean {near}?")
+            unknown.append(key)
+    if unknown:
+        t.notes.append(f"not translated: {' '.join(unknown)}")
 
 
 def _note_unread(t: Translator) -> None:
@@ -111,12 +114,6 @@ def _note_unread(t: Translator) -> None:
             ours, differs = KEYS[key]
             reason = f"set {ours} in the file if it is needed" if ours else differs
             t.note(key, f"left out; {reason}")
-
-
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "empty" if value in (None, []) else str(value)
 
 
 def _sourced(problem: Problem, t: Translator) -> Problem:

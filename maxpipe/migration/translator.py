@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from maxpipe.config.errors import Problem
-from maxpipe.config.maxtext import KEYS
-from maxpipe.config.maxtext_limits import Value
+from maxpipe.config.maxtext import KEYS, Value
 from maxpipe.config.values import is_finite
 from maxpipe.migration.defaults import DEFAULTS
 from maxpipe.migration.read import MaxTextConfig

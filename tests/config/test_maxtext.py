@@ -1,41 +1,35 @@
-"""The migration table of docs/maxtext.md is the one that error messages use."""
+"""MaxText's keys: those of its base.yml, and the table of docs/maxtext.md."""
 
-import sys
 from pathlib import Path
 
-import pytest
+from maxpipe.config.maxtext import KEYS, LIMITS, misspelt, table
 
-from maxpipe.config import maxtext
-from maxpipe.config.maxtext import KEYS, table, with_table
-
-PAGE = Path(__file__).parents[2] / "docs" / "maxtext.md"
+NAMES = (Path(__file__).parent / "maxtext_keys.txt").read_text().split()  # of its base.yml
+OLDER = {  # names of earlier versions
+    "model_fsdp_ag_once",
+    "num_decoder_layers",
+    "emb_dim",
+    "cosine_learning_rate_final_fraction",
+}
 
 
 def test_page_has_the_table():
-    text = PAGE.read_text()
-    assert with_table(text) == text, "run: python scripts/generate_docs.py"
+    page = Path(__file__).parents[2] / "docs" / "maxtext.md"
+    assert table() in page.read_text(), "run: python scripts/generate_docs.py"
 
 
-def test_command_prints_the_table(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["maxtext"])
-    maxtext.main()
-    assert capsys.readouterr().out == table() + "\n"
+def test_tables_name_keys_of_maxtext_once():
+    limited = [key for limit in LIMITS for key in limit.keys]
+    assert len({*limited, *KEYS}) == len(limited) + len(KEYS)
+    assert {*limited} - {*NAMES} == {"lora_rank"}  # of another file
+    assert {*KEYS} - {*NAMES, *OLDER} == {"base_config"}
+    pipeline = [name for name in NAMES if "pipeline" in name and not name.startswith("scan")]
+    assert [name for name in pipeline if not KEYS[name].ours] == []
 
 
-def test_keys_of_maxtexts_pipeline_have_counterparts():
-    names = """ici_pipeline_parallelism dcn_pipeline_parallelism num_layers_per_pipeline_stage
-    num_pipeline_repeats pipeline_parallel_layers num_pipeline_microbatches
-    pipeline_delay_activation_forwarding pipeline_fsdp_ag_once pipeline_fsdp_ag_per_repeat
-    scan_pipeline_iterations scan_pipeline_repeats set_remat_policy_on_pipeline_iterations
-    set_remat_policy_on_layers_per_stage remat_policy"""
-    assert [key for key in names.split() if not KEYS.get(key, ("",))[0]] == []
-
-
-def test_with_table_without_marks_is_refused():
-    with pytest.raises(ValueError, match="marks"):
-        with_table("# A text\n")
-
-
-def test_with_table_keeps_the_text_around_it():
-    before, after = "above\n<!-- MaxText keys: start -->\n", "<!-- MaxText keys: end -->\nbelow\n"
-    assert with_table(f"{before}old\n{after}") == f"{before}{table()}\n{after}"
+def test_no_key_of_maxtext_counts_as_misspelt():
+    named = {*KEYS, *(key for limit in LIMITS for key in limit.keys)}
+    assert {n: misspelt(n) for n in NAMES if n not in named and misspelt(n)} == {
+        "mtc_data_parallelism": "ici_data_parallelism"
+    }
+    assert misspelt("eval_intervl") == "eval_interval"

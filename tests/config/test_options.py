@@ -135,10 +135,7 @@ OF_MAXTEXT = {  # key of MaxText: what to use
     "shard_optimizer_over_data": "has no counterpart: the state stays on the devices",
     "param_scan_axis": "has no counterpart: checkpoints",
     "attention_type": "is called model.attention_kind here (gqa for global, mla for mla",
-    "moba_chunk_size": "plays no part here: for attention that no block has",
     "quantization": "has no counterpart: model.quantisation computes scales in another way",
-    "use_iota_embed": "plays no part here: a matter of how the same products",
-    "enable_goodput_recording": "plays no part here: every run writes metrics.jsonl",
     "remat_policy": "is called pipeline.remat_policy here (minimal also keeps context",
 }
 
