@@ -300,7 +300,7 @@ GATE = "pipeline.remat_tensors.mlp_gate"
 # What the command says, or nothing where the words are taken.
 MISTAKES = {
     "base --topology v5q:2x2": "there is no chip 'v5q'",
-    "base --topology v5p128": "there is no chip 'v5p128'; did you mean v5p-128?",
+    "base --topology v5p128": "there is no chip 'v5p128': give a TPU slice",
     "base --topology v5p:4x4x5": "cubes of 4x4x4",
     "base --topology H100:64": "at most 8 GPUs",
     "base --topology cpu:eight": "give the number of devices, such as cpu:8",

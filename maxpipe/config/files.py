@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import yaml
@@ -25,12 +24,8 @@ _SCALAR_TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
-_MAX_DEPTH = 6
-_MAX_BRACKETS = 200
-_MAX_CHARACTERS = 1 << 20  # in a file, and in a value with its references followed
-_MAX_VALUES = 10_000  # in one file, with aliases expanded
-_MAX_NODES = 3 * _MAX_VALUES  # keys, values and their containers; PyYAML reads 20,000 a second
-_REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
+_MAX_DEPTH = 12  # of sections and lists in each other
+_MAX_CHARACTERS = 1 << 20  # in a file
 
 
 @dataclass(frozen=True)
@@ -138,18 +133,13 @@ def split_values(text: str) -> list[str]:
 
 
 def nearest_files(path: str) -> list[str]:
-    """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
-    presets, own = Path(shown_path(config_root())), Path(os.path.dirname(path) or ".")
-    # All presets; but only one folder deep from where a mistyped path points, since that may be a
-    # home directory.
-    places = [(presets, "**/"), (own, ""), (own, "*/")]
-    files = {
-        os.path.normpath(p)
-        for root, below in places
-        for end in ("yml", "yaml")
-        for p in root.glob(f"{below}*.{end}")
-        if not any(part.startswith(".") for part in p.relative_to(root).parts)
-    }
+    """Return up to three YAML files that a mistyped path may have meant, the most likely first.
+
+    They are presets, and files next to the path or one folder below.
+    """
+    places = (Path(shown_path(config_root())), Path(os.path.dirname(path) or "."))
+    patterns = [below + "*" + suffix for below in ("", "*/") for suffix in SUFFIXES]
+    files = {os.path.normpath(p) for place in places for end in patterns for p in place.glob(end)}
     stem = Path(path).stem.lower()
 
     def likeness(file: str) -> float:
@@ -162,11 +152,6 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
-        if len(text) > _MAX_CHARACTERS:
-            message = f"{path} has more than {_MAX_CHARACTERS} characters; is it a configuration?"
-            raise ConfigError(Problem("", message, origin))
-    except ConfigError:
-        raise
     except FileNotFoundError:
         near = nearest_files(path)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
@@ -176,6 +161,9 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
         raise ConfigError(Problem("", message, origin)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(Problem("", f"cannot read {path}: {error}", origin)) from None
+    if len(text) > _MAX_CHARACTERS:
+        message = f"{path} has more than {_MAX_CHARACTERS} characters; is it a configuration?"
+        raise ConfigError(Problem("", message, origin))
     root = _compose(text, path)
     if root is None:
         return
@@ -184,46 +172,28 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
     yield from _flatten(root, "", path)
 
 
-class _TooManyNodes(Exception):
-    """A file has more nodes than any configuration."""
-
-
 class _Loader(yaml.SafeLoader):
-    """Composes the nodes of a text, and stops at `_MAX_NODES` of them."""
+    """Composes the nodes of a text, as long as they are not nested too deeply."""
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._num_nodes = 0
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node.
 
         Raises:
-          _TooManyNodes: the text has more than `_MAX_NODES`.
+          yaml.YAMLError: the text is not valid, or too deep.
         """
-        self._num_nodes += 1
-        if self._num_nodes > _MAX_NODES:
-            raise _TooManyNodes
-        return super().compose_node(parent, index)
-
-
-def _too_many_values(path: str) -> Problem:
-    message = f"more than {_MAX_VALUES} values, aliases written out; is it a configuration?"
-    return Problem("", message, path)
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {_MAX_DEPTH} sections and lists in each other")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _compose(text: str, path: str) -> yaml.Node | None:
-    # PyYAML's time grows with the square of the depth.
-    depth = accumulate(
-        (character in "[{") - (character in "]}") for character in text if character in "[]{}"
-    )
-    if max(depth, default=0) > _MAX_BRACKETS:
-        message = f"not valid YAML: more than {_MAX_BRACKETS} brackets are open at once"
-        raise ConfigError(Problem("", message, path))
     try:
         return _Loader(text).get_single_node()
-    except _TooManyNodes:
-        raise ConfigError(_too_many_values(path)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
@@ -231,15 +201,12 @@ def _compose(text: str, path: str) -> yaml.Node | None:
         if "'\\t'" in reason:
             reason = "a tab where YAML allows only spaces"
         raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)
-        ) from None
+    except yaml.YAMLError as error:
+        message = f"not valid YAML: {str(error).splitlines()[0]}"
+        raise ConfigError(Problem("", message, path)) from None
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
-    if not prefix and _count_values(node, {}) > _MAX_VALUES:
-        raise ConfigError(_too_many_values(path))
     for key_node, value in node.value:
         source = f"{path}:{key_node.start_mark.line + 1}" if path != COMMAND_LINE else path
         if not isinstance(key_node, yaml.ScalarNode):
@@ -257,25 +224,6 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
             continue
         else:
             yield Setting(key, _raw(value, source), source)
-
-
-def _count_values(node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
-    """Return the number of scalars below a node; an alias counts at each of its uses.
-
-    Args:
-      node: the node.
-      known: counts by the node's `id`, extended here.
-      depth: the node's depth; a node deeper than any configuration counts as 1 (refused later).
-    """
-    if isinstance(node, yaml.ScalarNode) or depth > 2 * _MAX_DEPTH:
-        return 1
-    if id(node) not in known:
-        known[id(node)] = 1  # until counted: a node may contain itself, which is refused later
-        items = node.value
-        if isinstance(node, yaml.MappingNode):
-            items = [item for pair in node.value for item in pair]
-        known[id(node)] = sum(_count_values(item, known, depth + 1) for item in items)
-    return known[id(node)]
 
 
 def _raw(node: yaml.Node, source: str, depth: int = 0) -> Raw:
@@ -322,45 +270,19 @@ def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting]
       refused or leads nowhere.
     """
     settings = dict(chosen)
+    referring = [key for key in settings if any("${" in t for t in _texts(settings[key].raw))]
     problems: list[Problem] = []
-    for key, setting in chosen.items():
-        if any("${" in _REFERENCE.sub("", text) for text in _texts(setting.raw)):
-            problems.append(Problem(key, _refusal(setting.raw), setting.source))
+    for key in referring:
+        wrong = [*_wrong_references(settings[key].raw)]
+        problems += [Problem(key, message, settings[key].source) for message in wrong]
+        if wrong:
             del settings[key]
-        elif unknown := _unknown_references(setting.raw):
-            problems += [Problem(key, message, setting.source) for message in unknown]
-            del settings[key]
-    lengths: dict[str, int] = {}
-    for key, setting in list(settings.items()):
-        if _length(key, settings, lengths) > _MAX_CHARACTERS:
-            message = f"has more than {_MAX_CHARACTERS} characters with its references followed"
-            problems.append(Problem(key, message, setting.source))
-            del settings[key]
-    if any("${" in text for setting in settings.values() for text in _texts(setting.raw)):
-        problems += _resolve(settings)
-    return settings, problems
+    left = [key for key in referring if key in settings]
+    return settings, problems + (_resolve(settings, left) if left else [])
 
 
-def _length(key: str, settings: Mapping[str, Setting], known: dict[str, int]) -> int:
-    """Return how long a value is with its references followed; a circle counts once.
-
-    Args:
-      key: the value's key.
-      settings: all settings, by key.
-      known: lengths by key, extended here.
-    """
-    if key not in known:
-        known[key] = 0  # until counted: references may go in a circle
-        texts = [*_texts(settings[key].raw)] if key in settings else []
-        known[key] = sum(
-            len(text)
-            + sum(_length(match[0][2:-1], settings, known) for match in _REFERENCE.finditer(text))
-            for text in texts
-        )
-    return known[key]
-
-
-def _resolve(settings: dict[str, Setting]) -> list[Problem]:
+def _resolve(settings: dict[str, Setting], referring: Sequence[str]) -> list[Problem]:
+    """Follow the references of some settings; return problems of those that are left out."""
     from omegaconf import OmegaConf  # 0.1 s that most configs need not pay
     from omegaconf.errors import OmegaConfBaseException
 
@@ -369,9 +291,8 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
         value = _plain(settings[key].raw) if key in settings else option.default
         OmegaConf.update(tree, key, value, force_add=True)
     problems = []
-    for key, setting in list(settings.items()):
-        if not any("${" in text for text in _texts(setting.raw)):
-            continue
+    for key in referring:
+        setting = settings[key]
         try:
             value = OmegaConf.select(
                 tree, key, throw_on_missing=True, throw_on_resolution_failure=True
@@ -388,22 +309,18 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
     return problems
 
 
-def _unknown_references(raw: Raw) -> list[str]:
-    references = [match[0] for text in _texts(raw) for match in _REFERENCE.finditer(text)]
-    return [
-        f"{reference}: {unknown_key(reference[2:-1])}"
-        for reference in references
-        if reference[2:-1] not in OPTIONS and reference[2:-1] not in SECTIONS
-    ]
-
-
-def _refusal(raw: Raw) -> str:
-    if any("env" in text for text in _texts(raw)):
-        return (
-            "values from the environment are refused: "
-            "the config is written to disk, and secrets must not be"
-        )
-    return "a reference has the form ${section.key}; nothing else is understood between the braces"
+def _wrong_references(raw: Raw) -> Iterator[str]:
+    """Yield what is wrong with each reference to something that is no key."""
+    for name in re.findall(r"\$\{([^}]*)", " ".join(_texts(raw))):
+        if "env" in name:
+            yield (
+                "values from the environment are refused: "
+                "the config is written to disk, and secrets must not be"
+            )
+        elif not re.fullmatch(r"\w+(\.\w+)*", name):
+            yield "a reference has the form ${section.key}; nothing else is understood in braces"
+        elif name not in OPTIONS and name not in SECTIONS:
+            yield f"${{{name}}}: {unknown_key(name)}"
 
 
 def _texts(raw: Raw) -> Iterator[str]:

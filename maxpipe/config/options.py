@@ -4,18 +4,13 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.config.maxtext import maxtext_hint, misspelt
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.fields import Bounds
-
-_CUTOFF = 0.6  # least similarity at which a key is proposed
-_PART = 0.7  # least similarity at which parts of two keys count as the same
-_NUM = "num_"
-_SHORTEST_TYPO = 4  # fewest letters of a word in which one may be wrong
 
 # What other trainers call our keys.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -138,12 +133,7 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 
 
 def unknown_key(key: str, is_section: bool = False) -> str:
-    """Return the message for a key that does not exist.
-
-    It says how to do without a key that users may look for, or that a key is written below one that
-    is not a section. Otherwise it proposes a key of the same section that differs in a letter, our
-    name for a key of MaxText or another trainer, a similar key, or all keys of the section.
-    """
+    """Return the message for a key that does not exist, with the one that was meant, if any."""
     section, _, last = key.rpartition(".")
     if last in _ABSENT:
         return f"unknown key; {_ABSENT[last]}"
@@ -151,14 +141,11 @@ def unknown_key(key: str, is_section: bool = False) -> str:
     if home in OPTIONS:
         kind = "list" if isinstance(OPTIONS[home].default, list) else "value"
         return f"unknown key; {home} takes a {kind} and is no section, see --help {home}"
-    if home and (near := _near(last, _names_in(home, is_section))):
-        return _did_you_mean(near)
-    is_a_last_word = any(_last(name) == last for name in OPTIONS)
-    may_be_theirs = not is_section and not (section and is_a_last_word)
-    if may_be_theirs and (theirs := maxtext_hint(last)):
+    is_ours = is_section or (section and any(_last(name) == last for name in OPTIONS))
+    if not is_ours and (theirs := maxtext_hint(last)):
         return theirs
     if near := nearest_keys(key, is_section):
-        return _did_you_mean(near)
+        return f"unknown key; did you mean {' or '.join(near)}?"
     if theirs := maxtext_hint(misspelt(last)):
         return f"unknown key; {theirs}"
     if home:
@@ -171,22 +158,22 @@ def unknown_key(key: str, is_section: bool = False) -> str:
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    First come keys of the given section, or of the part of it that exists, that differ in a letter;
-    then keys of any section that end in the same word; then our names for keys of other trainers;
-    then keys of the given section with a similar spelling; then keys of any section that differ in
-    a letter. Without a section, keys of all sections count as given.
+    These are keys that end in the same word or that other trainers call so; or else those with the
+    most similar last word, in the section if it exists, then in any.
     """
-    names = list(SECTIONS if is_section else OPTIONS)
+    names = [*SECTIONS] if is_section else [*OPTIONS]
     section, _, last = key.rpartition(".")
-    home = _existing_part(section)
-    inside = _names_in(home, is_section) if home else names
-    if home and (near := _near(last, inside)):
-        return near[:3]
     if same := [name for name in names if _last(name) == last]:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     if not is_section and last in SYNONYMS:
         return [*SYNONYMS[last]]
-    return (_near(last, inside) or _alike(last, inside) or _near(last, names))[:3]
+    home = _existing_part(section)
+    inside = [name for name in names if name.rpartition(".")[0] == home]
+    for places, cutoff in ((inside, 0.75), (names, 0.85)):
+        words = [_last(name) for name in places]
+        if near := difflib.get_close_matches(last, words, n=1, cutoff=cutoff):
+            return [name for name in places if _last(name) in near][:3]
+    return []
 
 
 def _existing_part(section: str) -> str:
@@ -196,79 +183,8 @@ def _existing_part(section: str) -> str:
     return section
 
 
-def _names_in(section: str, is_section: bool) -> list[str]:
-    """Return the full names of the keys, or of the sections, directly in a section."""
-    names = SECTIONS if is_section else OPTIONS
-    return [name for name in names if name.rpartition(".")[0] == section]
-
-
-def _did_you_mean(names: Iterable[str]) -> str:
-    return f"unknown key; did you mean {' or '.join(names)}?"
-
-
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _near(word: str, names: Iterable[str]) -> list[str]:
-    """Return the names whose last word is `word` except for a letter or a `num_`."""
-    pairs = {name: _comparable(_last(name), word) for name in names}
-    equal = [name for name, (last, own) in pairs.items() if last == own]
-    return equal or [name for name, pair in pairs.items() if _is_typo(*pair)]
-
-
-def _comparable(a: str, b: str) -> tuple[str, str]:
-    """Return two words to compare; if one begins with `num_`, the plurals of what both count."""
-    if not (a.startswith(_NUM) or b.startswith(_NUM)):
-        return a, b
-    counted, other = (word.removeprefix(_NUM).removesuffix("s") + "s" for word in (a, b))
-    return counted, other
-
-
-def _is_typo(a: str, b: str) -> bool:
-    """Return whether a letter added, dropped or changed, or two swapped, turn one into the other.
-
-    Words of fewer than four letters are too short to tell.
-    """
-    if min(len(a), len(b)) < _SHORTEST_TYPO:
-        return False
-    pairs = enumerate(zip(a, b, strict=False))
-    start = next((i for i, (left, right) in pairs if left != right), min(len(a), len(b)))
-    a, b = a[start:], b[start:]
-    is_swapped = a[:2] == b[:2][::-1] and a[2:] == b[2:]
-    return is_swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
-
-
-def _alike(word: str, names: Iterable[str]) -> list[str]:
-    """Return the names whose last words contain `word`, or else are spelt most like it.
-
-    If different last words contain it, as embed_dim and mlp_dim contain `dim`, return none, since
-    each is as likely as the others.
-    """
-    lasts = {name: _last(name) for name in names}
-    holding = [name for name, last in lasts.items() if f"_{word}_" in f"_{last}_"]
-    if holding:
-        return holding if len({lasts[name] for name in holding}) == 1 else []
-    scores = {name: _spelling(last, word) for name, last in lasts.items()}
-    best = max(_CUTOFF, *scores.values(), 0.0)
-    near = [name for name in scores if scores[name] >= best - 1e-9]
-    return [name for name in near if "." not in name] or near
-
-
-def _spelling(a: str, b: str) -> float:
-    """Return how similar two words are; 0 unless each part of one is like a part of the other.
-
-    Underscores separate parts. So `num_repeats` is like `num_repeat`, but not like `num_experts`;
-    `batch_size` is like `global_batch_size`, which has all of its parts.
-    """
-    parts, others = a.split("_"), b.split("_")
-    likenesses = [max(_likeness(part, other) for other in others) for part in parts]
-    likenesses += [max(_likeness(part, other) for part in parts) for other in others]
-    has_all_parts = {*parts} <= {*others} or {*others} <= {*parts}
-    differs_in_underscores = a.replace("_", "") == b.replace("_", "")
-    if has_all_parts or differs_in_underscores or min(likenesses) >= _PART:
-        return _likeness(a, b)
-    return 0.0
 
 
 def _likeness(a: str, b: str) -> float:

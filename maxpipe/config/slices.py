@@ -18,37 +18,43 @@ class Generation:
 
     Attributes:
       name: libtpu's name.
-      cores_per_chip: what the number in the cloud's name counts, per chip.
-      devices_per_chip: JAX devices of a chip in libtpu's topologies.
       grids: the usual slices below one cube (3 dimensions), or all of them (2 dimensions).
-      aliases: other names of the kind.
       most_chips: chips of the largest slice.
       host_chips: chips of the largest slice that one host drives alone.
+      cores_per_chip: what the number in the cloud's name counts, per chip.
+      devices_per_chip: JAX devices of a chip in libtpu's topologies.
+      aliases: other names of the kind.
     """
 
     name: str
-    cores_per_chip: int
-    devices_per_chip: int
     grids: tuple[str, ...]
-    aliases: tuple[str, ...]
     most_chips: int
     host_chips: int
+    cores_per_chip: int = 1
+    devices_per_chip: int = 1
+    aliases: tuple[str, ...] = ()
 
 
 _SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = (
-    Generation("v4", 2, 1, _SMALL, (), 4096, 4),
-    Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256, 8),
-    Generation("v5p", 2, 1, _SMALL, (), 6144, 4),
-    Generation("v6e", 1, 1, _FLAT, ("trillium",), 256, 8),
-    Generation("tpu7x", 2, 2, _SMALL, ("v7x", "tpu7", "v7", "ironwood"), 9216, 4),
+    Generation("v4", cores_per_chip=2, grids=_SMALL, most_chips=4096, host_chips=4),
+    Generation("v5e", grids=_FLAT, aliases=("v5litepod", "v5lite"), most_chips=256, host_chips=8),
+    Generation("v5p", cores_per_chip=2, grids=_SMALL, most_chips=6144, host_chips=4),
+    Generation("v6e", grids=_FLAT, aliases=("trillium",), most_chips=256, host_chips=8),
+    Generation(
+        "tpu7x",
+        cores_per_chip=2,
+        devices_per_chip=2,
+        grids=_SMALL,
+        aliases=("v7x", "tpu7", "v7", "ironwood"),
+        most_chips=9216,
+        host_chips=4,
+    ),
 )
 GPUS = ("a100", "h100", "h200", "b200")
 _BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
 _NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
-_KINDS = "|".join(sorted((*_BY_NAME, *GPUS, "cpu"), key=len, reverse=True))
-_MISPRINT = re.compile(rf"(?:(\d+) ?x ?)?({_KINDS})(?:[-:_x ]?(\d+(?:x\d+){{0,2}}))?")
 
 
 def canonical_topology(name: str) -> str:
@@ -59,66 +65,35 @@ def canonical_topology(name: str) -> str:
         nearest ones.
     """
     match = _NAME.fullmatch(name.lower())
-    generation = _BY_NAME.get(match[1]) if match else None
-    if match is None or (generation is None and "x" not in match[3]):
-        if meant := meant_topology(name):
-            reason = _not_compiled_for(*meant.lower().split(":"))
-            raise ValueError(f"{name!r} {reason or f'is no topology; did you mean {meant}?'}")
-        if bare := _BY_NAME.get(name.lower()):
-            kind = "a chip" if name == bare.name else bare.name
-            grid = standard_grid(bare, bare.host_chips)
-            raise ValueError(
-                f"{name!r} is {kind} without a grid; give one, such as {bare.name}:{grid}"
-            )
-        example = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
-        raise ValueError(f"{name!r} is neither cpu nor a chip and its grid, such as {example}")
-    if generation is None:
-        return f"{match[1]}:{match[3]}"  # an older chip, which libtpu may know
-    if "x" in match[3]:
-        return f"{generation.name}:{match[3]}"
-    chips, odd = divmod(int(match[3]), generation.cores_per_chip)
+    kind, number = (match[1], match[3]) if match else (name.lower(), "")
+    generation = _BY_NAME.get(kind)
+    if generation is None and "x" in number:
+        return f"{kind}:{number}"  # an older chip, which libtpu may know
+    if generation is None or match is None:
+        raise ValueError(f"{name!r} {_misnamed(kind, number)}")
+    if "x" in number:
+        return f"{generation.name}:{number}"
+    chips, odd = divmod(int(number), generation.cores_per_chip)
     grid = "" if odd else standard_grid(generation, chips)
     if not grid:
         unit = "TensorCores" if generation.cores_per_chip > 1 else "chips"
         near = ", ".join(nearest_slices(generation, chips))
-        raise ValueError(f"there is no slice of {match[3]} {unit}; the nearest are {near}")
+        raise ValueError(f"there is no slice of {number} {unit}; the nearest are {near}")
     return f"{generation.name}:{grid}"
 
 
-def _not_compiled_for(kind: str, count: str = "") -> str:
-    """Return why devices named as for `maxpipe.plan` are not compiled for, or "" if they are."""
+def _misnamed(kind: str, number: str) -> str:
+    """Return what is wrong with the name of something that is not compiled for."""
     if kind == "cpu":
-        return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={count}"
+        return f"is maxpipe.plan's name; use compile.topology=cpu mesh.simulated_devices={number}"
     if kind in GPUS:
-        words = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{count}"
-        return (
-            f"names GPUs, which maxpipe.compile does not support; {words} predicts by closed forms"
-        )
-    return ""
-
-
-def meant_topology(name: str) -> str:
-    """Return what a name with another separator may mean, or "": v5p-128 for v5p128."""
-    match = _MISPRINT.fullmatch(name.lower())
-    if match is None or (match[1] is None) == (match[3] is None):
-        return ""
-    kind, count = match[2], match[1] or match[3]
-    if kind in _BY_NAME:
-        # A number before or after an x may count chips or TensorCores.
-        is_open = match[1] or name.lower().startswith(f"{kind}x")
-        meant = f"{kind}{':' if 'x' in count else '-'}{count}"
-        return "" if is_open or not _exists(meant) else meant
-    shown = kind if kind == "cpu" else kind.upper()
-    return "" if "x" in count else f"{shown}:{count}"
-
-
-def _exists(name: str) -> bool:
-    """Return whether a slice of this name exists."""
-    try:
-        check_grid(canonical_topology(name))
-    except ValueError:
-        return False
-    return True
+        command = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{number}"
+        return f"names GPUs, which maxpipe.compile does not support; {command} predicts for them"
+    if generation := _BY_NAME.get(kind):
+        grid = standard_grid(generation, generation.host_chips)
+        return f"has no grid; give one, such as {generation.name}:{grid}"
+    examples = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
+    return f"is neither cpu nor a chip and its grid, such as {examples}"
 
 
 def names_kind(topology: str) -> bool:
@@ -232,11 +207,6 @@ def explain_unusual(topology: str) -> str:
         return ""
     near = ", ".join(nearest_slices(generation, math.prod(sizes)))
     return f"compile.topology={topology} is no usual slice of the cloud; those nearest are {near}"
-
-
-def usual_slices(name: str) -> list[str]:
-    """Return the slices of a kind of TPU, as `slices_of` does; none if there is no such kind."""
-    return slices_of(name) if name.lower() in _BY_NAME else []
 
 
 def slices_of(name: str) -> list[str]:

@@ -23,7 +23,6 @@ MEANT = {  # unknown key: what the message proposes
     "rope_scaling.factor": "model.rope_scaling.factor",
     "model.rope.factor": "model.rope_scaling.factor",
     "learning_rat": "optimizer.learning_rate",
-    "batch_size": "data.global_batch_size or eval.global_batch_size",
     # One of the same meaning
     "optimizer.lr": "optimizer.learning_rate",
     "model.hidden_size": "model.embed_dim",
@@ -32,12 +31,7 @@ MEANT = {  # unknown key: what the message proposes
     "optimizer.weightdecay": "optimizer.weight_decay",
     "checkpoint.keep_evry": "checkpoint.keep_every",
     # What is near in its section
-    "model.window": "model.attention_window",
-    "data.batch_size": "data.global_batch_size",
-    "model.moe.num_expert": "model.moe.experts",
-    "model.moe.num_experts": "model.moe.experts",
     "model.layers": "model.num_layers",
-    "model.layer": "model.num_layers",
     "pipeline.microbatch": "pipeline.num_microbatches",
     "pipeline.num_repeat": "pipeline.num_repeats",
     "pipeline.schedlue": "pipeline.schedule",
@@ -70,8 +64,8 @@ def test_synonyms_name_our_keys_and_shadow_none():
 
 def test_unknown_key_that_is_like_none_names_the_keys_of_its_section():
     keys = """optimizer.foo optimizer.momentum_warm model.num_towers model.size model.dim
-    model.heads pipeline.num_rabbits data.shards data.foo.bar data.window eval.num_expert_groups
-    checkpoint.foo.bar.baz"""
+    model.heads pipeline.num_rabbits data.shards model.window data.foo.bar data.window
+    eval.num_expert_groups checkpoint.foo.bar.baz"""
     named = {}
     for key in keys.split():
         beginning, _, listed = unknown_key(key).partition(" are ")
@@ -100,7 +94,6 @@ def test_unknown_key_below_a_list_or_a_value_says_that_it_is_no_section():
 
 def test_unknown_section_names_the_nearest_or_the_keys_around_it():
     table = {
-        "model.rope": "did you mean model.rope_scaling?",
         "model.mao": "the keys of model",
         "model.rope_scalng": "did you mean model.rope_scaling?",
         "chekpoint": "did you mean checkpoint?",

@@ -8,11 +8,9 @@ from maxpipe.config.slices import (
     canonical_topology,
     check_grid,
     hosts_of,
-    meant_topology,
     names_kind,
     num_chips,
     num_devices,
-    usual_slices,
 )
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
@@ -209,20 +207,18 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
             gpu.peak_flops[dtype], gpu.hbm_bandwidth, gpu.hbm_bytes, True,
         )  # fmt: skip
     if not names_kind(topology):
-        if meant := meant_topology(topology):
-            raise ValueError(f"there is no chip {topology!r}; did you mean {meant}?")
         gpus = ", ".join(chip.name for chip in _GPUS)
         raise ValueError(
             f"there is no chip {topology!r}: give a TPU slice, such as v5p:4x4x4 or v5p-128, GPUs "
             f"of one host ({gpus}), such as H100:8, or cpu:8"
         )
-    if slices_of_kind := usual_slices(topology):
-        example = slices_of_kind[min(3, len(slices_of_kind) - 1)]
-        raise ValueError(
-            f"{topology!r} is a kind of TPU: name a slice of it, such as {example}; with "
-            "--smallest the smallest that trains the model is found"
-        )
-    canonical = canonical_topology(topology)
+    try:
+        canonical = canonical_topology(topology)
+    except ValueError as error:
+        if ":" in topology or "-" in topology:
+            raise
+        remedy = "with --smallest the smallest that trains the model is found"
+        raise ValueError(f"{error}; {remedy}") from None
     check_grid(canonical)
     chip = chip_of(canonical)
     assert chip is not None, canonical
