@@ -5,7 +5,6 @@ before any of them (`rules.mesh`).
 """
 
 from maxpipe.config.rules.batches import BATCH_RULES
-from maxpipe.config.rules.effects import EFFECT_RULES, REFUSAL_RULES
 from maxpipe.config.rules.engines import ENGINE_RULES
 from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Rule
@@ -14,10 +13,8 @@ from maxpipe.config.rules.stages import STAGE_RULES
 
 RULES: tuple[Rule, ...] = (
     *RUN_RULES,
-    *EFFECT_RULES,
     *MODEL_RULES,
     *STAGE_RULES,
-    *REFUSAL_RULES,
     *ENGINE_RULES,
     *BATCH_RULES,
 )

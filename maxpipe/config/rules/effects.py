@@ -195,7 +195,7 @@ def _shown(condition: str) -> str:
 
 _REFUSABLE = [key for key in OPTIONS if key.startswith("pipeline.") and key != _ENGINE]
 _REFUSABLE.append("compile.load")
-EFFECT_RULES = tuple(
+EFFECT_RULES = tuple(  # all of keys of `model.*`
     _rule_of(key)
     for key, option in OPTIONS.items()
     if option.bounds.needs and key not in _REFUSABLE

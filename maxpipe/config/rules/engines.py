@@ -3,7 +3,7 @@
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import get
-from maxpipe.config.rules.effects import REMAT_TENSORS, offloading
+from maxpipe.config.rules.effects import REFUSAL_RULES, REMAT_TENSORS, offloading
 from maxpipe.config.rules.rule import rule
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
@@ -154,4 +154,4 @@ def check_offloading(c: Config, devices: str) -> None:
         raise ConfigError(*problems)
 
 
-ENGINE_RULES = (check_prefetch, check_known_split_backwards, check_unit_times)
+ENGINE_RULES = (*REFUSAL_RULES, check_prefetch, check_known_split_backwards, check_unit_times)

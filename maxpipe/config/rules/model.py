@@ -3,6 +3,7 @@
 from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import is_set
+from maxpipe.config.rules.effects import EFFECT_RULES
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.sections.lora import (
@@ -390,6 +391,7 @@ def check_context_rule(c: Config) -> None:
 
 
 MODEL_RULES = (
+    *EFFECT_RULES,
     check_grouped_heads,
     derive_head_dim,
     check_latent_attention,
