@@ -306,7 +306,7 @@ MISTAKES = {
     "base --topology cpu:eight": "give the number of devices, such as cpu:8",
     "base --topology v5e:1x1": None,
     "base --topology cpu mesh.simulated_devices=8": None,
-    "base --topology v5e": "a slice of it, such as v5e:4x4; with --smallest",
+    "base --topology v5e": "has no grid; give one, such as v5e:2x4; with --smallest",
     "base --topology v6e --smallest": None,
     "base --topology v9 --smallest": "there is no kind of TPU 'v9'",
     "base --topology H100 --smallest": "--smallest is for TPUs",

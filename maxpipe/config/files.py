@@ -311,16 +311,16 @@ def _resolve(settings: dict[str, Setting], referring: Sequence[str]) -> list[Pro
 
 def _wrong_references(raw: Raw) -> Iterator[str]:
     """Yield what is wrong with each reference to something that is no key."""
-    for name in re.findall(r"\$\{([^}]*)", " ".join(_texts(raw))):
+    for name in re.findall(r"\$\{([^}]*\}?)", " ".join(_texts(raw))):
         if "env" in name:
             yield (
                 "values from the environment are refused: "
                 "the config is written to disk, and secrets must not be"
             )
-        elif not re.fullmatch(r"\w+(\.\w+)*", name):
+        elif not re.fullmatch(r"\w+(\.\w+)*\}", name):
             yield "a reference has the form ${section.key}; nothing else is understood in braces"
-        elif name not in OPTIONS and name not in SECTIONS:
-            yield f"${{{name}}}: {unknown_key(name)}"
+        elif (key := name[:-1]) not in OPTIONS and key not in SECTIONS:
+            yield f"${{{key}}}: {unknown_key(key)}"
 
 
 def _texts(raw: Raw) -> Iterator[str]:

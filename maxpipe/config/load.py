@@ -10,7 +10,7 @@ from maxpipe.config.files import Setting, follow_references, read_files, read_ov
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
 from maxpipe.config.paths import locate
 from maxpipe.config.rules import RULES
-from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
+from maxpipe.config.rules.mesh import axes_problems, fit_mesh, unknown_axes
 from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
@@ -82,13 +82,14 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     unusable = {problem.key for problem in problems} | set(undecided)
     unusable |= {"steps"} if config.epochs else set()  # known only when the documents are counted
     broken = unusable | set(unknown_axes(config))
-    rules = RULES if undecided else (check_unknown_axes, *RULES)
-    rule_problems = apply_rules(rules, config, broken)[1]
+    if not undecided:
+        problems += _sourced(axes_problems(config), sources)
+    rule_problems = apply_rules(RULES, config, broken)[1]
     if problems or rule_problems:
         misfits = _misfits(config, unusable)
         if misfits:  # rules that read the mesh may pass with one that fits
             broken |= {problem.key for problem in misfits}
-            rule_problems = apply_rules(rules, config, broken)[1]
+            rule_problems = apply_rules(RULES, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
     return Loaded(config, sources, (*remarks, *base_model.remarks(values)))
 
@@ -113,8 +114,8 @@ def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
     has_no_mesh = any(key.startswith("mesh") for key in unusable)
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
-    if apply_rules((check_unknown_axes,), config, ())[1]:
-        return []  # that is among the problems already
+    if axes_problems(config):
+        return []  # these are among the problems already
     try:
         fit_mesh(config, num_devices, 1, RULES)
     except ConfigError as error:
@@ -143,7 +144,7 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     config, sources = (
         (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
     )
-    problems = apply_rules((check_unknown_axes,), config, ())[1]
+    problems = axes_problems(config)
     if config.epochs:
         problems.append(Problem("epochs", "only training counts documents: give steps instead"))
     if not problems:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.rule import Rule, rule
+from maxpipe.config.rules.rule import Rule, Wrong, check
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, as_written
 
@@ -125,26 +124,21 @@ def offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
 
 
 def _rule_of(key: str) -> Rule:
-    """Return the rule that refuses a key without effect, and values that the engine refuses.
+    """Return the rule that refuses a key without effect, and values that the engine refuses."""
 
-    Each key has a rule of its own, so that a broken key leaves the others' refusals in place.
-    """
-    switches = [_parsed(alternative)[0] for alternative in _alternatives(OPTIONS[key].bounds.needs)]
-    switches += [switch for switch, _ in _tables_of(key)]
-    is_refusable = key in _REFUSABLE
-
-    @rule(key, *switches, *[_ENGINE] * is_refusable)
-    def check(c: Config) -> None:
-        written, engine = as_written(get(c, key)), c.pipeline.engine
-        for refusal in refusals_of(engine, key) if is_refusable else ():
-            if get(c, key) in refusal.values or (not refusal.values and is_set(c, key)):
-                message = f"is not for the {engine} engine: {refusal.reason}; {refusal.remedy}"
-                raise ConfigError(Problem(key, f"{written} {message}"))
+    def run(c: Config) -> Wrong:
+        value = get(c, key)
+        written = as_written(value)
+        for refusal in refusals_of(c.pipeline.engine, key) if key in _REFUSABLE else ():
+            if value in refusal.values or (not refusal.values and is_set(c, key)):
+                message = f"is not for the {c.pipeline.engine} engine: {refusal.reason}"
+                yield key, f"{written} {message}; {refusal.remedy}"
+                return
         idle = idleness(c, key) if is_set(c, key) else None
         if idle and idle.is_refused:
-            raise ConfigError(Problem(key, f"{written} has no effect {idle.reason}"))
+            yield key, f"{written} has no effect {idle.reason}"
 
-    return check
+    return check(run)
 
 
 def _tables_of(key: str) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -4,64 +4,44 @@ from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import get
 from maxpipe.config.rules.effects import REFUSAL_RULES, REMAT_TENSORS, offloading
-from maxpipe.config.rules.rule import rule
+from maxpipe.config.rules.rule import Wrong, check, rules_in
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 
 
-@rule(
-    "pipeline.engine",
-    "pipeline.fsdp_prefetch",
-    "pipeline.fsdp_gather",
-    "pipeline.scan_layers_per_stage",
-)
-def check_prefetch(c: Config) -> None:
+@check
+def check_prefetch(c: Config) -> Wrong:
     """Check that each iteration gathers the weights of its layers, all at once."""
-    p = c.pipeline
-    if not ENGINES[p.engine].takes("pipeline.fsdp_prefetch") or p.fsdp_prefetch != "true":
+    p, key = c.pipeline, "pipeline.fsdp_prefetch"
+    if p.fsdp_prefetch != "true" or not ENGINES[p.engine].takes(key):
         return
-    problems = []
     if p.gathers_whole:
-        message = (
-            f"true needs pipeline.fsdp_gather=per_iteration; with {p.fsdp_gather} weights are "
-            "gathered before all iterations"
-        )
-        problems.append(Problem("pipeline.fsdp_prefetch", message))
+        reason = f"with {p.fsdp_gather} weights are gathered before all iterations"
+        yield key, f"true needs pipeline.fsdp_gather=per_iteration; {reason}"
     if p.scan_layers_per_stage:
-        message = "true needs pipeline.scan_layers_per_stage=false; a loop gathers layer by layer"
-        problems.append(Problem("pipeline.fsdp_prefetch", message))
-    if problems:
-        raise ConfigError(*problems)
+        yield key, "true needs pipeline.scan_layers_per_stage=false; a loop gathers layer by layer"
 
 
-@rule(
-    "pipeline.engine",
-    "pipeline.schedule",
-    "pipeline.scan_layers_per_stage",
-    "pipeline.remat_policy",
-    "pipeline.remat_tensors",
-    "pipeline.remat_iterations",
-    "pipeline.remat_layers",
-)
-def check_known_split_backwards(c: Config) -> None:
+@check
+def check_known_split_backwards(c: Config) -> Wrong:
     """Check schedules of the catalogue; a CSV file is checked when it is read."""
     schedule = c.pipeline.schedule
     if schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
-        check_split_backwards(c)
+        yield from _split_backwards(c)
 
 
-@rule("pipeline.unit_times")
-def check_unit_times(c: Config) -> None:
+@check
+def check_unit_times(c: Config) -> Wrong:
     """Check that there are times of F, I and W, and optionally of a transfer and of the head."""
     times = c.pipeline.unit_times
     if times in ([], AUTO) or (3 <= len(times) <= 5 and min(times) >= 0 and min(times[:3]) > 0):
         return
-    message = (
+    yield (
+        "pipeline.unit_times",
         f"{times} must be the times of a layer's forward, input gradient and weight gradient, "
         "greater than 0, and then, where there are any, of a transfer and of the head; "
-        "such as [1, 1.4, 0.9, 0.1], or auto"
+        "such as [1, 1.4, 0.9, 0.1], or auto",
     )
-    raise ConfigError(Problem("pipeline.unit_times", message))
 
 
 def check_split_backwards(c: Config) -> None:
@@ -75,26 +55,25 @@ def check_split_backwards(c: Config) -> None:
       ConfigError: layers are in a loop, which cannot be split equation by equation, or matrix
         products would be computed twice.
     """
+    if problems := [Problem(*wrong) for wrong in _split_backwards(c)]:
+        raise ConfigError(*problems)
+
+
+def _split_backwards(c: Config) -> Wrong:
     p = c.pipeline
-    problems = []
     if p.scan_layers_per_stage and ENGINES[p.engine].has_stages:
-        message = (
-            f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
-        )
-        problems.append(Problem("pipeline.scan_layers_per_stage", message))
+        reason = f"true hides the layers in a loop, whose backward {p.schedule} cannot split"
+        yield "pipeline.scan_layers_per_stage", f"{reason}; use false"
     # Recomputing in both halves costs the mpmd engine time, which it may gain in the bubble; in
     # lockstep it only costs.
     recomputes = p.remat_iterations or p.remat_layers
     if ENGINES[p.engine].lockstep and recomputes and _saves_nothing(c):
-        message = (
+        yield (
+            "pipeline.remat_policy",
             f"{p.remat_policy} keeps no result of a matrix product, which does not pay with "
-            f"{p.schedule}; input gradients would compute them all again and stash them for weight "
-            f"gradients, in more time and memory than the split saves; {_propose_policies(c)}, "
-            "or pipeline.schedule=lockstep_1f1b"
+            f"{p.schedule}: both gradients would compute them all again; {_propose_policies(c)}, "
+            "or pipeline.schedule=lockstep_1f1b",
         )
-        problems.append(Problem("pipeline.remat_policy", message))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _saves_nothing(c: Config) -> bool:
@@ -154,4 +133,4 @@ def check_offloading(c: Config, devices: str) -> None:
         raise ConfigError(*problems)
 
 
-ENGINE_RULES = (*REFUSAL_RULES, check_prefetch, check_known_split_backwards, check_unit_times)
+ENGINE_RULES = (*REFUSAL_RULES, *rules_in(globals()))

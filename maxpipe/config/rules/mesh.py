@@ -7,7 +7,7 @@ from itertools import islice
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
-from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divisors, rule
+from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divisors
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 
 LEVELS = ("ici", "dcn")
@@ -21,26 +21,25 @@ _MAX_TRIED = 200
 _PROPOSALS = 3
 
 
-@rule()
-def check_unknown_axes(c: Config) -> None:
-    """Check that at most one axis of each level is -1."""
-    problems = []
-    for level in LEVELS:
-        unknown = [axis for axis in MESH_AXES if getattr(getattr(c.mesh, level), axis) == -1]
-        if len(unknown) > 1:
-            message = f"only one axis may be -1, not {' and '.join(unknown)}"
-            problems.append(Problem(f"mesh.{level}.{unknown[-1]}", message))
-    if problems:
-        raise ConfigError(*problems)
-
-
 def unknown_axes(c: Config) -> list[str]:
     """Return the full keys of the mesh axes that are still -1."""
-    keys = [(level, axis) for level in LEVELS for axis in MESH_AXES]
+    return [key for keys in _unknown_by_level(c) for key in keys]
+
+
+def axes_problems(c: Config) -> list[Problem]:
+    """Return a problem for each level of the mesh of which more than one axis is -1."""
     return [
-        f"mesh.{level}.{axis}"
-        for level, axis in keys
-        if getattr(getattr(c.mesh, level), axis) == -1
+        Problem(keys[-1], f"only one axis may be -1, not {' and '.join(keys)}")
+        for keys in _unknown_by_level(c)
+        if len(keys) > 1
+    ]
+
+
+def _unknown_by_level(c: Config) -> list[list[str]]:
+    sizes = {level: dataclasses.asdict(getattr(c.mesh, level)) for level in LEVELS}
+    return [
+        [f"mesh.{level}.{axis}" for axis, size in sizes[level].items() if size == -1]
+        for level in LEVELS
     ]
 
 

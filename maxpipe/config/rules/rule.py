@@ -1,47 +1,51 @@
 """Declare rules across keys, run them, and compute the numbers that their messages propose.
 
-A rule whose inputs are unusable is left out. So all problems can be shown at once, and a broken key
-silences only the rules that depend on it.
+A rule is a generator: it yields each key to change with what is wrong, and returns the values that
+it derives. If it reads a key whose value is wrong or not known yet, it ends there. So all problems
+can be shown at once, and a broken key silences only what depends on it.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Set
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeAlias
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import Problem
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 
 Updates: TypeAlias = dict[str, object]
+Wrong: TypeAlias = Iterator[tuple[str, str]]  # keys, and what is wrong with each
+Derived: TypeAlias = Generator[tuple[str, str], None, Updates]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check or derivation across keys.
+    """A check or derivation across keys, and the keys that it derives."""
 
-    Attributes:
-      run: function of the config that returns the values it derives, or raises ConfigError.
-      reads: keys or whole sections that it depends on.
-      writes: keys that it derives.
-    """
-
-    run: Callable[[Config], Updates | None]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    run: Callable[[Config], Wrong | Derived]
+    writes: tuple[str, ...] = ()
 
 
-def rule(
-    *reads: str, writes: tuple[str, ...] = ()
-) -> Callable[[Callable[[Config], Updates | None]], Rule]:
-    """Declare which keys a function of the config reads and derives; a decorator."""
-    return lambda run: Rule(run, reads, writes)
+def check(run: Callable[[Config], Wrong]) -> Rule:
+    """Make a rule of a function that only checks; a decorator."""
+    return Rule(run)
+
+
+def derive(*keys: str) -> Callable[[Callable[[Config], Derived]], Rule]:
+    """Make a rule of a function that derives some keys; a decorator."""
+    return lambda run: Rule(run, keys)
+
+
+def rules_in(names: dict[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules among the names of a module, in the order of the file."""
+    return tuple(value for value in names.values() if isinstance(value, Rule))
 
 
 def apply_rules(
     rules: Iterable[Rule], config: Config, broken: Iterable[str]
 ) -> tuple[Config, list[Problem]]:
-    """Run the rules whose inputs are sound.
+    """Run rules.
 
     Args:
       rules: rules in order of dependence.
@@ -54,15 +58,54 @@ def apply_rules(
     unusable = set(broken)
     problems: list[Problem] = []
     for rule in rules:
+        found: list[Problem] = []
         try:
-            if any(_overlap(key, other) for key in rule.reads for other in unusable):
-                unusable.update(rule.writes)
-            elif updates := rule.run(config):
-                config = update(config, updates)
-        except ConfigError as error:
-            problems.extend(error.problems)
-            unusable.update(rule.writes, (problem.key for problem in error.problems if problem.key))
+            updates = _derive(rule.run(_guarded(config, unusable)), found)
+        except _UnusableKey:
+            updates = None
+        problems += found
+        if found or updates is None:
+            unusable.update(rule.writes, (problem.key for problem in found if problem.key))
+        elif updates:
+            config = update(config, updates)
     return config, problems
+
+
+def _derive(running: Wrong | Derived, found: list[Problem]) -> Updates:
+    """Run a rule to its end; add its problems to `found`, and return the values it derives."""
+    while True:
+        try:
+            found.append(Problem(*next(running)))
+        except StopIteration as end:
+            return end.value or {}
+
+
+class _UnusableKey(Exception):
+    """A rule has read a key without a usable value."""
+
+
+def _guarded(section: Any, unusable: Set[str]) -> Any:
+    """Return a copy of a section in which reading one of some keys raises `_UnusableKey`."""
+    if not unusable or not is_dataclass(section):
+        return section
+    inside: dict[str, set[str]] = {}
+    for key in unusable:
+        name, _, rest = key.partition(".")
+        inside.setdefault(name, set()).add(rest)
+    forbidden = {name for name, rests in inside.items() if "" in rests}
+
+    def read(self: object, name: str) -> object:
+        if name in forbidden:
+            raise _UnusableKey
+        return object.__getattribute__(self, name)
+
+    guarded: Any = object.__new__(type("Guarded", (type(section),), {"__getattribute__": read}))
+    values = {
+        name: _guarded(value, inside[name]) if name in inside and name not in forbidden else value
+        for name, value in vars(section).items()
+    }
+    vars(guarded).update(values)
+    return guarded
 
 
 def multiples_around(value: int, unit: int, least: int = 1) -> str:
@@ -82,8 +125,3 @@ def divisors(value: int) -> list[int]:
 def distance(a: int, b: int) -> float:
     """Return how far apart two positive counts are; doubling is as far as halving."""
     return abs(math.log(a / b))
-
-
-def _overlap(key: str, other: str) -> bool:
-    """Return whether two keys or sections are the same, or one contains the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

@@ -4,14 +4,22 @@ import math
 import os
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import is_set
-from maxpipe.config.rules.rule import Updates, distance, divisors, multiples_around, rule
+from maxpipe.config.rules.rule import (
+    Derived,
+    Updates,
+    Wrong,
+    check,
+    derive,
+    distance,
+    divisors,
+    multiples_around,
+    rules_in,
+)
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 
-STAGE_AXES = ("mesh.ici.stage", "mesh.dcn.stage")
 _LAYOUT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
 _PARALLEL_LAYERS = "pipeline.parallel_layers"
 
@@ -66,102 +74,75 @@ def chunk_layers(c: Config) -> list[int]:
     return sizes
 
 
-@rule("pipeline.schedule")
-def check_schedule(c: Config) -> None:
+@check
+def check_schedule(c: Config) -> Wrong:
     """Check that the schedule is in the catalogue or a CSV file."""
     name, names = c.pipeline.schedule, [*SCHEDULES]
-    if is_csv(name):
-        if not os.path.isfile(name):
-            raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
-    elif name not in names:
+    if is_csv(name) and not os.path.isfile(name):
+        yield "pipeline.schedule", f"there is no file {name}"
+    elif not is_csv(name) and name not in names:
         legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
         message = misnamed_table(name) or f"{name!r} is neither a CSV file nor one of {legal}"
-        raise ConfigError(Problem("pipeline.schedule", message))
+        yield "pipeline.schedule", message
 
 
-@rule("pipeline.engine", "pipeline.schedule", *STAGE_AXES, writes=("pipeline.engine",))
-def derive_engine(c: Config) -> Updates:
+@derive("pipeline.engine")
+def derive_engine(c: Config) -> Derived:
     """Pick the engine, or check that the one that the user names runs the schedule."""
     name, schedule, stages = c.pipeline.engine, c.pipeline.schedule, num_stages(c)
     if name == "auto" and stages == 1:
         return {"pipeline.engine": "sequential"}
-    if name != "auto" and not ENGINES[name].has_stages:
-        if stages == 1:
-            return {}
-        message = (
-            f"{name} has no stages, but mesh.*.stage makes {stages}; "
-            "use engine=auto or mesh.ici.stage=1"
-        )
-        raise ConfigError(Problem("pipeline.engine", message))
     able = engines_of(schedule)
-    if not able:
-        runnable = [schedule for schedule in SCHEDULES if engines_of(schedule)]
-        message = f"no engine runs {schedule}; choose one of {', '.join([*runnable, '*.csv'])}"
-        raise ConfigError(Problem("pipeline.schedule", message))
-    if name == "auto":
+    if name != "auto" and not ENGINES[name].has_stages:
+        if stages > 1:
+            remedy = "use engine=auto or mesh.ici.stage=1"
+            message = f"{name} has no stages, but mesh.*.stage makes {stages}; {remedy}"
+            yield "pipeline.engine", message
+    elif not able:
+        runnable = [*(other for other in SCHEDULES if engines_of(other)), "*.csv"]
+        message = f"no engine runs {schedule}; choose one of {', '.join(runnable)}"
+        yield "pipeline.schedule", message
+    elif name == "auto":
         return {"pipeline.engine": able[0]}
-    if name not in able:
-        message = (
-            f"{name} does not run schedule {schedule} ({able[0]} does); "
-            f"it runs {', '.join(schedules_of(name))}"
-        )
-        raise ConfigError(Problem("pipeline.engine", message))
+    elif name not in able:
+        runs = f"it runs {', '.join(schedules_of(name))}"
+        message = f"{name} does not run schedule {schedule} ({able[0]} does); {runs}"
+        yield "pipeline.engine", message
     return {}
 
 
-@rule(
-    "model.num_layers",
-    "model.first_dense_layers",
-    "pipeline.engine",
-    _PARALLEL_LAYERS,
-    "pipeline.outside_layers",
-    writes=(_PARALLEL_LAYERS,),
-)
-def derive_parallel_layers(c: Config) -> Updates:
+@derive(_PARALLEL_LAYERS)
+def derive_parallel_layers(c: Config) -> Derived:
     """Derive how many layers the pipeline has; check that the engine can run the others."""
     engine = ENGINES[c.pipeline.engine]
     total, layers = c.model.stacked_layers, c.pipeline.parallel_layers
     if layers == -1 or not engine.has_stages:
         layers = total
     if layers > total:
-        message = (
-            f"{layers} is more than {_stacked(c)}; nearest legal: {total}, or -1 for all layers"
-        )
-        raise ConfigError(Problem(_PARALLEL_LAYERS, message))
-    if layers < total and not engine.takes(_PARALLEL_LAYERS):
-        message = (
+        nearest_legal = f"nearest legal: {total}, or -1 for all layers"
+        yield _PARALLEL_LAYERS, f"{layers} is more than {_stacked(c)}; {nearest_legal}"
+    elif layers < total and not engine.takes(_PARALLEL_LAYERS):
+        yield (
+            _PARALLEL_LAYERS,
             f"{layers} is not for the {c.pipeline.engine} engine, which has no layers outside the "
-            f"pipeline; use {total} or -1, or pipeline.schedule=circular, lockstep_1f1b or 1f1b"
+            f"pipeline; use {total} or -1, or pipeline.schedule=circular, lockstep_1f1b or 1f1b",
         )
-        raise ConfigError(Problem(_PARALLEL_LAYERS, message))
-    if layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
-        message = (
-            f"before needs layers outside the pipeline; set {_PARALLEL_LAYERS} below {_stacked(c)}"
-        )
-        raise ConfigError(Problem("pipeline.outside_layers", message))
+    elif layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
+        remedy = f"set {_PARALLEL_LAYERS} below {_stacked(c)}"
+        yield "pipeline.outside_layers", f"before needs layers outside the pipeline; {remedy}"
     return {_PARALLEL_LAYERS: layers}
 
 
-@rule(
-    "model",
-    "data.sequence_length",
-    "pipeline.engine",
-    _PARALLEL_LAYERS,
-    "pipeline.schedule",
-    "pipeline.remat_policy",
-    *_LAYOUT,
-    *STAGE_AXES,
-    writes=_LAYOUT,
-)
-def derive_layout(c: Config) -> Updates:
+@derive(*_LAYOUT)
+def derive_layout(c: Config) -> Derived:
     """Split the pipeline's layers into stages x repeats x layers per stage."""
     if not ENGINES[c.pipeline.engine].has_stages:
         return _layout(1, c.model.stacked_layers, [])
     if c.pipeline.layers_per_stage == AUTO:
-        return _automatic_layers(c)
+        return (yield from _automatic_layers(c))
     if c.pipeline.layers_per_stage:
-        return _uneven_layers(c)
-    return _even_layers(c)
+        return (yield from _uneven_layers(c))
+    return (yield from _even_layers(c))
 
 
 def _stacked(c: Config) -> str:
@@ -173,25 +154,22 @@ def _stacked(c: Config) -> str:
 
 
 def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
-    return {
-        "pipeline.num_repeats": repeats,
-        "pipeline.num_layers_per_stage": per_stage,
-        "pipeline.layers_per_stage": uneven,
-    }
+    return dict(zip(_LAYOUT, (repeats, per_stage, uneven), strict=True))
 
 
-def _even_layers(c: Config) -> Updates:
+def _even_layers(c: Config) -> Derived:
     """Derive the repeats and the layers per stage, whichever are -1."""
     stages, total, schedule = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
     if fixed := fixed_repeats(schedule):
         if repeats not in (-1, fixed):
-            message = (
-                f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}; "
-                f"use pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b "
-                "or interleaved_1f1b"
+            yield (
+                "pipeline.num_repeats",
+                f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}; use "
+                f"pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b or "
+                "interleaved_1f1b",
             )
-            raise ConfigError(Problem("pipeline.num_repeats", message))
+            return {}
         repeats = fixed
     if repeats == -1 and per_stage == -1:
         per_stage = 1
@@ -200,57 +178,54 @@ def _even_layers(c: Config) -> Updates:
     elif per_stage == -1:
         per_stage = max(1, total // (stages * repeats))
     if stages * repeats * per_stage != total:
-        raise _indivisible(c, repeats, per_stage)
+        yield from _indivisible(c, repeats, per_stage)
     return _layout(repeats, per_stage, [])
 
 
-def _uneven_layers(c: Config) -> Updates:
+def _uneven_layers(c: Config) -> Derived:
     """Check that the chunks of `pipeline.layers_per_stage` add up and divide over the stages."""
     chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.pipeline.parallel_layers
     if total < stages:
-        raise ConfigError(Problem(_total_key(c), f"{total} layers are too few for {stages} stages"))
+        yield _total_key(c), f"{total} layers are too few for {stages} stages"
+        return {}
     repeats = max(1, min(round(len(chunks) / stages), total // stages))
-    example = f"pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
+    fits = f"a split that fits: pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
     fixed = fixed_repeats(c.pipeline.schedule)
+    message = ""
     if min(chunks) < 1:
         message = f"every chunk needs at least one layer; got {chunks}"
     elif len(chunks) % stages:
-        message = (
-            f"{len(chunks)} chunks do not divide into {stages} stages; a split that does: {example}"
-        )
+        message = f"{len(chunks)} chunks do not divide into {stages} stages; {fits}"
     elif sum(chunks) != total:
-        message = f"adds up to {sum(chunks)}, but {_pipelined(c)}; a split that fits: {example}"
+        message = f"adds up to {sum(chunks)}, but {_pipelined(c)}; {fits}"
     elif fixed and len(chunks) != stages * fixed:
-        message = (
-            f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, "
-            f"so {stages * fixed} entries; got {len(chunks)}"
-        )
-    else:
-        return _layout(len(chunks) // stages, max(chunks), chunks)
-    raise ConfigError(Problem("pipeline.layers_per_stage", message))
+        entries = f"so {stages * fixed} entries; got {len(chunks)}"
+        message = f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, {entries}"
+    if message:
+        yield "pipeline.layers_per_stage", message
+    return _layout(len(chunks) // stages, max(chunks), chunks)
 
 
-def _automatic_layers(c: Config) -> Updates:
-    """Derive the number of chunks; `planning.auto_stages` decides how many layers each gets."""
-    total, stages = c.model.stacked_layers, num_stages(c)
-    if not ENGINES[c.pipeline.engine].auto_stages:
-        able = [name for name, engine in ENGINES.items() if engine.auto_stages]
-        message = (
-            f"auto is for the {' or '.join(able)} engine; on the {c.pipeline.engine} engine all "
-            "stages share the head's work; leave it empty, or use a schedule that "
-            f"{' or '.join(able)} runs"
-        )
-        raise ConfigError(Problem("pipeline.layers_per_stage", message))
-    if (inside := c.pipeline.parallel_layers) < total:
-        message = (
-            f"auto distributes all layers, and {_PARALLEL_LAYERS}={inside} gives one stage "
-            f"{total - inside} more; use {_PARALLEL_LAYERS}=-1, or list the layers of each chunk"
-        )
-        raise ConfigError(Problem("pipeline.layers_per_stage", message))
+def _automatic_layers(c: Config) -> Derived:
+    """Derive the number of chunks; `plan.auto_stages` decides how many layers each gets."""
+    total, stages, inside = c.model.stacked_layers, num_stages(c), c.pipeline.parallel_layers
     repeats = fixed_repeats(c.pipeline.schedule) or max(1, c.pipeline.num_repeats)
-    if total < stages * repeats:
+    if not ENGINES[c.pipeline.engine].auto_stages:
+        able = " or ".join(name for name, engine in ENGINES.items() if engine.auto_stages)
+        yield (
+            "pipeline.layers_per_stage",
+            f"auto is for the {able} engine; on the {c.pipeline.engine} engine all stages share "
+            f"the head's work; leave it empty, or use a schedule that {able} runs",
+        )
+    elif inside < total:
+        yield (
+            "pipeline.layers_per_stage",
+            f"auto distributes all layers, and {_PARALLEL_LAYERS}={inside} gives one stage "
+            f"{total - inside} more; use {_PARALLEL_LAYERS}=-1, or list the layers of each chunk",
+        )
+    elif total < stages * repeats:
         message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
-        raise ConfigError(Problem("model.num_layers", message))
+        yield "model.num_layers", message
     return _layout(repeats, -1, AUTO)
 
 
@@ -263,20 +238,21 @@ def _even_split(total: int, parts: int) -> str:
     return str(sizes).replace(" ", "")
 
 
-def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
-    """Return the error for layers that do not divide, with the nearest legal choices to paste."""
-    stages, total = num_stages(c), c.pipeline.parallel_layers
+def _indivisible(c: Config, repeats: int, per_stage: int) -> Wrong:
+    """Yield the problem of layers that do not divide, with the nearest legal choices to paste."""
+    stages, total, total_key = num_stages(c), c.pipeline.parallel_layers, _total_key(c)
     factors = {"stages": stages}
-    if is_set(c, "pipeline.num_repeats"):
+    keys = [key for key in _LAYOUT[:2] if is_set(c, key)]
+    if "pipeline.num_repeats" in keys:
         factors["repeats"] = repeats
-    if is_set(c, "pipeline.num_layers_per_stage"):
+    if "pipeline.num_layers_per_stage" in keys:
         factors["layers per stage"] = per_stage
     unit = math.prod(factors.values())
     choices = _even_choices(c, repeats, per_stage)
     # config.json may fix model.num_layers, and with first dense layers it is another number.
-    is_all = _total_key(c) == "model.num_layers"
+    is_all = total_key == "model.num_layers"
     if not (is_all and (c.model.from_hf or c.model.first_dense_layers)):
-        choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
+        choices.append(f"{total_key}={multiples_around(total, unit)}")
     # If each stage has a program of its own, uneven stages cost nothing and balance better.
     engine = ENGINES[c.pipeline.engine]
     has_outside = engine.one_program and engine.takes(_PARALLEL_LAYERS)
@@ -286,15 +262,12 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     chunks = stages * factors.get("repeats", 1)
     if total >= chunks:
         choices.append(f"pipeline.layers_per_stage={_even_split(total, chunks)}")
-    keys = [
-        key for key in ("pipeline.num_repeats", "pipeline.num_layers_per_stage") if is_set(c, key)
-    ]
     written = " x ".join(f"{count} {name}" for name, count in factors.items())
-    message = (
-        f"{_pipelined(c)} does not divide into {written}; "
-        f"nearest legal: {'; '.join(choices) or 'fewer stages or repeats'}"
+    yield (
+        keys[0] if keys else total_key,
+        f"{_pipelined(c)} does not divide into {written}; nearest legal: "
+        f"{'; '.join(choices) or 'fewer stages or repeats'}",
     )
-    return ConfigError(Problem(keys[0] if keys else _total_key(c), message))
 
 
 def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
@@ -320,4 +293,4 @@ def _pipelined(c: Config) -> str:
     return _stacked(c) if is_all else f"{_PARALLEL_LAYERS}={c.pipeline.parallel_layers}"
 
 
-STAGE_RULES = (check_schedule, derive_engine, derive_parallel_layers, derive_layout)
+STAGE_RULES = rules_in(globals())
