@@ -25,7 +25,7 @@ from maxpipe.config.cli import check_flags, print_problems
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.outputs import is_device, output_problems
-from maxpipe.config.rules.stages import is_csv
+from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from maxpipe.config import maxtext
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import OPTIONS, SECTIONS, Option
-from maxpipe.config.rules.effects import conditions_of, refusals_of
+from maxpipe.config.rules.engines import conditions_of, refusals_of
 from maxpipe.config.sections import Config
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -13,6 +13,7 @@ from maxpipe.config import from_hf
 from maxpipe.config.catalog import SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import read_files
+from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
     SCHEME,
@@ -24,7 +25,6 @@ from maxpipe.config.model_places import (
     open_folder,
     run_of,
 )
-from maxpipe.config.model_shape import SHAPE_DEFAULTS
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.values import convert
 

@@ -15,11 +15,10 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.options import get, update
-from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.engines import check_processes
+from maxpipe.config.rules.layout import data_shards, is_csv
 from maxpipe.config.rules.mesh import LEVELS
 from maxpipe.config.rules.rule import Updates, divisors
-from maxpipe.config.rules.stages import is_csv
 from maxpipe.config.sections import MESH_AXES, Config
 
 KEY = "mesh.elastic.axes"

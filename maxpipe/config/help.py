@@ -6,8 +6,8 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES, RematPolicy, Schedule
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
-from maxpipe.config.rules.effects import conditions_of, refusals_of
-from maxpipe.config.rules.stages import schedules_of
+from maxpipe.config.rules.engines import conditions_of, refusals_of
+from maxpipe.config.rules.layout import schedules_of
 from maxpipe.config.values import as_written, example
 
 LONGEST_DEFAULT = 40  # characters of a default in the list of a section

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from maxpipe.config import base_model
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
+from maxpipe.config.files import Setting, follow_references, locate, read_files, read_overrides
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
-from maxpipe.config.paths import locate
 from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import axes_problems, fit_mesh, unknown_axes
 from maxpipe.config.rules.model import MODEL_RULES

@@ -10,9 +10,8 @@ from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.batches import data_shards, least_microbatches
-from maxpipe.config.rules.effects import idle_notes
-from maxpipe.config.rules.stages import num_stages
+from maxpipe.config.rules.engines import idle_notes
+from maxpipe.config.rules.layout import data_shards, least_microbatches, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.config.values import AUTO, nearest, number

@@ -17,7 +17,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, is_text_a_part
 from maxpipe.config.model_places import SCHEME, folder_of, is_directory, is_url
 from maxpipe.config.sections import Config
-from maxpipe.config.sections.lora import ATTENTION_PROJECTIONS, LoRAConfig
+from maxpipe.config.sections.model_parts import ATTENTION_PROJECTIONS, LoRAConfig
 from maxpipe.hf.family import Family
 from maxpipe.hf.origin import read_kept
 from maxpipe.hf.safetensors import write_file

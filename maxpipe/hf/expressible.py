@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from maxpipe.config.rules.effects import idleness
+from maxpipe.config.rules.engines import idleness
 from maxpipe.config.sections import Config, ModelConfig
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from maxpipe.config.model_shape import SHAPE_DEFAULTS
+from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.sections import ModelConfig
 from maxpipe.hf.expressible import check_expressed

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.config.sections.lora import PROJECTIONS
+from maxpipe.config.sections.model_parts import PROJECTIONS
 from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
 from maxpipe.model.latent_attention import LatentAttention

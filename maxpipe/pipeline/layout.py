@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.rules.stages import chunk_layers, num_stages
+from maxpipe.config.rules.layout import chunk_layers, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.pipeline.schedules.load import build_table

@@ -11,7 +11,7 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
-from maxpipe.config.rules.batches import data_shards
+from maxpipe.config.rules.layout import data_shards
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note

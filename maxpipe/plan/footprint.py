@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from maxpipe.config.catalog import ENGINES, OPTIMIZERS, REMAT_POLICIES, RematPolicy
 from maxpipe.config.options import update
-from maxpipe.config.rules.batches import data_shards
+from maxpipe.config.rules.layout import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig, PipelineConfig
 from maxpipe.config.terminal import ignore_note
 from maxpipe.model.kernels.choose import (

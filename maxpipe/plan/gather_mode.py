@@ -10,7 +10,7 @@ units of the mpmd engine read weights that were cast beforehand.
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
-from maxpipe.config.rules.effects import refusals_of
+from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu

@@ -10,7 +10,7 @@ import numpy as np
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.errors import RefusedError
-from maxpipe.config.rules.stages import is_csv
+from maxpipe.config.rules.layout import is_csv
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
 from maxpipe.pipeline.schedules.load import check_named, is_timed, load_schedule
 from maxpipe.plan.simulate import Costs, Simulation, simulate

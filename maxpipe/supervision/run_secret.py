@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import follow_references, read_files, read_overrides
-from maxpipe.config.paths import locate
+from maxpipe.config.files import follow_references, locate, read_files, read_overrides
 from maxpipe.config.sections import Config
 from maxpipe.config.shipped import locate_config, names_config
 from maxpipe.config.values import Scalar

@@ -10,7 +10,7 @@ import maxpipe
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
 from maxpipe.config.options import OPTIONS, get
-from maxpipe.config.rules.stages import is_csv
+from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.sections import Config
 from maxpipe.data.fingerprint import data_digests
 from maxpipe.devices.agreement import source_digest

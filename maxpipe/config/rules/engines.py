@@ -1,12 +1,200 @@
-"""Check options of the engine against each other, and against processes and devices."""
+"""Find keys that are set without effect, and values that the engine refuses.
 
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
+Each is declared once: with an option (`needs`, `acts_with`; see `sections.fields`), with a variant
+of the catalogue (`unused`, `refused`: keys of its section), or with an engine (`reads`, `unused`,
+`refusals`). Errors, notes, `--help` and docs/configuration.md are made from that.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.options import get
-from maxpipe.config.rules.effects import REFUSAL_RULES, REMAT_TENSORS, offloading
-from maxpipe.config.rules.rule import Wrong, check, rules_in
+from maxpipe.config.options import OPTIONS, get, is_set
+from maxpipe.config.rules.rule import Rule, Wrong, check, rules_in
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO
+from maxpipe.config.values import AUTO, as_written
+
+REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
+_ENGINE = "pipeline.engine"
+# Tables of variants by the key that names one; they may say which keys are without effect.
+_TABLES: Mapping[str, Mapping[str, object]] = {
+    "pipeline.schedule": SCHEDULES,
+    **{
+        key: option.bounds.variants
+        for key, option in OPTIONS.items()
+        if option.bounds.variants is not None and key != _ENGINE
+    },
+}
+
+
+class Idleness(NamedTuple):
+    """Why a key has no effect, such as "without eval.every", and whether it is refused."""
+
+    reason: str
+    is_refused: bool
+
+
+def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | None:
+    """Return why a key has no effect, whatever its value; None if it has one.
+
+    Args:
+      c: the config.
+      key: full key.
+      before: the config before values were derived; what it says counts, too.
+    """
+    engine = ENGINES.get(c.pipeline.engine)
+    if engine and not engine.takes(key):
+        where = f"on the {c.pipeline.engine} engine"
+        return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", False)
+    bounds = OPTIONS[key].bounds
+    for needs, is_refused in ((bounds.needs, True), (bounds.acts_with, False)):
+        for condition in needs.split(" and ") if needs else ():
+            if not any(_holds(config, condition) for config in (c, before or c)):
+                return Idleness(f"without {_shown(condition)}", is_refused)
+    for switch, table in _tables_of(key):
+        if fact := _leaves_out(switch, table.get(get(c, switch)), key):
+            able = [name for name, entry in table.items() if not _leaves_out(switch, entry, key)]
+            reason = f"with {switch}={get(c, switch)}, only with {', '.join(able)}"
+            return Idleness(reason, fact == "refused")
+    return None
+
+
+def conditions_of(key: str) -> list[str]:
+    """Return what leaves a key without effect, for `--help`; engines are not included."""
+    bounds = OPTIONS[key].bounds
+    conditions = [f"without {_shown(needs)}" for needs in (bounds.needs, bounds.acts_with) if needs]
+    for switch, table in _tables_of(key):
+        able = [name for name, entry in table.items() if not _leaves_out(switch, entry, key)]
+        idle = [name for name in table if name not in able]
+        condition = f"with {switch}={', '.join(idle)}"
+        if len(able) < len(idle):
+            condition = f"without {switch}={' or '.join(able)}"
+        conditions.append(condition)
+    return conditions
+
+
+def idle_notes(c: Config, before: Config | None) -> list[str]:
+    """Return a line for each reason why keys that are set have no effect.
+
+    Args:
+      c: the resolved config.
+      before: the config before `resolve`; without it, keys that can be derived are not looked at.
+    """
+    keys_of: dict[str, list[str]] = {}
+    for key, option in OPTIONS.items():
+        if option.bounds.derived and before is None:
+            continue
+        if is_set(before or c, key) and (idle := idleness(c, key, before)):
+            keys_of.setdefault(idle.reason, []).append(key)
+    return [
+        f"{', '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect {reason}"
+        for reason, keys in keys_of.items()
+    ]
+
+
+def refusals_of(engine: str, key: str) -> list[Refusal]:
+    """Return the values of a key that an engine refuses, offloading policies included."""
+    facts = ENGINES[engine]
+    refusals = [refusal for refusal in facts.refusals if refusal.key == key]
+    if facts.no_offloading:
+        elsewhere = ", or pipeline.schedule=circular or 1f1b, whose engines offload"
+        refusals += offloading(key, facts.no_offloading, elsewhere)
+    return refusals
+
+
+def offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
+    """Return refusals of the values of a key that save tensors in the host's memory.
+
+    Args:
+      key: full key of an option.
+      reason: the reason that the refusals give.
+      elsewhere: remedies other than saving on the device, as a text to append.
+    """
+    if key in REMAT_TENSORS:
+        return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
+    if key != "pipeline.remat_policy":
+        return []
+    any_other = "a policy that saves on the device, such as minimal"
+    return [
+        Refusal(key, (name,), reason, f"use {policy.on_device or any_other}{elsewhere}")
+        for name, policy in REMAT_POLICIES.items()
+        if policy.host
+    ]
+
+
+def _rule_of(key: str) -> Rule:
+    """Return the rule that refuses a key without effect, and values that the engine refuses."""
+
+    def run(c: Config) -> Wrong:
+        value = get(c, key)
+        written = as_written(value)
+        for refusal in refusals_of(c.pipeline.engine, key) if key in _REFUSABLE else ():
+            if value in refusal.values or (not refusal.values and is_set(c, key)):
+                message = f"is not for the {c.pipeline.engine} engine: {refusal.reason}"
+                yield key, f"{written} {message}; {refusal.remedy}"
+                return
+        idle = idleness(c, key) if is_set(c, key) else None
+        if idle and idle.is_refused:
+            yield key, f"{written} has no effect {idle.reason}"
+
+    return check(run)
+
+
+def _tables_of(key: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the tables with variants that leave a key without effect, by the keys they are of."""
+    for switch, table in _TABLES.items():
+        if any(_leaves_out(switch, entry, key) for entry in table.values()):
+            yield switch, table
+
+
+def _leaves_out(switch: str, variant: object, key: str) -> str:
+    """Return which fact of a variant lists a key or its section; empty if none does."""
+    section = switch.rpartition(".")[0]
+    for fact in ("refused", "unused"):
+        names = getattr(variant, fact, ())
+        if any(f"{key}.".startswith(f"{section}.{name}.") for name in names):
+            return fact
+    return ""
+
+
+def _alternatives(needs: str) -> list[str]:
+    return re.split(" and | or ", needs) if needs else []
+
+
+def _parsed(alternative: str) -> tuple[str, str, str]:
+    """Return key, sign and value of "KEY=VALUE" or "KEY>NUMBER"; "KEY" has an empty sign."""
+    key, sign, value = re.fullmatch(r"([\w.]+)([=>]?)(.*)", alternative).groups()  # type: ignore[union-attr]
+    return key, sign, value
+
+
+def _holds(c: Config, condition: str) -> bool:
+    """Return whether one of the alternatives of a condition is met."""
+    for key, sign, wanted in map(_parsed, _alternatives(condition)):
+        value = get(c, key)
+        if sign == ">":
+            is_met = value > float(wanted)
+        elif sign == "=":
+            is_met = ("auto" if value == AUTO else as_written(value)) in wanted.split("|")
+        else:
+            is_met = bool(value)
+        if is_met:
+            return True
+    return False
+
+
+def _shown(condition: str) -> str:
+    return condition.replace("|", " or ")
+
+
+_REFUSABLE = [key for key in OPTIONS if key.startswith("pipeline.") and key != _ENGINE]
+_REFUSABLE.append("compile.load")
+EFFECT_RULES = tuple(  # all of keys of `model.*`
+    _rule_of(key)
+    for key, option in OPTIONS.items()
+    if option.bounds.needs and key not in _REFUSABLE
+)
 
 
 @check
@@ -133,4 +321,4 @@ def check_offloading(c: Config, devices: str) -> None:
         raise ConfigError(*problems)
 
 
-ENGINE_RULES = (*REFUSAL_RULES, *rules_in(globals()))
+ENGINE_RULES = (*map(_rule_of, _REFUSABLE), *rules_in(globals()))

@@ -2,7 +2,7 @@
 
 from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.options import is_set
-from maxpipe.config.rules.effects import EFFECT_RULES
+from maxpipe.config.rules.engines import EFFECT_RULES
 from maxpipe.config.rules.rule import (
     Derived,
     Wrong,
@@ -13,13 +13,13 @@ from maxpipe.config.rules.rule import (
     rules_in,
 )
 from maxpipe.config.sections import MESH_AXES, Config
-from maxpipe.config.sections.lora import (
+from maxpipe.config.sections.model import LAYER_KINDS
+from maxpipe.config.sections.model_parts import (
     ALL_LINEAR,
     ATTENTION_PROJECTIONS,
     MLP_PROJECTIONS,
     PROJECTIONS,
 )
-from maxpipe.config.sections.model import LAYER_KINDS
 from maxpipe.config.values import nearest
 
 _AXIS_RULES = "sharding.logical_axis_rules"

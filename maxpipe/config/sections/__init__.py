@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import Bounds, option
-from maxpipe.config.sections.latent_attention import MLAConfig
-from maxpipe.config.sections.lora import LoRAConfig
-from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
+from maxpipe.config.sections.model import ModelConfig
+from maxpipe.config.sections.model_parts import LoRAConfig, MLAConfig, MoEConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
     AxesConfig,

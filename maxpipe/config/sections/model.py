@@ -3,114 +3,22 @@
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
-from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import hash_of_fields, option
-from maxpipe.config.sections.latent_attention import ATTENTION_KINDS, MLAConfig
-from maxpipe.config.sections.lora import (
+from maxpipe.config.sections.model_parts import (
     ALL_LINEAR,
     ATTENTION_PROJECTIONS,
     PROJECTIONS,
     LoRAConfig,
+    MLAConfig,
+    MoEConfig,
+    RopeScalingConfig,
 )
 
 DTYPES = ("float32", "bfloat16")
 QUANTISATIONS = ("none", "int8", "fp8")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
 
-_TYPE = "model.rope_scaling.type"
-_SCALED = "model.rope_scaling.factor>1"
 _GROUPED = "model.attention_kind=gqa"
-
-
-@dataclass(frozen=True)
-class RopeScalingConfig:
-    """How rotary frequencies serve a longer context; factor 1 leaves them as they are."""
-
-    __hash__ = hash_of_fields
-
-    factor: float = option(
-        1.0,
-        "factor by which the context is longer than the original one; 1 = no scaling",
-        minimum=1,
-    )
-    type: str = option(
-        "llama3",
-        "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast "
-        "ones unchanged; longrope divides each frequency by its own number",
-        choices=("linear", "llama3", "yarn", "longrope"),
-        acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
-    )
-    low_freq_factor: float = option(
-        1.0,
-        "wavelengths above original_max_position / this are scaled by the factor",
-        above=0,
-        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
-    )
-    high_freq_factor: float = option(
-        4.0,
-        "wavelengths below original_max_position / this are not scaled",
-        above=0,
-        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
-    )
-    original_max_position: int = option(
-        8192,
-        "context length that the unscaled frequencies were trained for, in tokens",
-        minimum=1,
-        acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
-    )
-    beta_fast: float = option(
-        32.0,
-        "frequencies that turn more often than this within original_max_position are not scaled",
-        above=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
-    )
-    beta_slow: float = option(
-        1.0,
-        "frequencies that turn less often than this within original_max_position are divided by "
-        "the factor",
-        above=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
-    )
-    truncate: bool = option(
-        True,
-        "round the bounds between the frequencies to whole numbers",
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
-    )
-    attention_factor: float = option(
-        0.0,
-        "factor that multiplies rotated queries and keys; 0 = computed from factor",
-        minimum=0,
-        acts_with=f"{_TYPE}=yarn|longrope",
-    )
-    mscale_all_dim: float = option(
-        0.0,
-        "m in the factor (0.1 m ln(factor) + 1)^2 that multiplies attention scores in DeepSeek's "
-        "models; 0 = no such factor",
-        minimum=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
-    )
-    short_factor: list[float] = option(  # noqa: RUF009
-        [],
-        "divisor of each frequency for sequences up to original_max_position",
-        acts_with=f"{_TYPE}=longrope",
-    )
-    long_factor: list[float] = option(  # noqa: RUF009
-        [],
-        "divisor of each frequency for longer sequences",
-        acts_with=f"{_TYPE}=longrope",
-    )
-    length: str = option(
-        "auto",
-        "which of the two lists is used; auto decides by data.sequence_length",
-        choices=("auto", "short", "long"),
-        acts_with=f"{_TYPE}=longrope",
-    )
-
-    @property
-    def is_scaled(self) -> bool:
-        """Return whether anything differs from rotations without scaling."""
-        by_yarn = self.type == "yarn" and self.attention_factor not in (0, 1)
-        return self.factor != 1 or self.type == "longrope" or by_yarn
 
 
 @dataclass(frozen=True)
@@ -221,7 +129,7 @@ class ModelConfig:
         "how queries, keys and values are computed: gqa = by a projection each, with grouped "
         "queries; mla (multi-head latent attention) = keys and values from a narrow latent, see "
         "model.mla",
-        choices=ATTENTION_KINDS,
+        choices=("gqa", "mla"),
     )
     qk_norm: bool = option(
         False, "RMS-normalise queries and keys; see qk_norm_scope", needs=_GROUPED

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.model.experts.dispatch import Layout
 
 # (shape (B, T, k) of the choice of all devices' sequences, experts of this device) -> layout

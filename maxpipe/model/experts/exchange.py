@@ -22,7 +22,7 @@ from jax import lax
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import DISPATCHES
-from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.config.terminal import Note
 from maxpipe.model.experts.dispatch import Layout, Places, add_up, spread
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, MultiplyFn

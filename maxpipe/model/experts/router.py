@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxpipe.config.catalog import ROUTERS
 from maxpipe.config.imports import implementation
-from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.sharding.context_parallel import sequence_parts, sum_over_sequence
 
 BALANCE_LOSS = "balance_loss"

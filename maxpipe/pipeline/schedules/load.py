@@ -4,7 +4,7 @@ import os
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
-from maxpipe.config.rules.stages import chunk_layers, is_csv, misnamed_table, num_stages
+from maxpipe.config.rules.layout import chunk_layers, is_csv, misnamed_table, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv

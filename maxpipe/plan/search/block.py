@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
-from maxpipe.config.rules.stages import chunk_layers, num_stages
+from maxpipe.config.rules.layout import chunk_layers, num_stages
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.values import AUTO
 from maxpipe.plan.prefetch import changes_step

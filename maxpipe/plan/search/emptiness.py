@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import Problem
-from maxpipe.config.rules.stages import engines_of, schedules_of
+from maxpipe.config.rules.layout import engines_of, schedules_of
 from maxpipe.plan.search.space import MESH_KEYS, REPEATS, SCHEDULE, Space
 
 ENGINE = "pipeline.engine"

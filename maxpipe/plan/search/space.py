@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.options import OPTIONS, get
-from maxpipe.config.rules.batches import SHARD_AXES
+from maxpipe.config.rules.layout import SHARD_AXES
 from maxpipe.config.rules.rule import divisors
 from maxpipe.config.sections import MESH_AXES, Config
 

@@ -6,7 +6,7 @@ from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import Problem
 from maxpipe.config.files import Setting, read_overrides, split_values
 from maxpipe.config.options import OPTIONS, unknown_key
-from maxpipe.config.rules.stages import is_csv
+from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.values import check_bounds, convert, nearest
 from maxpipe.plan.search.space import BATCH, FOLLOWING, GATHERS, MESH_KEYS, REPEATS, SEARCHED
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import redacted
+from maxpipe.config.files import LISTS, MIXTURE, NAMES, exists
 from maxpipe.config.from_hf import VOCABULARY
+from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.model_places import split_scheme
-from maxpipe.config.model_shape import SHAPE_DEFAULTS
 from maxpipe.config.options import OPTIONS, get, is_set, update
-from maxpipe.config.paths import LISTS, MIXTURE, NAMES, exists
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB

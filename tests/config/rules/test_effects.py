@@ -8,7 +8,7 @@ from maxpipe.config import catalog
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.help import describe
 from maxpipe.config.options import OPTIONS, SECTIONS
-from maxpipe.config.rules.stages import engines_of
+from maxpipe.config.rules.layout import engines_of
 
 LOCKSTEP = "pipeline.schedule=lockstep_1f1b"
 MPMD = "pipeline.schedule=zb_h1"

@@ -97,7 +97,9 @@ def test_proposed_meshes_start_with_the_nearest_and_keep_other_axes(problems):
 
 def test_two_unknown_axes_are_refused(problems):
     refusals = problems("mesh.ici.stage=-1", "mesh.ici.fsdp=-1")
-    assert refusals == {"mesh.ici.fsdp": "only one axis may be -1, not mesh.ici.stage and mesh.ici.fsdp"}
+    assert refusals == {
+        "mesh.ici.fsdp": "only one axis may be -1, not mesh.ici.stage and mesh.ici.fsdp"
+    }
 
 
 def test_mesh_and_other_problems_are_raised_together(base):

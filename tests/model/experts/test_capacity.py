@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import capacity, layout_for, within_capacity
 from maxpipe.model.experts.dispatch import arrange

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config import ConfigError
-from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import arrange
