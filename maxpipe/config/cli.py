@@ -119,7 +119,11 @@ def parse_args(
     if flags.help is not None:
         print(_help(parser, flags.help), end="")
         raise SystemExit(0)
-    problems = [Problem("", message) for message in _unknown_flags(unknown, flags, parser)]
+    problems = [
+        Problem("", _unknown_flag(word, parser)) for word in unknown if word.startswith("-")
+    ]
+    if problems:  # what follows such a flag is its value
+        flags.overrides = [word for word in flags.overrides if "=" in word]
     problems += empty_flags(flags, *(name for name in vars(flags) if name != "config"))
     problems += repeated_words(flags.overrides)
     path = flags.config
@@ -178,35 +182,13 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
     )
 
 
-def _unknown_flags(
-    words: Sequence[str], flags: argparse.Namespace, parser: argparse.ArgumentParser
-) -> Iterator[str]:
-    """Yield a message for each unknown flag; a word after it, as in `--steps 5`, is its value."""
-    rest = [*words]
-    while rest:
-        word = rest.pop(0)
-        value = ""
-        if word.startswith("-") and "=" not in word:
-            if rest and not rest[0].startswith("-"):
-                value = rest.pop(0)
-            elif flags.overrides and "=" not in flags.overrides[-1]:
-                value = flags.overrides.pop()
-        yield _unknown_flag(word, value, parser)
-
-
-def _unknown_flag(word: str, value: str, parser: argparse.ArgumentParser) -> str:
-    name, _, inner = word.lstrip("-").partition("=")
+def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the message for a flag that does not exist; it may be a key."""
+    name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if name in OPTIONS:
-        right = f"{name}={inner or value or 'VALUE'}"
+    keys = [key for key in OPTIONS if key == name or key.endswith(f".{name}")]
+    if keys:
+        right = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
         return f"{word}: keys are written without dashes: {right}"
-    if keys := [key for key in OPTIONS if key.endswith(f".{name}")]:
-        right = " or ".join(f"{key}={inner or value or 'VALUE'}" for key in keys)
-        return f"{word}: keys are written without dashes, with their section: {right}"
-    flags = [
-        flag
-        for action in parser._actions
-        for flag in action.option_strings
-        if flag.startswith("--")
-    ]
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
     return f"there is no flag {word}; the flags are {', '.join(flags)}{nearest(word, flags)}"

@@ -175,9 +175,9 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
         if key in _OF_A_START:
             continue
         now = get(config, key)
-        before = _lookup(saved, key, None if option.bounds.derived else option.default)
+        before = lookup(saved, key, None if option.bounds.derived else option.default)
         if key == _TOKEN_IDS:  # -1: no row is padding
-            before = _lookup(saved, _ROWS, None) if before in (None, -1) else before
+            before = lookup(saved, _ROWS, None) if before in (None, -1) else before
             now = get(config, _ROWS) if now == -1 else now
         if before is not None and now != before:
             differing.append(Change(key, before, now))
@@ -242,7 +242,8 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) and value else repr(value)
 
 
-def _lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+def lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Return a value of nested mappings by its full key, or else the default."""
     value: Any = tree
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:

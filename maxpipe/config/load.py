@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from maxpipe.config import base_model
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, locate, read_files, read_overrides
+from maxpipe.config.identity import lookup
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
 from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import axes_problems, fit_mesh, unknown_axes
@@ -169,23 +170,13 @@ def from_record(saved: Mapping[str, object]) -> Config:
       ConfigError: a value has another type than its key, or breaks the key's bounds or a rule of
         the model; no run could have saved it.
     """
-    values: Updates = {}
-    problems = []
-    for key, option in OPTIONS.items():
-        *sections, name = key.split(".")
-        section: object = saved
-        for inner in sections:
-            section = section.get(inner, {}) if isinstance(section, Mapping) else {}
-        if not isinstance(section, Mapping) or name not in section:
-            continue
-        try:
-            check_type(option, section[name])
-            if option.bounds.variants is None:
-                check_bounds(option, section[name])
-            values[key] = section[name]
-        except ValueError as error:
-            problems.append(Problem(key, str(error)))
-    config = update(Config(), values)
+    missing = object()
+    values = {key: lookup(saved, key, missing) for key in OPTIONS}
+    values = {key: value for key, value in values.items() if value is not missing}
+    problems = [p for key, value in values.items() if (p := _problem(key, value, named=False))]
+    config = update(
+        Config(), {k: v for k, v in values.items() if k not in {p.key for p in problems}}
+    )
     problems += apply_rules(MODEL_RULES, config, {problem.key for problem in problems})[1]
     if problems:
         raise ConfigError(*(dataclasses.replace(p, source=RECORD) for p in problems))
@@ -200,19 +191,22 @@ def replace(config: Config, **values: object) -> Config:
     Raises:
       ConfigError: a key does not exist, or a value has the wrong type or breaks the key's bounds.
     """
-    problems = []
-    for key, value in values.items():
-        if key not in OPTIONS:
-            problems.append(Problem(key, unknown_key(key)))
-            continue
-        try:
-            check_type(OPTIONS[key], value)
-            check_bounds(OPTIONS[key], value)
-        except ValueError as error:
-            problems.append(Problem(key, str(error)))
-    if problems:
+    if problems := [p for key, value in values.items() if (p := _problem(key, value))]:
         raise ConfigError(*problems)
     return update(config, values)
+
+
+def _problem(key: str, value: object, *, named: bool = True) -> Problem | None:
+    """Return what is wrong with a key or its value; names of variants count only if `named`."""
+    if key not in OPTIONS:
+        return Problem(key, unknown_key(key))
+    try:
+        check_type(OPTIONS[key], value)
+        if named or OPTIONS[key].bounds.variants is None:
+            check_bounds(OPTIONS[key], value)
+    except ValueError as error:
+        return Problem(key, str(error))
+    return None
 
 
 def _choose_length(

@@ -6,7 +6,9 @@ So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -48,50 +50,40 @@ def convert(option: Option, raw: Raw) -> object:
         raise ValueError("takes a value, not a section of further keys")
     if isinstance(raw, Scalar) and raw.is_null and option.type is not str:
         raise ValueError("has no value")
-    if option.type is str:
-        return _string(raw)
-    if option.type is bool:
-        return _bool(raw)
-    if option.type is int:
-        is_zero = isinstance(raw, Scalar) and raw.text == option.bounds.zero != ""
-        return 0 if is_zero else _integer(raw)
-    if option.type is float:
-        return _float(raw)
+    if isinstance(raw, Scalar) and option.bounds.zero and raw.text == option.bounds.zero:
+        return 0
+    if option.type in _READERS:
+        return _READERS[option.type](raw)
     if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":
         return AUTO
     if option.type == list[str] and isinstance(raw, Scalar) and raw.text:
         return [_string(raw)]  # a list of one word
     if not isinstance(raw, list):
         raise ValueError(f"expected a list such as {example(option)}, got {show(raw)}")
-    if option.type == list[int]:
-        return [_integer(item) for item in raw]
-    if option.type == list[float]:
-        return [_float(item) for item in raw]
     if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
-    if option.type == list[str]:
-        return [_string(item) for item in raw]
-    return [_plain(item) for item in raw]
+    (item_type,) = typing.get_args(option.type)
+    return [_READERS.get(item_type, _plain)(item) for item in raw]
 
 
 def check_type(option: Option, value: object) -> None:
     """Raise ValueError unless a Python value has the option's type; an int is a legal float."""
-    if option.type is float:
-        legal = isinstance(value, int | float) and not isinstance(value, bool)
-    elif option.type is int:
-        legal = isinstance(value, int) and not isinstance(value, bool)
-    elif option.type == list[int]:
-        legal = isinstance(value, list) and all(type(item) is int for item in value)
-    elif option.type == list[float]:
-        legal = isinstance(value, list) and all(type(item) in (int, float) for item in value)
-    elif option.type == list[str]:
-        legal = isinstance(value, list) and all(type(item) is str for item in value)
+    if option.type in _READERS:
+        legal = _is(value, option.type)
     elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
-        legal = isinstance(value, option.type if isinstance(option.type, type) else list)
+        (item_type,) = typing.get_args(option.type)
+        legal = isinstance(value, list) and all(_is(item, item_type) for item in value)
     if not legal:
-        raise ValueError(f"expected {_name(option)}, got {value!r}")
+        expected = _NAMES.get(option.type) or f"a list such as {example(option)}"
+        raise ValueError(f"expected {expected}, got {value!r}")
+
+
+def _is(value: object, kind: object) -> bool:
+    if kind is Any or isinstance(value, bool):
+        return kind in (Any, bool)
+    return isinstance(value, (int, float) if kind is float else typing.cast(type, kind))
 
 
 def check_bounds(option: Option, value: Any) -> None:
@@ -119,8 +111,7 @@ def check_bounds(option: Option, value: Any) -> None:
 
 def closest(value: str, choices: Sequence[str]) -> str | None:
     """Return the choice that is most like `value`, or None if no choice is like it."""
-    matches = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return next(iter(difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)), None)
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -204,25 +195,20 @@ def _bool(raw: Raw) -> bool:
 
 
 def _integer(raw: Raw) -> int:
-    expected = "expected a whole number such as 8, 1e3, 4k or 2Ki"
-    try:
+    value = None
+    with suppress(ValueError):
         value = number(raw.text) if isinstance(raw, Scalar) else None
-    except ValueError:
-        value = None
-    if value is None:
-        raise ValueError(f"{expected}, got {show(raw)}")
     if value and value.adjusted() > 18:
         raise ValueError(f"{show(raw)} is too large")
-    if value != value.to_integral_value():
-        raise ValueError(f"{expected}, got {show(raw)}")
+    if value is None or value != value.to_integral_value():
+        raise ValueError(f"expected a whole number such as 8, 1e3, 4k or 2Ki, got {show(raw)}")
     return int(value)
 
 
 def _float(raw: Raw) -> float:
-    try:
+    value = math.nan
+    with suppress(ValueError):
         value = float(number(raw.text)) if isinstance(raw, Scalar) else math.nan
-    except ValueError:
-        value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"expected a finite number such as 3e-4, got {show(raw)}")
     return value
@@ -251,6 +237,10 @@ def _plain(raw: Raw) -> object:
     return None if raw.is_null else raw.text
 
 
-def _name(option: Option) -> str:
-    names = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
-    return names[option.type] if option.type in names else f"a list such as {example(option)}"
+_READERS: Mapping[object, Callable[[Raw], object]] = {
+    str: _string,
+    bool: _bool,
+    int: _integer,
+    float: _float,
+}
+_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
