@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from maxpipe.config.maxtext import AXES, TENSORS
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.config.slices import canonical_topology, num_chips
-from maxpipe.migration.blocks import layers_per_layer
+from maxpipe.migration.model import layers_per_layer
 from maxpipe.migration.translator import Translator
 
 _SAVED = tuple(dict.fromkeys(TENSORS.values()))

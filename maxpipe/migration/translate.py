@@ -7,7 +7,6 @@ from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.maxtext import KEYS, MODEL_LIMITS, SAME_NAMES, limit_of, misspelt
 from maxpipe.config.values import as_written, is_finite
-from maxpipe.migration.blocks import block_of
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
     translate_batch,
@@ -16,7 +15,7 @@ from maxpipe.migration.layout import (
     translate_pipeline,
     translate_remat,
 )
-from maxpipe.migration.model import translate_model
+from maxpipe.migration.model import block_of, translate_model
 from maxpipe.migration.read import MaxTextConfig
 from maxpipe.migration.training import translate_optimizer, translate_run
 from maxpipe.migration.translator import Translator

@@ -15,14 +15,14 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import maxtext_directory
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.migration.orbax_arrays import find_item, open_parameters
-from maxpipe.migration.parameter_names import Path as ParameterPath
-from maxpipe.migration.parameter_names import (
+from maxpipe.migration.stored_model import Path as ParameterPath
+from maxpipe.migration.stored_model import (
+    StoredModel,
     divides_scores,
     model_problems,
     parameters,
     rotates_neighbours,
 )
-from maxpipe.migration.stored_model import StoredModel
 from maxpipe.telemetry.byte_progress import format_bytes
 
 KEY = "init_from"

@@ -7,7 +7,7 @@ import pytest
 
 from maxpipe.config import Config, ConfigError, load, resolve
 from maxpipe.config.options import get
-from maxpipe.migration.blocks import SHIPPED
+from maxpipe.migration.model import SHIPPED
 
 SHIPPED_MODELS = Path(__file__).parents[2] / "configs" / "models"
 

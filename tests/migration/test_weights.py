@@ -20,9 +20,8 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError, load, replace, resolve
 from maxpipe.hf.origin import origin_of, read_origin
 from maxpipe.migration.orbax_arrays import find_item, open_parameters
-from maxpipe.migration.parameter_names import Parameter
 from maxpipe.migration.read import read_maxtext
-from maxpipe.migration.stored_model import StoredModel
+from maxpipe.migration.stored_model import Parameter, StoredModel
 from maxpipe.migration.translate import translate
 from maxpipe.migration.weights import MaxTextWeights
 from maxpipe.model.program import ModelProgram
