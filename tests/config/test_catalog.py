@@ -1,9 +1,5 @@
 """The catalogue is complete, light to read, and all that must know of an added variant."""
 
-import importlib
-import inspect
-import pkgutil
-
 import pytest
 
 from maxpipe.config import ConfigError, catalog, load
@@ -28,87 +24,9 @@ def test_every_entry_has_an_implementation_and_a_summary_for_the_help():
     assert [e.implementation for e in entries if not 5 <= len(e.summary) <= 100] == []
 
 
-def function_of(*parameters, returns=""):
-    """Return a check for functions whose first parameters and whose result are those."""
-
-    def is_variant(value):
-        if not inspect.isfunction(value):
-            return False
-        signature = inspect.signature(value)
-        result = getattr(signature.return_annotation, "__name__", signature.return_annotation)
-        first = [*signature.parameters][: len(parameters)]
-        return first == [*parameters] and result == (returns or result)
-
-    return is_variant
-
-
-def class_with(*attributes):
-    """Return a check for classes, other than protocols, that have those attributes."""
-
-    def is_variant(value):
-        is_class = inspect.isclass(value) and not getattr(value, "_is_protocol", False)
-        return is_class and all(hasattr(value, name) for name in attributes)
-
-    return is_variant
-
-
-# For each table: packages of the implementations, and which public objects there are variants.
-FAMILIES = {
-    "SCHEDULES": (
-        "maxpipe.pipeline.schedules",
-        function_of("num_stages", "num_microbatches", returns="Table"),
-    ),
-    "ENGINES": ("maxpipe.pipeline.engines", class_with("loss_and_gradients")),
-    "OPTIMIZERS": ("maxpipe.training.optimizers", function_of("config", "specs")),
-    "LR_SCHEDULES": ("maxpipe.training.lr_schedules", function_of("progress", "config")),
-    "SOURCES": ("maxpipe.data.sources", function_of("config")),
-    "KERNELS": ("maxpipe.model.kernels", class_with("unfit", "build")),
-    "GROUPED_KERNELS": ("maxpipe.model.experts", class_with("layout", "multiply")),
-    "ROUTERS": ("maxpipe.model.experts.router", function_of("logits", "config")),
-    "DISPATCHES": ("maxpipe.model.experts.exchange", function_of("experts")),
-    "BLOCKS": ("maxpipe.model", lambda value: getattr(value, "__name__", "").endswith("Block")),
-    "TOKENIZERS": ("maxpipe.data.tokenizers", class_with("encode", "vocab_size")),
-    "MODEL_TYPES": ("maxpipe.hf.families", class_with("model_type", "write")),
-    "MODEL_PLACES": ("maxpipe.storage", class_with("names", "fetch")),
-    "WEIGHT_FORMATS": (
-        "maxpipe.hf maxpipe.migration maxpipe.training.initial_weights",
-        class_with("describe", "read"),
-    ),
-}
-
-
-def modules_of(packages):
-    for package in packages.split():
-        module = importlib.import_module(package)
-        yield module
-        for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}."):
-            yield importlib.import_module(info.name)
-
-
-def variants_in(packages, is_variant):
-    """Return "module:attribute" of the public variants that the modules of packages define."""
-    return {
-        f"{module.__name__}:{name}"
-        for module in modules_of(packages)
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and getattr(value, "__module__", "") == module.__name__
-        and not getattr(value, "_is_protocol", False)
-        and not inspect.isabstract(value)
-        and is_variant(value)
-    }
-
-
 def test_tokenizers_have_as_many_ids_as_the_table_says():
     sizes = {name: implementation(entry)().vocab_size for name, entry in TOKENIZERS.items()}
     assert sizes == {name: entry.vocab_size for name, entry in TOKENIZERS.items()}
-
-
-def test_variants_in_a_family_are_those_that_entries_name():
-    named = {
-        table: {e.implementation for e in entries.values()} for table, entries in TABLES.items()
-    }
-    assert {table: variants_in(*family) for table, family in FAMILIES.items()} == named
 
 
 def test_unknown_name_lists_the_choices(base):

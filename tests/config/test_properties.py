@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import Config, ConfigError, load, resolve, to_yaml
-from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.options import OPTIONS, SECTIONS, get
 
 WORDS = [
     *("-1", "0", "1", "2", "3", "4", "8", "1e3", "4k", "1e15", "1e9999", "-5", "0.5", "nan"),
@@ -33,7 +33,10 @@ def test_any_overrides_give_a_config_or_a_config_error(base, overrides, devices,
     except ConfigError as error:
         config = error
     if isinstance(config, ConfigError):
-        assert all(problem.message and "\n" not in problem.message for problem in config.problems)
+        for problem in config.problems:
+            assert problem.message
+            assert "\n" not in problem.message
+            assert problem.source or any(key in str(problem) for key in (*OPTIONS, *SECTIONS))
         return
     assert isinstance(config, Config)
     assert not [
