@@ -1,8 +1,6 @@
 """`base_model`: shape, weights, tokenizer and chat template of one model together."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from helpers.hf_folder import write_tokenizer
@@ -127,22 +125,3 @@ def test_other_tokenizer_is_refused_unless_it_is_accepted_or_has_the_same_ids(fo
         with pytest.raises(ConfigError, match=r"accept_changes=\[tokenizer\]"):
             check_base_tokenizer(changed)
         check_base_tokenizer(replace(changed, **{"checkpoint.accept_changes": ["tokenizer"]}))
-
-
-def test_other_tokenizer_is_refused_before_jax_is_imported(folder, tmp_path):
-    words = ["base", *ONE_STAGE, f"base_model=hf:{folder}", f"output_dir={tmp_path}"]
-    words += ["data.tokenizer=byte", "model.vocab_size=320"]
-    code = """
-import sys
-sys.modules["jax"] = None
-from maxpipe import train
-from maxpipe.data import __main__ as data
-for main, words in ((train.main, sys.argv[1:]), (data.main, ["check", *sys.argv[1:]])):
-    try:
-        sys.exit(f"ended with {main(words)}")
-    except SystemExit as end:
-        assert end.code == 2, end.code
-"""
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("data.tokenizer=byte")) == (0, 2), done.stderr
-    assert "accept_changes=[tokenizer]" in done.stderr

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from maxpipe.config import ConfigError, Problem, resolve
+from maxpipe.config import ConfigError, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.help import describe
@@ -66,27 +66,11 @@ def test_parse_args_leaves_out_rules_of_undecided_keys(base):
     assert arguments.loaded.config.pipeline.num_repeats == 3
 
 
-def test_exit_on_config_error_passes_other_errors():
-    with pytest.raises(ValueError, match="mine"), exit_on_config_error():
-        raise ValueError("mine")
-
-
 def test_file_without_permission_is_named_without_traceback(capsys):
     with pytest.raises(SystemExit) as end, exit_on_config_error():
         raise PermissionError(errno.EACCES, "Permission denied", "runs/base")
     assert end.value.code == 1
     assert re.fullmatch("error: runs/base: Permission denied; give .*\\n", capsys.readouterr().err)
-
-
-def test_exit_on_config_error_decorates_main(capsys):
-    @exit_on_config_error()
-    def main():
-        raise ConfigError(Problem("steps", "too many"))
-
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "config error: steps: too many\n1 problem found\n"
 
 
 def test_parse_args_print_config_prints_and_exits(base, capsys):
@@ -153,11 +137,6 @@ def test_describe_knows_every_key_and_section():
         assert describe(key).startswith(f"{key}: {OPTIONS[key].bounds.help}")
     for section in SECTIONS:
         assert f"{section}." in describe(section)
-
-
-def test_describe_unknown_key_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"did you mean pipeline.schedule\?"):
-        describe("pipeline.schedul")
 
 
 def test_help_on_a_section_has_type_choices_default_and_bounds_of_each_key():

@@ -10,7 +10,7 @@ import pytest
 from maxpipe.config import Config, ConfigError, load, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.load import from_record
-from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.options import OPTIONS
 
 
 def test_load_precedence_is_base_preset_file_command_line(write):
@@ -91,14 +91,6 @@ def test_load_runs_rules_that_need_no_device(base):
     assert keys_refused(base, "model.num_layers=9") == {"model.num_layers"}
     assert keys_refused(base, "model.num_layers=9", "mesh.ici.fsdp=-1") == {"model.num_layers"}
     assert load(base, ["model.num_layers=9", "mesh.ici.stage=-1"]).config.model.num_layers == 9
-
-
-def test_resolve_derives_every_value(resolved):
-    config = resolved()
-    unresolved = [
-        key for key, option in OPTIONS.items() if option.bounds.derived and get(config, key) == -1
-    ]
-    assert unresolved == []
 
 
 def test_resolve_twice_changes_nothing(resolved):

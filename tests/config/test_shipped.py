@@ -4,7 +4,6 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.cli import parse_args
-from maxpipe.config.imports import install_command
 from maxpipe.config.shipped import shipped_configs
 
 
@@ -42,41 +41,26 @@ def test_a_file_inherits_from_a_preset_by_name(elsewhere):
     assert (loaded.config.run_name, loaded.config.steps) == ("qwen3-8b", 5)
 
 
-def test_a_file_inherits_from_one_below_the_home_directory(elsewhere, monkeypatch):
-    monkeypatch.setenv("HOME", str(elsewhere / "home"))
-    (elsewhere / "home").mkdir()
-    (elsewhere / "home" / "x.yml").write_text("steps: 7\n")
-    (elsewhere / "mine.yml").write_text("base: ~/x.yml\n")
-    assert load("mine.yml").config.steps == 7
-
-
-def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere):
-    with pytest.raises(ConfigError, match=r"'lama3-8b' is neither .*did you mean llama3-8b\?"):
-        load("lama3-8b")
-    with pytest.raises(ConfigError, match="the presets are base, finetune, mixture, muon, "):
-        load("zzz")
-
-
-def test_a_file_without_its_ending_is_answered_with_the_file(elsewhere):
+def test_what_is_no_configuration_is_answered_with_the_nearest(elsewhere):
     (elsewhere / "tiny.yml").write_text("steps: 3\n")
-    with pytest.raises(ConfigError, match=r"did you mean tiny\.yml\?"):
-        load("tiny")
+    for run in ("empty", "runs/tiny"):
+        (elsewhere / run).mkdir(parents=True)
+    (elsewhere / "runs" / "tiny" / "config.yml").touch()
+    for word, message in {
+        "lama3-8b": r"'lama3-8b' is neither .*did you mean llama3-8b\?",
+        "zzz": "the presets are base, finetune, mixture, muon, ",
+        "tiny": r"did you mean tiny\.yml\?",
+        "empty": "empty is a directory; name a YAML file",
+        "runs/tiny": r"did you mean runs/tiny/config\.yml\?",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load(word)
 
 
 def test_a_directory_hides_no_preset(elsewhere):
     (elsewhere / "base").mkdir()
     (elsewhere / "mine.yml").write_text("base: base\n")
     assert load("base").config.run_name == load("mine.yml").config.run_name == "base"
-
-
-def test_a_run_in_place_of_a_file_is_answered_with_its_configuration(elsewhere):
-    run = elsewhere / "runs" / "tiny"
-    run.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="runs/tiny is a directory; name a YAML file"):
-        load("runs/tiny")
-    (run / "config.yml").touch()
-    with pytest.raises(ConfigError, match=r"did you mean runs/tiny/config\.yml\?"):
-        load("runs/tiny")
 
 
 def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys):
@@ -86,7 +70,3 @@ def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys)
         parse_args(["--help"], prog="prog", description="Does it.")
     for shown in (str(error.value), " ".join(capsys.readouterr().out.split())):
         assert ", ".join(shipped_configs()) in shown
-
-
-def test_install_command_fits_a_checkout():
-    assert install_command("data") == "pip install -e '.[data]'"
