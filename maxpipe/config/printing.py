@@ -74,8 +74,7 @@ def notes(
 
     Args:
       resolved: the config, from `resolve`.
-      loaded: the config before `resolve`; without it neither derived values nor unused pipeline
-        options are listed.
+      loaded: the config before `resolve`; without it, keys that may be derived are left out.
       verbose: whether to list values, too, that are derived as the help of their keys says.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded

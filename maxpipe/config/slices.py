@@ -4,6 +4,7 @@ libtpu names a slice by its grid of chips. The cloud names it by a number, which
 on chips that have two of them (v4, v5p, tpu7x) and chips on the others (v5e, v6e).
 """
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ def canonical_topology(name: str) -> str:
     if "x" in number:
         return f"{generation.name}:{number}"
     chips, odd = divmod(int(number), generation.cores_per_chip)
-    grid = "" if odd else standard_grid(generation, chips)
-    if not grid:
+    grid = _usual_grids(generation).get(chips)
+    if odd or not grid:
         unit = "TensorCores" if generation.cores_per_chip > 1 else "chips"
         near = ", ".join(nearest_slices(generation, chips))
         raise ValueError(f"there is no slice of {number} {unit}; the nearest are {near}")
@@ -90,7 +91,7 @@ def _misnamed(kind: str, number: str) -> str:
         command = f"python -m maxpipe.plan CONFIG.yml --topology {kind.upper()}:{number}"
         return f"names GPUs, which maxpipe.compile does not support; {command} predicts for them"
     if generation := _BY_NAME.get(kind):
-        grid = standard_grid(generation, generation.host_chips)
+        grid = _usual_grids(generation)[generation.host_chips]
         return f"has no grid; give one, such as {generation.name}:{grid}"
     examples = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
     return f"is neither cpu nor a chip and its grid, such as {examples}"
@@ -119,36 +120,36 @@ def explain_topology(name: str) -> str:
     return f"compile.topology={name} is {canonical}, {chips} {noun}{counted}"
 
 
-def standard_grid(generation: Generation, chips: int) -> str:
-    """Return the usual grid of a number of chips, the most compact one; empty if there is none."""
-    for grid in generation.grids:
-        if math.prod(map(int, grid.split("x"))) == chips:
-            return grid
-    cubes, odd = divmod(chips, CUBE**3)
-    if odd or not cubes or chips > generation.most_chips or generation.grids == _FLAT:
-        return ""
-    sizes = [
-        (a, b, cubes // (a * b))
-        for a in range(1, cubes + 1)
-        if cubes % a == 0
-        for b in range(a, cubes // a + 1)
-        if cubes // a % b == 0 and cubes // (a * b) >= b
-    ]
-    return "x".join(str(CUBE * size) for size in min(sizes, key=sum))
+@functools.cache
+def _usual_grids(generation: Generation) -> dict[int, str]:
+    """Return the usual grids by their number of chips, ascending; of cubes the most compact one."""
+    grids = {_product(grid): grid for grid in generation.grids}
+    if generation.grids == _FLAT:
+        return grids
+    for cubes in range(1, generation.most_chips // CUBE**3 + 1):
+        sizes = [
+            (a, b, cubes // (a * b))
+            for a in range(1, cubes + 1)
+            if cubes % a == 0
+            for b in range(a, cubes // a + 1)
+            if cubes // a % b == 0 and cubes // (a * b) >= b
+        ]
+        grids[cubes * CUBE**3] = "x".join(str(CUBE * size) for size in min(sizes, key=sum))
+    return grids
+
+
+def _product(grid: str) -> int:
+    return math.prod(map(int, grid.split("x")))
 
 
 def nearest_slices(generation: Generation, chips: int) -> list[str]:
     """Return up to two usual slices around a number of chips: "v5p-64 (v5p:2x4x4)"."""
-    counts = [math.prod(map(int, grid.split("x"))) for grid in generation.grids]
-    if generation.grids != _FLAT:
-        counts += range(CUBE**3, generation.most_chips + 1, CUBE**3)
-    below = max((count for count in counts if count <= chips), default=0)
-    above = min((count for count in counts if count > chips), default=0)
+    grids = _usual_grids(generation)
+    below = [count for count in grids if count <= chips][-1:]
+    above = [count for count in grids if count > chips][:1]
     return [
-        f"{generation.name}-{count * generation.cores_per_chip} "
-        f"({generation.name}:{standard_grid(generation, count)})"
-        for count in (below, above)
-        if count
+        f"{generation.name}-{count * generation.cores_per_chip} ({generation.name}:{grids[count]})"
+        for count in (*below, *above)
     ]
 
 
@@ -162,7 +163,7 @@ def examples_of(topology: str) -> list[str]:
 
 def num_chips(topology: str) -> int:
     """Return the number of chips of a canonical topology."""
-    return math.prod(map(int, topology.partition(":")[2].split("x")))
+    return _product(topology.partition(":")[2])
 
 
 def num_devices(topology: str) -> int:
@@ -219,11 +220,7 @@ def slices_of(name: str) -> list[str]:
         known = ", ".join(generation.name for generation in GENERATIONS)
         raise ValueError(f"there is no kind of TPU {name!r}; there are {known}")
     generation = _BY_NAME[name.lower()]
-    grids = [*generation.grids]
-    if generation.grids != _FLAT:
-        counts = range(CUBE**3, generation.most_chips + 1, CUBE**3)
-        grids += [standard_grid(generation, count) for count in counts]
-    return [f"{generation.name}:{grid}" for grid in grids]
+    return [f"{generation.name}:{grid}" for grid in _usual_grids(generation).values()]
 
 
 def hosts_of(topology: str) -> int:
