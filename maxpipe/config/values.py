@@ -243,4 +243,9 @@ _READERS: Mapping[object, Callable[[Raw], object]] = {
     int: _integer,
     float: _float,
 }
-_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+_NAMES: Mapping[object, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
