@@ -16,6 +16,7 @@ import argparse
 import ast
 import concurrent.futures
 import csv
+import importlib.util
 import json
 import os
 import queue
@@ -177,7 +178,10 @@ def outcome(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> Outco
     file.write_bytes(original[: mutant.start] + mutant.text.encode() + original[mutant.end :])
     names = copy / "tests.txt"
     names.write_text("\n".join(tests))
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    # Python tells a changed file by its size and the second of its change.
+    compiled = Path(importlib.util.cache_from_source(str(file)))
+    compiled.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -204,6 +208,7 @@ def outcome(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> Outco
         return Outcome(*place, "caught", "does not end")
     finally:
         file.write_bytes(original)
+        compiled.unlink(missing_ok=True)
     if ended.returncode == 0:
         return Outcome(*place, "missed", f"{len(tests)} tests pass")
     failed = [text for text in ended.stdout.splitlines() if text.startswith(("FAILED", "ERROR"))]
