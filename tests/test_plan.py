@@ -126,7 +126,7 @@ def test_the_command_has_no_secrets_in_the_page_and_the_file(tmp_path, capsys):
         ("v6e:2x4", "1f1b", "  once  "),
         ("v6e:2x4", "order.csv", "a schedule from a file has no closed form"),
         # Two hosts.
-        ("v5p:2x2x2", "1f1b", "pipeline.engine=mpmd: its transfers between hosts are not priced"),
+        ("v5p:2x2x2", "1f1b", "mpmd is priced on one host only"),
     ],
 )
 def test_own_configuration_of_stages_that_a_run_would_choose_is_a_row_or_says_why_not(
@@ -396,10 +396,6 @@ def test_words_with_which_nothing_is_legal_are_an_error_that_names_them(capsys):
     message = refused(capsys, ["base", "--topology", "cpu:7", "--no-compile"])
     assert f"7 devices: {reason}" in message
     assert "give --topology another number of them" in message
-    # Most candidates are those of the mpmd engine, which no number of microbatches makes legal.
-    words = ["llama3-8b", "--topology", "v5p:2x2x2", "--no-compile", "--fix", "mesh.ici.tensor=1"]
-    message = refused(capsys, [*words, "--fix", "pipeline.num_microbatches=7"])
-    assert f"{reason}data.global_batch_size: no multiple of" in message
 
 
 def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warning(

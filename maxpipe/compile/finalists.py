@@ -16,7 +16,6 @@ from maxpipe.config.outputs import write_file
 from maxpipe.config.terminal import folded, terminal_width
 from maxpipe.plan.search.emptiness import emptiness, given_text
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.legality import ONE_HOST
 from maxpipe.plan.search.plan import Plan, make_plan
 from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
@@ -112,9 +111,7 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
 def _nothing_legal(plan: Plan) -> Problem:
     """Return why most candidates were left out where none is legal, and what to change."""
     space, devices = plan.request.space(), plan.request.machine.devices
-    reasons = [reason for reason, _ in plan.outcome.fallen.most_common()]
-    # A reason that other values would not change is named only if there is no other.
-    reason = min(reasons, key=lambda reason: ONE_HOST in reason)
+    ((reason, _),) = plan.outcome.fallen.most_common(1)
     if space.choices:
         given, remedy = given_text(space, space.choices), "give other values, or leave some out"
     else:

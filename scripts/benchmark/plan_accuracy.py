@@ -73,15 +73,13 @@ def drawn(request: Request, count: int, seed: int, *, per_engine: bool = False) 
       per_engine: draw as many of each engine, instead of each engine and schedule.
     """
     space, machine = request.space(), request.machine
-    legality, facts = Legality(request.config, machine.hosts), Facts(request.config)
+    legality, facts = Legality(request.config), Facts(request.config)
     batch, draw = request.batches[0], random.Random(seed)
     kinds: dict[tuple[str, ...], list[Candidate]] = {}
     for grid in space.grids():
         if legality.of_mesh(grid):
             continue
         for engine, schedule in space.pipelines(grid.size("stage")):
-            if legality.of_engine(engine):
-                continue
             scans = draw.choice(space.scans(engine))
             block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
             if priced := price(block, legality, facts, machine, Outcome().fallen):

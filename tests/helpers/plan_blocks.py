@@ -53,5 +53,5 @@ def sizes_of(
     space = Space(config, devices, 1, tried)
     (grid,) = space.grids()
     (scans,) = space.scans(engine)
-    block = block_of(space, Legality(config, 1), grid, engine, schedule, 64, scans=scans)
+    block = block_of(space, Legality(config), grid, engine, schedule, 64, scans=scans)
     return BlockSizes(block, Facts(config), None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import Problem
 from maxpipe.config.rules.layout import engines_of, schedules_of
-from maxpipe.plan.search.space import MESH_KEYS, REPEATS, SCHEDULE, Space
+from maxpipe.plan.search.space import MESH_KEYS, REPEATS, SCHEDULE, Space, unpriced
 
 ENGINE = "pipeline.engine"
 _NARROWING = (*MESH_KEYS, ENGINE, SCHEDULE, REPEATS)
@@ -59,8 +59,12 @@ def _explanations(space: Space, keys: Sequence[str]) -> list[str]:
     schedules = [str(name) for name in space.choices.get(SCHEDULE, ())] if SCHEDULE in keys else []
     if engines and schedules:
         lines += [f"{name} runs on {', '.join(engines_of(name))}" for name in schedules]
-    for name in engines:
-        if not ENGINES[name].has_stages:
+    for name in engines or [e for s in schedules for e in SCHEDULES[s].engines]:
+        if reason := unpriced(name, space.hosts):
+            lines.append(reason)
+        elif not engines:
+            continue
+        elif not ENGINES[name].has_stages:
             lines.append(f"{name} has no stages")
         elif schedules:
             runs = [schedule for schedule in schedules_of(name) if schedule in SCHEDULES]
@@ -70,7 +74,7 @@ def _explanations(space: Space, keys: Sequence[str]) -> list[str]:
     if REPEATS in keys:
         own = {name: SCHEDULES[name].repeats for name in schedules}
         lines += [f"{name} has {REPEATS}={number}" for name, number in own.items() if number]
-    return [line for line in lines if line]
+    return [*dict.fromkeys(line for line in lines if line)]
 
 
 def _of_mesh(space: Space, level: str, keys: Sequence[str]) -> str:

@@ -23,7 +23,6 @@ from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.space import Grid
 
 _AXIS_SIZE = re.compile(r"(mesh\.\w+\.\w+)=(?:[2-9]|\d{2,})")
-ONE_HOST = "its transfers between hosts are not priced, so that a plan tries it on one host only"
 
 
 class Layout(NamedTuple):
@@ -68,11 +67,10 @@ class Legality:
 
     Args:
       config: what all candidates share.
-      processes: number of processes that drive the devices.
     """
 
-    def __init__(self, config: Config, processes: int):
-        self._config, self._processes = config, processes
+    def __init__(self, config: Config):
+        self._config = config
         self._options: dict[tuple[str, str, str, str], str] = {}
 
     def of_mesh(self, grid: Grid) -> str:
@@ -83,12 +81,6 @@ class Legality:
             *kernel_problems(config, platform_of(config)),
         ]
         return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
-
-    def of_engine(self, engine: str) -> str:
-        """Return why an engine cannot be compared on the devices; empty if it can."""
-        if self._processes > 1 and not ENGINES[engine].one_program:
-            return f"pipeline.engine={engine}: {ONE_HOST}"
-        return ""
 
     def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
         """Return why an engine does not take options; empty if it does."""

@@ -19,7 +19,7 @@ from maxpipe.plan.search.pricing import price
 from maxpipe.plan.search.request import Request, placed
 from maxpipe.plan.search.rows import Row, fits, loss_of, with_reasons
 from maxpipe.plan.search.search import Outcome, search
-from maxpipe.plan.search.space import DERIVED
+from maxpipe.plan.search.space import DERIVED, unpriced
 
 ROWS = 100
 CHECKS = 2000  # by the configuration's own rules; each takes about a millisecond
@@ -230,8 +230,9 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
         return f"{OWN}: a schedule from a file has no closed form"
     block = block_of_configuration(with_gather_mode(config, request.machine.tpu))
     outcome, facts = Outcome(), Facts(config)
-    legality = Legality(config, request.machine.hosts)
-    if reason := legality.of_engine(block.engine) or legality.of_mesh(block.grid):
+    legality = Legality(config)
+    hosts = request.machine.hosts
+    if reason := unpriced(block.engine, hosts) or legality.of_mesh(block.grid):
         return f"{OWN}: {reason}"
     priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:

@@ -72,8 +72,15 @@ class Request:
     def space(self) -> Space:
         """Return what is searched."""
         machine = self.machine
-        is_tpu = machine.tpu is not None
-        return Space(self.config, machine.devices, machine.slices, self.choices, is_tpu, self.fixed)
+        return Space(
+            self.config,
+            machine.devices,
+            machine.slices,
+            self.choices,
+            is_tpu=machine.tpu is not None,
+            fixed=self.fixed,
+            hosts=machine.hosts,
+        )
 
     def on(self, topology: str, slices: int | None = None) -> "Request":
         """Return the same request on another slice; on as many as before if no number is given."""

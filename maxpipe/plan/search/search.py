@@ -59,7 +59,7 @@ def search(
     """
     started = time.perf_counter()
     outcome = Outcome()
-    legality = Legality(space.config, machine.hosts)
+    legality = Legality(space.config)
     for block in blocks(space, legality, batches, outcome):
         count = math.prod(block.shape)
         outcome.tried += count
@@ -77,7 +77,7 @@ def fitting_of_blocks(
     space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
 ) -> Iterator[list[Candidate]]:
     """Yield each block's fastest candidates that fit as soon as it is priced; see `search`."""
-    legality, counted = Legality(space.config, machine.hosts), Outcome()
+    legality, counted = Legality(space.config), Outcome()
     for block in blocks(space, legality, batches, counted):
         of_block = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
         priced = price(block, legality, facts, machine, counted.fallen)
@@ -97,7 +97,7 @@ def blocks(
             for batch, scans in itertools.product(batches, space.scans(engine)):
                 block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
                 unkept = space.unkept(engine, schedule)
-                if reason := reasons[grid] or legality.of_engine(engine) or unkept:
+                if reason := reasons[grid] or unkept:
                     count = math.prod(block.shape)
                     outcome.tried += count
                     outcome.fallen += Counter({reason: count})  # no entry where count is 0

@@ -109,6 +109,13 @@ class Grid(NamedTuple):
         return dict(zip(MESH_KEYS, (*self.ici, *self.dcn), strict=True))
 
 
+def unpriced(engine: str, hosts: int) -> str:
+    """Return why an engine's step on so many hosts has no price; empty if it has one."""
+    if hosts == 1 or ENGINES[engine].one_program:
+        return ""
+    return f"{engine} is priced on one host only, without transfers between {hosts} hosts"
+
+
 @dataclass(frozen=True)
 class Space:
     """The values that are tried.
@@ -119,6 +126,7 @@ class Space:
       choices: values of searched keys that the user gave; others are enumerated.
       is_tpu: whether devices are TPUs; loops there copy what they save, so unrolling may pay.
       fixed: keys of `choices` whose one value every candidate has.
+      hosts: number of processes that drive the devices.
     """
 
     config: Config
@@ -127,6 +135,7 @@ class Space:
     choices: Mapping[str, Sequence[object]]
     is_tpu: bool = False
     fixed: tuple[str, ...] = ()
+    hosts: int = 1
 
     def grids(self) -> Iterator[Grid]:
         """Yield every mesh."""
@@ -180,7 +189,8 @@ class Space:
         return [
             (engine, schedule)
             for engine, schedule in pairs
-            if (engines is None or engine in engines)
+            if not unpriced(engine, self.hosts)
+            and (engines is None or engine in engines)
             and (schedules is None or stages == 1 or schedule in schedules)
         ]
 

@@ -8,8 +8,8 @@ CONFIG = replace(Config(), **{"model.num_layers": 8, "model.num_kv_heads": 4})
 ENGINE, SCHEDULE, REPEATS = "pipeline.engine", "pipeline.schedule", "pipeline.num_repeats"
 
 
-def space_of(choices, fixed=(), devices=4, slices=1):
-    return Space(CONFIG, devices, slices, choices, fixed=fixed)
+def space_of(choices, fixed=(), devices=4, slices=1, hosts=1):
+    return Space(CONFIG, devices, slices, choices, fixed=fixed, hosts=hosts)
 
 
 def test_a_space_of_legal_values_is_not_empty():
@@ -41,7 +41,10 @@ def test_emptying_names_the_fewest_keys_that_leave_nothing():
 
 
 def test_emptiness_says_what_contradicts_what():
+    on_two_hosts = "; mpmd is priced on one host only, without transfers between 2 hosts"
     for choices, ends in (
+        ({ENGINE: ["mpmd"]}, on_two_hosts),
+        ({SCHEDULE: ["1f1b", "zb_v"]}, on_two_hosts),
         ({"mesh.ici.tensor": [3]}, "for 16 devices; it must divide 8 devices of a slice; legal "),
         ({"mesh.ici.tensor": [3]}, "legal here: 1, 2, 4"),  # 8 devices, but 4 heads
         ({"mesh.dcn.data": [3]}, "it must divide 2 slices; legal here: 1, 2"),
@@ -57,8 +60,11 @@ def test_emptiness_says_what_contradicts_what():
             "; gpipe has pipeline.num_repeats=1",
         ),
     ):
-        message = emptiness(space_of(choices, fixed=(*choices,)[:1], devices=16, slices=2)).message
+        hosts = 2 if ends is on_two_hosts else 1
+        fixed = (*choices,)[:1]
+        message = emptiness(space_of(choices, fixed, devices=16, slices=2, hosts=hosts)).message
         first = next(iter(choices))
-        assert message.startswith(f"--fix {first}={choices[first][0]} "), (choices, ends)
+        values = ",".join(map(str, choices[first]))
+        assert message.startswith(f"--fix {first}={values} "), (choices, ends)
         assert ends in message, (choices, ends)
         assert message.count("--try ") == len(choices) - 1, (choices, ends)

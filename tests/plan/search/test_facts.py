@@ -103,4 +103,4 @@ def test_meshes_that_a_configured_kernel_does_not_run_on_are_not_legal():
         ("v5e:2x2", "cudnn", {}, "model.attention: cudnn cannot be used"),
     ):
         config = placed_on(topology, **NO_PACKING, **{"model.attention": kernel})
-        assert Legality(config, 1).of_mesh(Grid(mesh(**axes), mesh())) == words, (topology, kernel)
+        assert Legality(config).of_mesh(Grid(mesh(**axes), mesh())) == words, (topology, kernel)

@@ -42,7 +42,7 @@ def candidates(config, topology, slices, seed):
     """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
     machine = machine_of(topology, slices, config)
     space = Space(config, machine.devices, slices, CHOICES, is_tpu=True)
-    legality, facts, draw = Legality(config, machine.hosts), Facts(config), random.Random(seed)
+    legality, facts, draw = Legality(config), Facts(config), random.Random(seed)
     blocks = [
         (grid, engine, schedule, scans)
         for grid in space.grids()
@@ -95,7 +95,7 @@ def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(
 def test_a_batch_of_evaluations_that_the_devices_do_not_divide_is_a_reason_of_its_own():
     sizes = SIZES | {"eval.every": 10, "eval.global_batch_size": 3}
     config = replace(Config(), **sizes)
-    legality, space = Legality(config, 1), Space(config, 4, 1, {})
+    legality, space = Legality(config), Space(config, 4, 1, {})
     reason = "eval.global_batch_size: no multiple of the devices that divide it"
     for grid in (grid for grid in space.grids() if grid.size("stage") == 1):
         fallen = Outcome().fallen
@@ -113,7 +113,7 @@ def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
 
 def test_uneven_layers_are_legal_with_first_dense_layers():
     sizes = SIZES | {"model.num_layers": 14, "model.first_dense_layers": 1}
-    legality = Legality(replace(Config(), **sizes), 1)
+    legality = Legality(replace(Config(), **sizes))
     for engine, schedule in (("mpmd", "1f1b"), ("scheduled", "lockstep_1f1b")):
         assert legality.of_layers(engine, schedule, 4, np.array([1]))[0].all()
 
@@ -121,7 +121,7 @@ def test_uneven_layers_are_legal_with_first_dense_layers():
 def test_meshes_that_split_no_sequence_evenly_are_refused():
     config = replace(Config(), **(SIZES | {"data.sequence_length": 6}))
     space = Space(config, 4, 1, {})
-    legality = Legality(config, 1)
+    legality = Legality(config)
     refused = {grid.size("context") for grid in space.grids() if legality.of_mesh(grid)}
     assert refused == {2, 4}
 
@@ -129,7 +129,7 @@ def test_meshes_that_split_no_sequence_evenly_are_refused():
 def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
     moe = {"experts": 4, "per_token": 2, "mlp_dim": 64, "capacity_factor": 1.25}
     config = replace(Config(), **(SIZES | {f"model.moe.{key}": n for key, n in moe.items()}))
-    legality = Legality(config, 1)
+    legality = Legality(config)
     grids = [grid for grid in Space(config, 4, 1, {}).grids() if grid.size("context") > 1]
     assert {grid.size("context") for grid in grids} == {2, 4}
     reasons = {legality.of_mesh(grid) for grid in grids}

@@ -283,7 +283,7 @@ FIRST = MIXTURE | {"model.num_layers": 18, "model.first_dense_layers": 2}
 
 def drawn(config, facts):
     """Yield candidates of the mpmd engine on eight devices whose chunks are equal, at random."""
-    space, legality, draw = Space(config, 8, 1, {}), Legality(config, 1), np.random.default_rng(7)
+    space, legality, draw = Space(config, 8, 1, {}), Legality(config), np.random.default_rng(7)
     machine = machine_of("v5p:2x2x2", 1, config)
     for grid in space.grids():
         if legality.of_mesh(grid):
