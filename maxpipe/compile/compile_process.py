@@ -18,7 +18,7 @@ from maxpipe.compile.step import growing_silences
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.storage.records import read_record
 from maxpipe.supervision.ending import die_with_parent

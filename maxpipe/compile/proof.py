@@ -7,8 +7,8 @@ from maxpipe.compile.compile_process import compile_configuration
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.plan import Plan, with_misfit_reasons
-from maxpipe.plan.search.rows import Proof, Row, loss_of, with_reasons
+from maxpipe.plan.search.best import Plan, with_misfit_reasons
+from maxpipe.plan.search.candidate import Proof, Row, loss_of, with_reasons
 from maxpipe.plan.search.written import BASES, file_text
 
 # By how much closed forms may misjudge one engine against another, as a share of a step.

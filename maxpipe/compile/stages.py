@@ -72,7 +72,7 @@ class StagesReport:
       device_kind, num_devices, num_slices: what was compiled for.
       mesh: axis sizes.
       schedule: name of the schedule.
-      bubble: idle share of the stages' time, see `planning.auto_stages.bubble_fraction`.
+      bubble: idle share of the stages' time, see `plan.auto_stages.bubble_fraction`.
       capacity: memory of a device; None if unknown.
       model_flops: model FLOPs of a step over all devices.
       compile_seconds: seconds of tracing and compilation.

@@ -131,7 +131,7 @@ def derive_known(config: Config) -> Config:
 def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> Config:
     """Derive every value that is -1, and check what depends on the number of devices.
 
-    `pipeline.layers_per_stage: auto` stays; `planning.auto_stages` decides it.
+    `pipeline.layers_per_stage: auto` stays; `plan.auto_stages` decides it.
 
     Args:
       loaded: the result of `load`, or a config made in code.

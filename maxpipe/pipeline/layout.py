@@ -150,11 +150,9 @@ def build_layout(config: Config) -> StageLayout:
     """Return which layer lives on which stage.
 
     Args:
-      config: the resolved configuration, stages chosen (`planning.auto_stages`).
+      config: the resolved configuration, stages chosen (`plan.auto_stages`).
     """
-    assert config.pipeline.layers_per_stage != AUTO, (
-        "stages are not chosen; see planning.auto_stages"
-    )
+    assert config.pipeline.layers_per_stage != AUTO, "stages are not chosen; see plan.auto_stages"
     pipeline, stages = config.pipeline, num_stages(config)
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:

@@ -8,8 +8,10 @@ either may be faster: lockstep ones spread the loss over the stages.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.imports import is_installed
@@ -17,12 +19,144 @@ from maxpipe.pipeline.schedules.improve import improve
 from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.order import place, stage_orders
-from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.table import Table, from_ticks
+from maxpipe.pipeline.schedules.throttled import throttled
 from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
 from maxpipe.pipeline.schedules.validate import validate
-from maxpipe.plan.simulate import Simulation, simulate
-from maxpipe.plan.solve_lockstep import solve_lockstep
-from maxpipe.plan.solver_task import NAME, Progress, Task
+from maxpipe.plan.simulate import COST_FIELDS, Costs, Simulation, simulate
+
+NAME = "solved"  # name of the tables that it finds
+_TIMES = (*COST_FIELDS.values(), "communication", "head")
+# Called with the seconds since the start, the best makespan and the bound.
+Progress = Callable[[float, float, float], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to solve.
+
+    Attributes:
+      num_stages, num_microbatches, num_repeats, placement: see `Table`.
+      lockstep: whether the table is in lockstep; None for whichever is faster.
+      max_in_flight: chunks that may be in flight on a stage, at least `num_repeats`.
+      costs: times of units of one chunk.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    placement: str
+    lockstep: bool | None
+    max_in_flight: int
+    costs: Costs
+
+    @property
+    def workload(self) -> Workload:
+        """Return the task in the form that the search takes."""
+        sizes = self.num_stages, self.num_microbatches, self.num_repeats
+        times = self.costs.unit_times(self.num_stages, self.num_repeats, self.placement)
+        return Workload(*sizes, self.placement, times, self.max_in_flight)
+
+    @property
+    def unit_of_time(self) -> float:
+        """Return a power of ten such that the longest of all times is 1 to 10 of it."""
+        longest = max(float(np.max(getattr(self.costs, name))) for name in _TIMES)
+        return 10.0 ** math.floor(math.log10(longest)) if longest else 1.0
+
+    def in_unit(self, unit: float) -> "Task":
+        """Return the task with times in another unit; the search compares them up to rounding."""
+        times = {name: (np.asarray(getattr(self.costs, name)) / unit).tolist() for name in _TIMES}
+        return replace(self, costs=replace(self.costs, **times))
+
+    def fits(self, run: Simulation) -> bool:
+        """Return whether no stage has more chunks in flight than it may."""
+        return bool(run.peak_in_flight.max() <= self.max_in_flight)
+
+
+def solve_lockstep(
+    task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
+) -> tuple[Table, float, bool]:
+    """Return the best lockstep table, a makespan that none can beat, and `exact`.
+
+    Tables with B and tables with I and W are searched one after the other.
+
+    Args:
+      task: sizes, times and memory.
+      named: the named lockstep schedules that fit.
+      seconds: time limit of CP-SAT.
+      exact: whether CP-SAT searches; otherwise the best known table is returned.
+      progress: function called with the best makespan and bound so far.
+    """
+    sizes = task.num_stages, task.num_microbatches, task.num_repeats
+    runs = [*named]
+    for splits in (False, True):
+        table = throttled(NAME, *sizes, task.placement, task.max_in_flight, splits)
+        runs.append(simulate(table, task.costs))
+    slots = [
+        {kind: float(task.costs.of(kind, task.num_stages).max()) for kind in kinds}
+        for kinds in ("FB", "FIW")
+    ]
+    bounds = [_tick_bound(task, each) for each in slots]
+
+    def report(passed: float, makespan: float, proved: float) -> None:
+        fastest = min(makespan, *(run.makespan for run in runs))
+        progress(passed, fastest, min(max(proved, bounds[splits]), bounds[not splits], fastest))
+
+    for splits in (False, True):
+        seed = min(
+            (run for run in runs if ("W" in run.table.kinds) == splits), key=lambda r: r.makespan
+        )
+        if exact and seed.makespan > bounds[splits] + 1e-9:
+            ticks, proved = _solve_ticks(task, seed, slots[splits], seconds / 2, report)
+            bounds[splits] = max(bounds[splits], proved)
+            if ticks is not None:
+                runs.append(simulate(ticks, task.costs))
+    best = min((run for run in runs if task.fits(run)), key=lambda run: run.makespan)
+    progress(0, best.makespan, min(bounds))
+    return replace(best.table, name=NAME), min(bounds), exact
+
+
+def _tick_bound(task: Task, slots: dict[str, float]) -> float:
+    """Return a makespan that no lockstep table can beat, from the least span of each kind."""
+    least = task.num_microbatches * task.num_repeats
+    ring = task.num_stages - 1
+    spans = {kind: least + (0 if kind == "W" else ring) for kind in slots}
+    work = sum(slots[kind] * span for kind, span in spans.items())
+    transfers = task.costs.communication * (least + ring - 1) if ring else 0.0
+    return work + transfers + task.costs.head * task.num_microbatches / task.num_stages
+
+
+def _solve_ticks(
+    task: Task, seed: Simulation, slots: dict[str, float], seconds: float, progress: Progress
+) -> tuple[Table | None, float]:
+    from maxpipe.plan.cp_sat import (
+        SlotTimes,
+        scale_of,  # an extra, slow to import
+        solve_ticks,
+    )
+
+    communication = task.costs.communication if task.num_stages > 1 else 0.0
+    times = SlotTimes(
+        slots, communication, task.costs.head * task.num_microbatches / task.num_stages
+    )
+    scale = scale_of([*slots.values(), communication])
+    ticks, bound = solve_ticks(
+        seed.table, times, seed.makespan, task.max_in_flight, scale, seconds, progress
+    )
+    if ticks is None:
+        return None, bound
+    first = min(int(np.min(array)) for array in ticks.values())
+    shifted = {kind: array - first for kind, array in ticks.items()}
+    table = from_ticks(
+        NAME,
+        task.num_stages,
+        task.num_repeats,
+        shifted,
+        placement=task.placement,
+        lockstep=True,
+    )
+    return table, bound
+
 
 FREE, LOCKSTEP = "free-running", "lockstep"
 STARTS = 4  # orders that the tabu search improves

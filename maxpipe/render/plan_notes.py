@@ -4,7 +4,7 @@ import os
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
-from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.best import Plan
 from maxpipe.render.plan_omissions import omission_lines
 
 _MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes

@@ -2,9 +2,9 @@
 
 from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
 from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.plan.search.best import Plan
+from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.machine import platform_of
-from maxpipe.plan.search.plan import Plan
-from maxpipe.plan.search.rows import Row
 
 
 def omission_lines(plan: Plan) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from maxpipe.config.shipped import locate_config
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.plan import Plan
-from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.best import Plan
+from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.written import versions
 from maxpipe.render.html import document
 from maxpipe.render.plan_notes import basis_lines

@@ -4,7 +4,7 @@ import math
 
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.plan import Plan
+from maxpipe.plan.search.best import Plan
 from maxpipe.plan.search.request import TOPOLOGY
 
 _CLOSED = " by closed forms"

@@ -5,8 +5,8 @@ from html import escape
 from typing import NamedTuple
 
 from maxpipe.devices.chips import GIB
+from maxpipe.plan.search.best import Plan
 from maxpipe.plan.search.candidate import Candidate
-from maxpipe.plan.search.plan import Plan
 from maxpipe.render.chart import round_values
 from maxpipe.render.columns import numbers
 

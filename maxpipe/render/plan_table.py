@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.plan import Plan, SliceCost
-from maxpipe.plan.search.rows import Row, relative_time
+from maxpipe.plan.search.best import Plan, SliceCost
+from maxpipe.plan.search.candidate import Row, relative_time
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from maxpipe.config.imports import install_command, is_installed
-from maxpipe.plan.solve import Solution, solve
-from maxpipe.plan.solver_task import Task
+from maxpipe.plan.solve import Solution, Task, solve
 from maxpipe.render.request import (
     OTHER_COSTS,
     SIZES,

@@ -24,15 +24,14 @@ from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
+from maxpipe.plan.search.best import priced_configuration
 from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.candidate import Candidate, candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.plan import priced_configuration
-from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.pricing import Outcome, price
 from maxpipe.plan.search.request import Request, shared_config
-from maxpipe.plan.search.search import Outcome
 from maxpipe.plan.search.written import versions
 
 

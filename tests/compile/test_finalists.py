@@ -6,7 +6,7 @@ import pytest
 
 from maxpipe.compile import proof
 from maxpipe.plan import __main__ as command
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.candidate import Proof
 
 WORDS = [
     "configs/base.yml",

@@ -14,11 +14,11 @@ from maxpipe.compile.proof import finalists, prove
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
+from maxpipe.plan.search.best import make_plan
+from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.plan import make_plan
 from maxpipe.plan.search.request import Request, placed
-from maxpipe.plan.search.rows import Proof
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_table import as_json, reason_text

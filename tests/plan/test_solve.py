@@ -14,8 +14,7 @@ from maxpipe.pipeline.schedules.throttled import throttled
 from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
 from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.plan.simulate import Costs, simulate
-from maxpipe.plan.solve import solve
-from maxpipe.plan.solver_task import Task
+from maxpipe.plan.solve import Task, solve
 
 SPLIT = Costs(1, 2.3, 1.4, 0.9, 0.1)
 CHEAP_B = Costs(1, 2, 1.4, 0.9, 0.05, head=0.3)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from helpers.small_plan import small_plan
 
-from maxpipe.plan.search.plan import Remedies
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.best import Remedies
+from maxpipe.plan.search.candidate import Proof
 from maxpipe.render.plan_notes import basis_lines
 from maxpipe.render.plan_omissions import omission_lines
 from maxpipe.render.plan_remedies import nothing_fits_lines

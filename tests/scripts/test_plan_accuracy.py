@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.candidate import Proof
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "plan_accuracy.py"
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"

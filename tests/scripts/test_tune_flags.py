@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import FlagSet, names_in
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.candidate import Proof
 
 ROOT = Path(__file__).parents[2]
 SETS = [

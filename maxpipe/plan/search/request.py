@@ -15,8 +15,8 @@ from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
-from maxpipe.plan.search.amounts import DEFAULT_MARGIN, MARGIN, TOKENS, batches_of, share_of
-from maxpipe.plan.search.emptiness import emptiness, is_empty
+from maxpipe.plan.search.flags import DEFAULT_MARGIN, MARGIN, TOKENS, batches_of, share_of
+from maxpipe.plan.search.given import emptiness, is_empty, problems_of, values_of
 from maxpipe.plan.search.machine import CPU, Machine, machine_of
 from maxpipe.plan.search.space import (
     BATCH,
@@ -29,7 +29,6 @@ from maxpipe.plan.search.space import (
     UNDECIDED,
     Space,
 )
-from maxpipe.plan.search.words import problems_of, values_of
 
 TOPOLOGY = "--topology"
 _POLICY = "pipeline.remat_policy"

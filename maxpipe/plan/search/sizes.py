@@ -107,7 +107,7 @@ class BlockSizes:
         return np.where(self.gathers_before_loop, 1.0 / self.microbatches, 1.0)
 
     def gathers_in_steps(self) -> np.ndarray:
-        """Return 1 where weights are gathered in steps, by the rules of `planning.prefetch`."""
+        """Return 1 where weights are gathered in steps, by the rules of `plan.prefetch`."""
         pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
         prefetch = pipeline.fsdp_prefetch
         if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.slices import num_chips
 from maxpipe.config.terminal import Note
+from maxpipe.plan.search.best import Plan, make_plan
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.plan import Plan, make_plan
 from maxpipe.plan.search.request import Request
 
 LARGER = 4  # slices above the smallest that are priced

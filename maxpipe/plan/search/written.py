@@ -16,8 +16,8 @@ from maxpipe.config.options import OPTIONS, get, is_set, update
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search.plan import OWN, Plan
-from maxpipe.plan.search.rows import Row
+from maxpipe.plan.search.best import OWN, Plan
+from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.space import MESH_KEYS, SEARCHED
 
 BASES = {"compiled": "the compiled program", "closed": "closed forms"}

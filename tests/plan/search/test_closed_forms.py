@@ -15,6 +15,7 @@ from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import KEY as GATHER_MODE
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.prefetch import gathers_in_steps
+from maxpipe.plan.search.best import priced_configuration
 from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.candidate import candidate_of
 from maxpipe.plan.search.facts import Facts
@@ -22,10 +23,8 @@ from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of, platform_of
 from maxpipe.plan.search.memory import memory_bytes
 from maxpipe.plan.search.patterns import FIRST_STAGE, pattern
-from maxpipe.plan.search.plan import priced_configuration
-from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.pricing import Outcome, price, search
 from maxpipe.plan.search.request import placed
-from maxpipe.plan.search.search import Outcome, search
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.space import Space
 from maxpipe.plan.search.timing import step_seconds

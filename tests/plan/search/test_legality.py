@@ -14,8 +14,7 @@ from maxpipe.plan.search.candidate import candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality, layout_of
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.pricing import legal_mask
-from maxpipe.plan.search.search import Outcome
+from maxpipe.plan.search.pricing import Outcome, legal_mask
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.space import MOST_UNROLLED, SCANS, Space
 

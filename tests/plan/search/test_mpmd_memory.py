@@ -29,8 +29,7 @@ from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.mpmd_memory import StageMemory
 from maxpipe.plan.search.patterns import units_in_flight
-from maxpipe.plan.search.pricing import price
-from maxpipe.plan.search.search import Outcome
+from maxpipe.plan.search.pricing import Outcome, price
 from maxpipe.plan.search.space import Space
 from maxpipe.plan.simulate import simulate
 

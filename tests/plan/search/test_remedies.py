@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from maxpipe.plan.search.attempts import more_chips
-from maxpipe.plan.search.plan import make_plan
-from maxpipe.plan.search.remedies import refusing_margin, remedies
-from maxpipe.plan.search.rows import Proof
+from maxpipe.plan.search.best import make_plan
+from maxpipe.plan.search.candidate import Proof
+from maxpipe.plan.search.remedies import more_chips, refusing_margin, remedies
 
 
 def on_capacity(request, share, facts):

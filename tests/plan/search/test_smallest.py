@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxpipe.config import ConfigError, Problem
-from maxpipe.plan.search import plan as plans
+from maxpipe.plan.search import best as plans
 from maxpipe.plan.search.smallest import smallest_plans
 
 

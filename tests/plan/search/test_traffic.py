@@ -7,8 +7,7 @@ from helpers.plan_blocks import sizes_of
 from maxpipe.config import Config
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.memory import kept_columns
-from maxpipe.plan.search.step_traffic import once_seconds
-from maxpipe.plan.search.traffic import layer_traffic
+from maxpipe.plan.search.traffic import layer_traffic, once_seconds
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())
 WIDE = MACHINE.stream_rate(4)

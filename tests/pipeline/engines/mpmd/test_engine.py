@@ -24,8 +24,7 @@ from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.plan.simulate import Costs, simulate
-from maxpipe.plan.solve import solve
-from maxpipe.plan.solver_task import Task
+from maxpipe.plan.solve import Task, solve
 
 ROWS = 48
 

@@ -9,10 +9,10 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.devices.chips import GIB
-from maxpipe.plan.search import plan as module
+from maxpipe.plan.search import best as module
+from maxpipe.plan.search.best import MISFITS, WORTH, make_plan
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.plan import MISFITS, WORTH, make_plan
 from maxpipe.plan.search.request import Request
 
 

@@ -12,13 +12,11 @@ from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.search.block import block_of_configuration, has_closed_form
-from maxpipe.plan.search.candidate import Candidate, candidate_of
+from maxpipe.plan.search.candidate import Candidate, Row, candidate_of, fits, loss_of, with_reasons
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
-from maxpipe.plan.search.pricing import price
+from maxpipe.plan.search.pricing import Outcome, price, search
 from maxpipe.plan.search.request import Request, placed
-from maxpipe.plan.search.rows import Row, fits, loss_of, with_reasons
-from maxpipe.plan.search.search import Outcome, search
 from maxpipe.plan.search.space import DERIVED, unpriced
 
 ROWS = 100
