@@ -91,14 +91,7 @@ def _train(run: Session) -> int:
     config, clock, signals = run.config, run.supervision.time, run.supervision.interruption
     # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
-    step_log = StepLog(
-        run.recorder,
-        config.optimizer.max_consecutive_skips,
-        run.skips,
-        run.supervision.finished_step,
-        run.on_step,
-        run.trainer,
-    )
+    step_log = StepLog(run)
     saved_step = run.checkpointer.saved_step  # below `run.step` if that step is only in memory
     is_overdue = False  # a step due for saving was not finite
     is_interrupted = False
@@ -324,46 +317,26 @@ class StepLog:
 
     Reports skipped steps, and counts steps in a row that were not finite.
 
-    Args:
-      recorder: where steps are written.
-      max_consecutive_skips: `optimizer.max_consecutive_skips`.
-      skips: number of non-finite steps in a row before the first recorded one.
-      progress: called with the number of each finished step.
-      on_step: see `Session`.
-      trainer: the trainer, which has the stage clocks.
-
     Attributes:
       last_step: the last recorded step, 0 before the first.
       last_is_finite: whether its loss and gradients were finite.
       skips: number of non-finite steps in a row, up to now.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        max_consecutive_skips: int,
-        skips: int,
-        progress: Callable[[int], None],
-        on_step: OnStep | None,
-        trainer: Trainer,
-    ):
-        self._recorder = recorder
-        self._on_step = on_step
-        self._trainer = trainer
-        self._limit = max_consecutive_skips
-        self._progress = progress
+    def __init__(self, run: Session):
+        self._run = run
         self._pending: tuple[int, Metrics] | None = None
         self._since = self._begun = time.perf_counter()
-        self.skips = skips
+        self.skips = run.skips
         self.last_step = 0
         self.last_is_finite = True
 
     @property
     def has_diverged(self) -> bool:
         """Return whether the last recorded step reached the limit of non-finite steps in a row."""
-        is_at_limit = bool(self._limit) and self.skips >= self._limit
+        limit = self._run.config.optimizer.max_consecutive_skips
         # Without a recorded step the count is an earlier start's, perhaps with a higher limit.
-        return is_at_limit and not self.last_is_finite
+        return bool(limit) and self.skips >= limit and not self.last_is_finite
 
     def begin(self) -> None:
         """Note when the next step is dispatched."""
@@ -392,7 +365,7 @@ class StepLog:
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         ended = time.perf_counter() if ended is None else ended
         seconds, self._since = ended - self._since, ended
-        self._progress(step)
+        self._run.supervision.finished_step(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")
         self.skips = 0 if self.last_is_finite else self.skips + 1
@@ -401,17 +374,17 @@ class StepLog:
             of_finite = "a spike" if values["loss"] else "no token to learn"
             why = of_finite if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            self._recorder.print_line(
+            self._run.recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        stages = self._trainer.stage_seconds()
-        row = self._recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
-        if self._on_step is not None:
+        stages = self._run.trainer.stage_seconds()
+        row = self._run.recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
+        if self._run.on_step is not None:
             with jax.transfer_guard("allow"):  # a caller may look at arrays
-                self._on_step(step, row)
+                self._run.on_step(step, row)
 
     def resume(self) -> None:
         """Exclude the time since the last step from the next step's."""
         if self._pending is None:
             self._since = time.perf_counter()
-            self._trainer.resume_clocks()
+            self._run.trainer.resume_clocks()

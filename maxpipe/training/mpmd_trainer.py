@@ -34,12 +34,10 @@ from maxpipe.training.state import (
     canonical_sharding,
     initial_params,
     layer_flags,
-    like_parameter,
-    map_by_parameter,
     mirrors,
     names_of,
     new_state,
-    pick_value,
+    shardings_of,
     step_key,
     with_sharding,
 )
@@ -349,9 +347,8 @@ class MpmdTrainer(Trainer[MpmdState]):
         }
         replicated = NamedSharding(mesh, PartitionSpec())
         abstract = jax.eval_shape(partial(self._new_canonical, num_layers), jax.random.key(0))
-        shardings = map_by_parameter(partial(like_parameter, replicated), abstract, params, None)
-        is_layer = map_by_parameter(pick_value, abstract, layer_flags(params), False)
-        return jax.tree.map(convert, abstract, shardings, is_layer)
+        shardings = shardings_of(abstract, params, replicated)
+        return jax.tree.map(convert, abstract, shardings, layer_flags(abstract, params))
 
     def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
         """Return a stage's gradients with expert load in place of those of selection biases.
@@ -377,12 +374,7 @@ class MpmdTrainer(Trainer[MpmdState]):
     def _abstract_stage(self, stage: int) -> StageState:
         """Return shapes, dtypes and shardings of what a stage owns."""
         shapes = jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0))
-        shardings = map_by_parameter(
-            partial(like_parameter, self._replicated[stage]),
-            shapes,
-            self.engine.abstract[stage],
-            None,
-        )
+        shardings = shardings_of(shapes, self.engine.abstract[stage], self._replicated[stage])
         return jax.tree.map(with_sharding, shapes, shardings)
 
     def _new_stage(self, stage: int, key: jax.Array) -> StageState:

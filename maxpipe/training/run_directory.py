@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,9 @@ class RunDirectory:
                 self.check(config, owner, place)
         if not write:
             return
-        try:
+        with _explained(f"write to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config_file, [to_yaml(config, derived=self.derived).encode()])
-        except OSError as error:
-            message = f"cannot write to {self.root}: {error.strerror}"
-            raise ConfigError(Problem("output_dir", message)) from error
 
     def check(self, config: Config, meta: Meta, place: str) -> list[Change]:
         """Return the changes of keys since a checkpoint, all of them allowed.
@@ -141,28 +138,21 @@ class RunDirectory:
           ConfigError: the directory cannot be written to.
         """
         text = to_yaml(config, derived=self.derived).encode()
-        try:
+        with _explained(f"write to {self.config_history}"):
             self.config_history.mkdir(exist_ok=True)
             earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
             if not earlier or earlier[-1].read_bytes() != text:
                 number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
                 write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
-        except OSError as error:
-            message = f"cannot write to {self.config_history}: {error.strerror}"
-            raise ConfigError(Problem("output_dir", message)) from error
 
     def keep_tokenizer(self, config: Config) -> None:
-        """Write the tokenizer's files and the chat template, if there are conversations, to
-        `tokenizer/`, so that a moved run can generate text.
+        """Keep the tokenizer's files, and the chat template of a run on conversations.
 
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
-        try:
+        with _explained(f"copy {config.data.tokenizer} to {self.tokenizer}"):
             _replace_files(self.tokenizer, _tokenizer_contents(config.data))
-        except OSError as error:
-            message = f"cannot copy {config.data.tokenizer} to {self.tokenizer}: {error.strerror}"
-            raise ConfigError(Problem("output_dir", message)) from error
 
     def keep_origin(self, config: Config) -> None:
         """Copy small files of the folder that a new run is imported from to `origin/`.
@@ -170,11 +160,8 @@ class RunDirectory:
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
-        try:
+        with _explained(f"copy files of the model to {self.origin}"):
             _replace_files(self.origin, read_origin(config))
-        except OSError as error:
-            message = f"cannot copy files of the model to {self.origin}: {error.strerror}"
-            raise ConfigError(Problem("output_dir", message)) from error
 
     def publish(self, config: Config) -> None:
         """Write `config.yml`, the tokenizer and `origin/` to the mirror.
@@ -220,6 +207,15 @@ class RunDirectory:
         """Yield the metadata of readable checkpoints in the mirror, newest first."""
         with explained(mirror.url, MIRROR):
             yield from _metas(mirror.steps(), mirror.record)
+
+
+@contextmanager
+def _explained(action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action}: {error.strerror}"
+        raise ConfigError(Problem("output_dir", message)) from error
 
 
 def _metas(steps: Sequence[int], record_of: Callable[[int], Record]) -> Iterator[Meta]:

@@ -128,36 +128,39 @@ def map_by_parameter(
     return jax.tree.map(map_node, state, is_leaf=is_mirror)
 
 
-def layer_flags(params: Params) -> Params:
-    """Return a tree like {"embed", "layers", "head"} of bools: True for parameters of layers."""
-    return {
-        name: jax.tree.map(lambda _, is_layer=(name == "layers"): is_layer, tree)
-        for name, tree in params.items()
-    }
-
-
-def pick_value(leaf: object, value: bool) -> bool:
-    """Return the value that `map_by_parameter` passes for a leaf."""
-    return value
-
-
-def like_parameter(
-    replicated: NamedSharding, leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct | None
-) -> NamedSharding:
-    """Return the sharding of a state's leaf: its parameter's, as far as the leading sizes agree.
+def layer_flags(state: StateT, params: Params) -> StateT:
+    """Return a tree like `state` of bools: whether a leaf has leading layer dimensions.
 
     Args:
-      replicated: sharding of leaves that belong to no parameter.
-      leaf: the leaf of the state.
-      param: the leaf's parameter, with its sharding, or None.
+      state: a `TrainState` or part of one.
+      params: any tree like the parameters, {"embed", "layers", "head"}.
     """
-    if param is None:
-        return replicated
-    assert isinstance(param.sharding, NamedSharding)
-    dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
-    same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
-    spec = PartitionSpec(*same, *[None] * (leaf.ndim - len(same)))
-    return NamedSharding(replicated.mesh, spec)
+    is_layer = {
+        name: jax.tree.map(lambda _, flag=(name == "layers"): flag, tree)
+        for name, tree in params.items()
+    }
+    return map_by_parameter(lambda leaf, flag: flag, state, is_layer, False)
+
+
+def shardings_of(state: StateT, params: Params, replicated: NamedSharding) -> StateT:
+    """Return each leaf's sharding: its parameter's, as far as the leading sizes agree.
+
+    Args:
+      state: abstract `TrainState` or part of one.
+      params: abstract parameters, with shardings.
+      replicated: sharding of leaves that belong to no parameter.
+    """
+
+    def sharding(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct | None) -> NamedSharding:
+        if param is None:
+            return replicated
+        assert isinstance(param.sharding, NamedSharding)
+        dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
+        same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
+        spec = PartitionSpec(*same, *[None] * (leaf.ndim - len(same)))
+        return NamedSharding(replicated.mesh, spec)
+
+    return map_by_parameter(sharding, state, params, None)
 
 
 def canonical_sharding(
@@ -190,5 +193,4 @@ def canonical_sharding(
 def with_sharding(
     leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
 ) -> jax.ShapeDtypeStruct:
-    """Return the abstract array with another sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

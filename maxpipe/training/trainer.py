@@ -28,11 +28,9 @@ from maxpipe.training.state import (
     canonical_sharding,
     initial_params,
     layer_flags,
-    like_parameter,
-    map_by_parameter,
     names_of,
     new_state,
-    pick_value,
+    shardings_of,
     with_sharding,
 )
 from maxpipe.training.step import train_step
@@ -149,9 +147,7 @@ class SpmdTrainer(Trainer[TrainState]):
         self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
         self._replicated = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
-        self._shardings = map_by_parameter(
-            partial(like_parameter, self._replicated), self._abstract, params, None
-        )
+        self._shardings = shardings_of(self._abstract, params, self._replicated)
         batch_sharding = NamedSharding(rules.mesh, self.batch_spec)
         batch = dict.fromkeys(microbatches.ARRAYS, batch_sharding)
         self.jitted_step = jax.jit(
@@ -273,8 +269,7 @@ class SpmdTrainer(Trainer[TrainState]):
         return NamedSharding(on_disk.mesh, PartitionSpec(*layer_axes, *on_disk.spec[1:]))
 
     def _is_layer(self, state: TrainState) -> TrainState:
-        """Return a tree like `state` of bools: whether a leaf has leading layer dimensions."""
-        return map_by_parameter(pick_value, state, layer_flags(self._param_shardings), False)
+        return layer_flags(state, self._param_shardings)
 
     def _new_state(self, key: jax.Array) -> TrainState:
         params = initial_params(self._specs, key, self._engine.layer_index())
