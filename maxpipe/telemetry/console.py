@@ -129,8 +129,8 @@ class Console:
         ]
         details = [
             *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
-            *_worst_load(progress.expert_loads),
-            *_most_dropped(progress.dropped),
+            *(f"max load {load:.2f}x (layer {i})" for load, i in _largest(progress.expert_loads)),
+            *(f"dropped {x:.1%} (layer {i})" for x, i in _largest(progress.dropped) if x),
             f"lr {progress.learning_rate:.2e}",
         ]
         if not self._recent:
@@ -154,16 +154,6 @@ class Console:
         return line
 
 
-def _worst_load(loads: Sequence[float]) -> list[str]:
-    """Return a phrase for the layer whose load is the least even, if there is one."""
-    return [f"max load {load:.2f}x (layer {layer})" for load, layer in _largest(loads)]
-
-
-def _most_dropped(shares: Sequence[float]) -> list[str]:
-    """Return a phrase for the layer that drops the most assignments, if one drops any."""
-    return [f"dropped {share:.1%} (layer {layer})" for share, layer in _largest(shares) if share]
-
-
 def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
     """Return the largest of the layers' values and its layer; nothing if no layer has one."""
     numbers = [(value, layer) for layer, value in enumerate(values) if not math.isnan(value)]
@@ -178,12 +168,7 @@ class _Bar(tqdm):
 
 
 def open_bar(stream: TextIO, **options: Any) -> tqdm:
-    """Return a progress bar on a terminal.
-
-    Args:
-      stream: the terminal.
-      options: further options of tqdm.
-    """
+    """Return a progress bar on a terminal, with these options of tqdm."""
     has_size = _has_size(stream)
     return _Bar(
         file=stream,

@@ -104,7 +104,6 @@ class MetricsFile:
         self._is_torn = False
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -115,21 +114,14 @@ def _finite_or_none(value: Value) -> object:
 
 
 def unsaved_rows(path: Path) -> Path:
-    """Return the file for the rows of a start that went back and has not saved yet.
-
-    Args:
-      path: path of `metrics.jsonl`.
-    """
+    """Return the file, next to `metrics.jsonl`, of a start that went back and has not saved yet."""
     return path.with_suffix(f".unsaved{path.suffix}")
 
 
 def _drop_after(path: Path, last_step: int, added: Path | None = None) -> float:
     """Drop rows after `last_step` and lines that are not rows; return the dropped step time, s.
 
-    Args:
-      path: the file.
-      last_step: the last step whose rows stay.
-      added: a file of rows to append to them.
+    The rows of `added`, another file, follow those that stay.
     """
     kept = []
     lost_seconds = 0.0
@@ -231,5 +223,4 @@ class TensorBoard:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Close the event file."""
         self._file.close()
