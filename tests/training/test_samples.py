@@ -31,7 +31,14 @@ def words_of(tmp_path, *words):
     return command(tmp_path, *data, *evaluation, *words)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "circular",
+        "mpmd",
+        *[pytest.param(n, marks=pytest.mark.slow) for n in ("sequential", "scheduled")],
+    ],
+)
 def test_samples_are_what_the_saved_model_generates_and_training_stays(tmp_path, capsys, engine):
     prompts = 'eval.prompts=["import os\\n","\\e[31mdef "]'
     assert train.main([*words_of(tmp_path, *ENGINES[engine]), prompts, "run_name=a"]) == 0
