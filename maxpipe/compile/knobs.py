@@ -1,6 +1,6 @@
 """Find what to change when a step does not fit, or leaves memory idle, by the estimate."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve
@@ -16,6 +16,7 @@ from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import KEY as GATHER
 from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.memory_changes import memory_changes
 from maxpipe.plan.stage_times import first_layers, layer_times
 
 MOST_GAINS = 2
@@ -176,7 +177,7 @@ def _effective(
     """Return the changes that save memory by an estimate, the most effective first."""
     now, one_program = memory_of(resolved), ENGINES[resolved.pipeline.engine].one_program
     effective = []
-    for changes in _changes(resolved):
+    for changes in memory_changes(resolved):
         try:
             changed = resolve(replace(written, **changes), *devices)
             if ENGINES[changed.pipeline.engine].one_program != one_program:
@@ -187,32 +188,3 @@ def _effective(
         if saves > LEAST_SAVING * now:
             effective.append(Knob(words_of(changes), saves))
     return sorted(effective, key=lambda knob: -knob.saves)
-
-
-def _changes(c: Config) -> Iterator[Updates]:
-    """Yield single changes worth trying; many are not legal for a given configuration."""
-    count, ici = c.pipeline.num_microbatches, c.mesh.ici
-    yield {"pipeline.remat_policy": "full"}
-    yield {"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"}
-    yield {"pipeline.fsdp_gather": "per_iteration"}
-    yield {"model.logit_tiles": 8 * c.model.logit_tiles}
-    for factor in (2, 4):
-        yield {"pipeline.num_microbatches": count * factor}
-    yield {"pipeline.num_repeats": 1, "pipeline.num_layers_per_stage": -1}
-    yield {"pipeline.num_repeats": 2 * c.pipeline.num_repeats, "pipeline.num_layers_per_stage": -1}
-    yield {"data.global_batch_size": c.data.global_batch_size // 2}
-    free = {"pipeline.num_repeats": -1, "pipeline.num_layers_per_stage": -1}
-    for more, less in (
-        ("fsdp", "data"),
-        ("stage", "fsdp"),
-        ("fsdp", "stage"),
-        ("tensor", "fsdp"),
-        ("stage", "data"),
-        ("expert", "data"),
-    ):
-        if getattr(ici, less) % 2 == 0:
-            sizes = {
-                f"mesh.ici.{more}": 2 * getattr(ici, more),
-                f"mesh.ici.{less}": getattr(ici, less) // 2,
-            }
-            yield sizes | (free if "stage" in (more, less) else {})

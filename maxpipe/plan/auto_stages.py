@@ -1,25 +1,28 @@
 """Choose how many layers each stage gets under a memory limit, and predict what a choice costs."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from math import inf
 from typing import TypeAlias
 
 import numpy as np
 
-from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import resolve
 from maxpipe.config.options import update
-from maxpipe.config.rules.layout import data_shards
 from maxpipe.config.rules.rule import Updates
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.terminal import Note
 from maxpipe.config.values import AUTO, words_of
 from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
+from maxpipe.plan.memory_changes import memory_changes
 from maxpipe.plan.search.mpmd_memory import StageMemory
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
@@ -28,6 +31,7 @@ from maxpipe.plan.stage_times import LayerTimes, layer_times
 LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"
 LIMIT_KEY = "pipeline.memory_limit_gib"
+MOST_REMEDIES = 5  # that an error names
 Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
 
@@ -402,34 +406,19 @@ def _does_not_fit(
         f"with {str(sizes).replace(' ', '')} stage {worst} needs {needed[worst] / GIB:.3g} GiB "
         f"by estimate, {excess:.3g} GiB too much"
     )
-    remedies = [
-        words_of(changes)
-        for changes in _alternatives(config)
-        if _fits(update(config, changes), limit)
-    ]
+    fitting = (ch for ch in memory_changes(config) if _would_fit(config, ch, limit))
+    remedies = [words_of(changes) for changes in islice(fitting, MOST_REMEDIES)]
     remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
     return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {'; '.join(remedies)}"))
 
 
-def _fits(config: Config, limit: float) -> bool:
+def _would_fit(config: Config, changes: Updates, limit: float) -> bool:
+    """Return whether changes are legal and let some choice of stages fit."""
+    devices = math.prod(map(config.mesh.size, MESH_AXES))
     try:
-        return any(_is_within(p, limit) for p in _candidates(config, limit))
-    except ScheduleError:
-        return False  # a CSV file has a fixed number of microbatches
-
-
-def _alternatives(c: Config) -> Iterator[Updates]:
-    """Yield legal changes that may save memory."""
-    if c.pipeline.unit_times and _follows_times(c):
-        yield {TIMES_KEY: []}
-    policy = REMAT_POLICIES[c.pipeline.remat_policy]
-    if not (policy.saves_nothing or policy.by_tensor):
-        yield {"pipeline.remat_policy": "full"}
-    elif not c.pipeline.remat_layers:
-        yield {"pipeline.remat_layers": True}
-    twice = 2 * c.pipeline.num_microbatches
-    if c.data.global_batch_size % (twice * data_shards(c)) == 0:
-        yield {"pipeline.num_microbatches": twice}
-    yield {"model.logit_tiles": 8 * c.model.logit_tiles}
-    if c.pipeline.schedule != "1f1b":
-        yield {"pipeline.schedule": "1f1b", "pipeline.num_repeats": 1}
+        changed = resolve(update(config, changes), devices, config.compile.num_slices)
+        if not ENGINES[changed.pipeline.engine].auto_stages:
+            return False
+        return any(_is_within(p, limit) for p in _candidates(changed, limit))
+    except (ConfigError, ScheduleError):  # a CSV file has a fixed number of microbatches
+        return False
