@@ -55,6 +55,7 @@ _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for the last status to be written
+_OTHER_FILES = 64  # that supervisor 0 has open
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
 
 
@@ -361,8 +362,11 @@ def _follow(
 
 def _hub(council: Council, place: Place, secret: str) -> Hub:
     """Return the hub of a council; raises ConfigError if its port is in use."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a line to each supervisor
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 without a limit
+    needed = place.count + _OTHER_FILES  # a line to each supervisor
+    if 0 <= soft < needed:
+        most = needed if hard < 0 else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # A single process with an announced address starts JAX's own coordinator at that port.
     host, port = (place.host, place.port) if place.count > 1 else ("localhost", 0)
     try:
