@@ -42,9 +42,7 @@ _AFTER_FAILURE_SECONDS = 60.0  # the same when another one has failed by itself
 _AFTER_END_SECONDS = 1800.0
 _MAX_DOUBLINGS = 30  # of pauses
 _QUIET_SECONDS = 10.0  # of waiting before the log says for whom
-# Time without a supervisor coming or going before the others stop to take in new ones; doubled
-# each time, like pauses, until an attempt has lasted.
-_STEADY_SECONDS = 5.0
+_STEADY_SECONDS = 5.0  # no supervisor comes or goes before the others stop to take in new ones
 _STARTS_BEFORE_GROWTH = 2  # an attempt trains this many times its startup before it may grow
 _NAMES_SHOWN = 8
 _LOST_CODE = -int(signal.SIGKILL)  # assigned to a trainer whose supervisor is gone
@@ -165,7 +163,6 @@ class Council:
         self._restarts_in_row = 0  # restarts that count against the limit
         self._pause_until = 0.0
         self._ended = self._changed = clock()
-        self._steady_seconds = _STEADY_SECONDS
         # Since when each supervisor is absent, or back again but without a new attempt.
         self._absent_since = dict.fromkeys(range(count), clock())
         self._told = ""  # for whom the log has said that it waits
@@ -352,12 +349,11 @@ class Council:
         """
         attempt, usable, now = self._attempt, self._usable(), self._clock()
         worth_it = attempt.trained_at + _STARTS_BEFORE_GROWTH * (attempt.trained_at - attempt.began)
-        is_steady = now - self._changed >= self._steady_seconds
+        is_steady = now - self._changed >= _STEADY_SECONDS
         is_larger = len(usable) > len(attempt.members)
         if attempt.is_to_grow or not is_larger or not is_steady or now < worth_it:
             return
         attempt.is_to_grow = True
-        self._steady_seconds = min(LONGEST_PAUSE, 2 * self._steady_seconds)
         state = f"saves, to go on with {len(usable)} of {self._count} processes"
         self.status = replace(self.status, state=state)
         self._log(state)
@@ -398,7 +394,6 @@ class Council:
             return self._finish(shell_code(code), "")
         if now - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
-            self._steady_seconds = _STEADY_SECONDS
         if attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             return None
         # One failure is not enough: the next attempt does not begin with a step compiled ahead.

@@ -410,20 +410,6 @@ def test_council_does_not_stop_an_attempt_for_others_before_it_was_worth_its_sta
     assert [type(order) for order in run.orders(after=2)] == [Save]
 
 
-def test_council_waits_longer_each_time_before_others_stop_for_a_host(shrunk):
-    waited = []
-    for _ in range(4):
-        shrunk.join(3)
-        began = shrunk.now
-        while not shrunk.orders(after=1):
-            pass
-        waited.append(shrunk.now - began)
-        shrunk.council.lose(3)
-        shrunk.end((0, 75), (1, 75))
-        shrunk.trained(1)
-    assert waited == [5, 10, 20, 40]
-
-
 def test_council_waits_no_longer_for_a_host_because_others_come_and_go():
     run = elastic(counts=(1, 2))
     lose(run, 3)
