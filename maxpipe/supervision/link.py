@@ -170,14 +170,15 @@ class Hub:
 
     def _attend(self, connection: socket.socket, _: str) -> None:
         """Hear a supervisor, which greets first, until its line ends."""
-        line, member = Line(connection), -1
+        line = Line(connection)
+        member: int | None = None
         with self._lock:
             self._lines.add(line)
         try:
             for report in line.messages():
-                if member < 0 and isinstance(report, Joined):
+                if member is None and isinstance(report, Joined):
                     member = report.index
-                if member < 0 or not isinstance(report, Report):
+                if member is None or not isinstance(report, Report):
                     break
                 self._wait_for_seat(member, line)
                 self._take(member, line, report)
@@ -187,7 +188,7 @@ class Hub:
             line.close()
             with self._lock:
                 self._lines.discard(line)
-                if self._seats.get(member) is line:
+                if member is not None and self._seats.get(member) is line:
                     del self._seats[member]
                     self._council.lose(member)
 
