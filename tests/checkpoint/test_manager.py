@@ -177,6 +177,13 @@ def test_failed_save_raises_once_and_step_can_be_saved_again(
     assert checkpointer.steps() == [10, 20]
 
 
+def test_save_directory_that_cannot_be_made_raises(tmp_path, samples):
+    (tmp_path / "file").touch()
+    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
+    with pytest.raises(CheckpointSaveError, match="file/checkpoints/1 failed"):
+        samples.save(checkpointer, 1)
+
+
 def test_save_after_going_back_abandons_every_step_after_the_restored_one(
     checkpointer, directory, messages, samples
 ):

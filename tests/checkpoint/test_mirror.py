@@ -154,17 +154,23 @@ def test_save_after_going_back_abandons_newer_steps_in_mirror(
     assert "20.abandoned.json" in messages[1]
 
 
-def test_mirror_keep_2_holds_same_steps_as_directory(start, directory, samples):
-    checkpointer = start(keep=2)
-    samples.save(checkpointer, 10, 20, 30)
+def test_mirror_keeps_the_same_steps_as_the_directory_and_knows_their_losses(
+    start, directory, samples
+):
+    def save(checkpointer, step, loss):
+        checkpointer.save(step, samples.state(step), samples.iterator(step), {"eval_loss": loss})
+
+    checkpointer = start(keep=1, keep_best=1)
+    for step, loss in ((10, 1.0), (20, 4.0), (30, 3.0)):
+        save(checkpointer, step, loss)
     checkpointer.close()
-    assert start().steps() == [20, 30]
+    assert start().steps() == [10, 30]
     shutil.rmtree(directory)
-    checkpointer = start(keep=2)
+    checkpointer = start(keep=1, keep_best=1)
     checkpointer.restore(samples.abstract(samples.state(30)))
-    samples.save(checkpointer, 40)
+    save(checkpointer, 40, 2.0)
     checkpointer.close()
-    assert start().steps() == [30, 40]
+    assert start().steps() == [10, 40]
 
 
 def fail(*_, **__):
