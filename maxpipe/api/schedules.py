@@ -5,11 +5,10 @@ from html import escape
 from os import PathLike, fspath
 from typing import overload
 
-from maxpipe.config.errors import RefusedError
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
-from maxpipe.render.request import Collector, in_own_keys, parse_request, simulate_schedules
+from maxpipe.render.request import read_request, simulate_schedules
 from maxpipe.render.terminal import (
     FOOTNOTES,
     HEADER,
@@ -97,13 +96,8 @@ def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:
     """
     words = [fspath(name) for name in names]
     words += [f"{key}={_word(value)}" for key, value in options.items()]
-    collector = Collector()
-    try:
-        request = parse_request(words, compare=False, collector=collector)
-        collector.check()
-        runs = simulate_schedules(request, lenient=len(names) > 1)
-    except RefusedError as error:
-        raise ValueError(in_own_keys(str(error))) from None
+    request = read_request(words)
+    runs = simulate_schedules(request)
     return Schedules(runs, request.subtitle(runs))
 
 

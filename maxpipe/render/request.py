@@ -1,95 +1,127 @@
-"""Parse and simulate schedules that a command line names with `key=value` words."""
+"""Read which schedules to simulate, by the parser and checks of configurations, and simulate them.
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+Times are of a whole stage, all its chunks, for one microbatch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.config.errors import RefusedError
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import read_overrides, repeated_words
+from maxpipe.config.options import Option
 from maxpipe.config.rules.layout import is_csv
+from maxpipe.config.sections.fields import option
+from maxpipe.config.values import Raw, Scalar, as_written, check_bounds, convert, nearest
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
 from maxpipe.pipeline.schedules.load import check_named, is_timed, load_schedule
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 
-SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
-SWITCHES = ("delay_activation_forwarding", "overlap_slots")
-UNIT_COSTS = ("forward", "backward", "input_gradient", "weight_gradient")
-OTHER_COSTS = {
-    "comm": "communication",
-    "head": "head",
-    "collectives": "collectives",
-    "activation_bytes": "activation_bytes",
-}
-TIMES = (*UNIT_COSTS, "comm", "head")
+TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
 MOST_CELLS = 10**8  # in a table; as many take gigabytes
-KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
+_TIME = {"minimum": 0, "maximum": 1e100}
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+@dataclass(frozen=True)
+class Keys:
+    """Sizes and times, those of stages as one number or one for each stage."""
+
+    stages: int = option(4, "stages", minimum=1)
+    microbatches: int = option(8, "microbatches in a step", minimum=1)
+    repeats: int = option(1, "chunks of a stage; V schedules have 2, a CSV file its own", minimum=1)
+    forward: list[float] = option(  # noqa: RUF009
+        [1.0], "time of F; one number, or one for each stage", **_TIME
+    )
+    backward: list[float] = option(  # noqa: RUF009
+        [2.0], "time of B, likewise", **_TIME
+    )
+    input_gradient: list[float] = option(  # noqa: RUF009
+        [], "time of I, likewise (half of backward)", **_TIME
+    )
+    weight_gradient: list[float] = option(  # noqa: RUF009
+        [], "time of W, likewise (half of backward)", **_TIME
+    )
+    comm: float = option(0.0, "time of one transfer between stages", **_TIME)
+    head: float = option(0.0, "time of a microbatch's loss and gradient on one stage", **_TIME)
+    activation_bytes: float = option(1.0, "size of one transfer", **_TIME)
+
+    def costs(self) -> Costs:
+        """Return the times of whole stages."""
+        half = [time / 2 for time in self.backward]
+        times = (
+            self.forward,
+            self.backward,
+            self.input_gradient or half,
+            self.weight_gradient or half,
+        )
+        return Costs(
+            *(time[0] if len(time) == 1 else time for time in times),
+            communication=self.comm,
+            head=self.head,
+            activation_bytes=self.activation_bytes,
+        )
 
 
-class UsageError(RefusedError):
-    """A command line that cannot be run; every reason names its key."""
+@dataclass(frozen=True)
+class ScheduleKeys(Keys):
+    """Keys of schedules that are named."""
 
+    delay_activation_forwarding: bool = option(False, "transfers take a tick of their own")
+    overlap_slots: bool = option(False, "a tick of slack between the last stage's F and its B")
+    collectives: float = option(
+        0.0, "fraction of forward and backward that is collectives", minimum=0, maximum=1
+    )
 
-class Collector:
-    """Tries the parts of a command line and keeps the reasons why some of them are refused.
-
-    Attributes:
-      reasons: the reasons so far, each once.
-    """
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def refuse(self, reason: str) -> None:
-        """Keep a reason."""
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-
-    def attempt(self, stand_in: T, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a part returns, or the stand-in where it raises a ValueError."""
-        try:
-            return part(*args, **kwargs)
-        except ValueError as error:
-            for reason in error.reasons if isinstance(error, RefusedError) else (str(error),):
-                self.refuse(reason)
-            return stand_in
-
-    def check(self) -> None:
-        """Raise UsageError with all reasons, if there are any."""
-        if self.reasons:
-            raise UsageError(*self.reasons)
+    def costs(self) -> Costs:
+        """Return the times of whole stages."""
+        return replace(super().costs(), collectives=self.collectives)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line names.
+    """What a command line names.
 
     Attributes:
       schedules: names or CSV files.
-      sizes: values of those `SIZES` that the command line gives.
-      switches: those of `SWITCHES` that are on.
-      costs: times of whole stages, not of chunks.
-      are_times_given: whether the command line gives any times; orders then follow them.
+      keys: the values of all keys.
+      given: names of the keys that the command line has.
+      is_lenient: whether to leave out options that a schedule does not have.
     """
 
-    schedules: tuple[str, ...]
-    sizes: dict[str, int]
-    switches: frozenset[str]
-    costs: Costs
-    are_times_given: bool
+    schedules: Sequence[str]
+    keys: ScheduleKeys
+    given: frozenset[str]
+    is_lenient: bool
+
+    def keys_of(self, name: str) -> ScheduleKeys:
+        """Return the keys for one schedule or CSV file.
+
+        Raises:
+          ValueError: the file cannot be read.
+        """
+        keys = self.keys
+        if is_csv(name):
+            sizes = dict(zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True))
+            return replace(keys, **{key: n for key, n in sizes.items() if key not in self.given})
+        facts = SCHEDULES.get(name)
+        if facts and (self.is_lenient or "repeats" not in self.given):
+            keys = replace(keys, repeats=facts.repeats_for(keys.repeats))
+        if facts and self.is_lenient:
+            delays = keys.delay_activation_forwarding and facts.delays
+            overlaps = keys.overlap_slots and facts.overlaps
+            return replace(keys, delay_activation_forwarding=delays, overlap_slots=overlaps)
+        return keys
 
     def subtitle(self, runs: Sequence[Simulation]) -> str:
-        """Return sizes and costs in words."""
-        table, costs = runs[0].table, self.costs
+        """Return sizes and times in words."""
+        table, costs = runs[0].table, self.keys.costs()
         words = [f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
-        words += [switch.replace("_", " ") for switch in SWITCHES if switch in self.switches]
+        words += ["delay activation forwarding"] * self.keys.delay_activation_forwarding
+        words += ["overlap slots"] * self.keys.overlap_slots
         times = {"forward": costs.forward, "backward": costs.backward}
         if any("I" in run.table.kinds for run in runs):
             times["input gradient"] = costs.input_gradient
@@ -100,283 +132,170 @@ class Request:
         return ", ".join(words) + "; times are of a whole stage and one microbatch"
 
 
-def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> Request:
-    """Parse schedules and `key=value` words, and check what needs no table to be built.
+def read_request(
+    words: Sequence[str], compare: bool = False, problems: Sequence[Problem] = ()
+) -> Request:
+    """Read names of schedules and `key=value` words, and check what needs no table to be built.
 
     Args:
       words: words of the command line.
       compare: whether to take all schedules if none is named.
-      collector: keeps why words are refused; refused words are not in the request.
+      problems: what is wrong with the command line besides.
+
+    Raises:
+      ConfigError: with these problems and those of the words.
     """
-    schedules = tuple(word for word in words if "=" not in word)
-    pairs = parse_pairs(words, KEYS, "there is", collector)
-    if not schedules and not compare:
-        collector.refuse(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
-    sizes = parse_sizes(pairs, collector)
-    switches = frozenset(
-        key
-        for key in SWITCHES
-        if key in pairs and collector.attempt(False, parse_switch, key, pairs[key])
-    )
-    costs = parse_costs(pairs, collector)
-    given = not pairs.keys().isdisjoint(TIMES)
-    request = Request(schedules or tuple(SCHEDULES), sizes, switches, costs, given)
-    lenient = compare or len(request.schedules) > 1
-    # Without the number of stages, the number of times cannot be checked.
-    checked_costs = None if is_refused("stages", pairs, sizes) else costs
+    names = [word for word in words if "=" not in word]
+    values, found = read_keys(ScheduleKeys, [word for word in words if "=" in word])
+    found = [*problems, *found]
+    if not names and not compare:
+        message = f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file"
+        found.append(Problem("", message))
+    is_lenient = compare or len(names) > 1
+    request = Request(names or [*SCHEDULES], ScheduleKeys(**values), frozenset(values), is_lenient)
+    # How many times there must be is not known while the number of stages is wrong.
+    counts_times = not any(problem.key == "stages" for problem in found)
     for name in request.schedules:
-        options = collector.attempt(None, options_of, name, request, lenient=lenient)
-        if options is not None:
-            _check_schedule(name, options, checked_costs, collector)
+        found += _schedule_problems(name, request, counts_times)
+    if found:
+        raise ConfigError(*dict.fromkeys(found))
     return request
 
 
-def simulate_schedules(request: Request, *, lenient: bool) -> list[Simulation]:
-    """Build and simulate all schedules of a request; `lenient` as in `options_of`.
+def simulate_schedules(request: Request) -> list[Simulation]:
+    """Build and simulate all schedules of a request.
 
     Raises:
-      UsageError: some cannot be built; with all reasons.
+      ConfigError: some cannot be built; with all reasons.
     """
-    collector = Collector()
-    runs = [
-        collector.attempt(None, simulate_schedule, name, request, lenient=lenient)
-        for name in request.schedules
-    ]
-    collector.check()
-    return [run for run in runs if run is not None]
+    runs, problems = [], []
+    for name in request.schedules:
+        try:
+            runs.append(_simulated(name, request))
+        except ValueError as error:
+            problems += problems_of(error)
+    if problems:
+        raise ConfigError(*problems)
+    return runs
 
 
-def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulation:
-    """Build and simulate one schedule; `lenient` as in `options_of`.
-
-    Raises:
-      ValueError: the schedule does not exist, is invalid, or does not go with the sizes or options.
-    """
-    options = options_of(name, request, lenient=lenient)
+def _simulated(name: str, request: Request) -> Simulation:
+    keys = request.keys_of(name)
     build = partial(
         load_schedule,
         name,
-        options.stages,
-        options.microbatches,
-        options.repeats,
-        forwarding_delay=options.forwarding_delay,
-        slack=options.slack,
+        keys.stages,
+        keys.microbatches,
+        keys.repeats,
+        forwarding_delay=1 + keys.delay_activation_forwarding,
+        slack=int(keys.overlap_slots),
     )
     table = build()
-    costs = chunk_costs(request.costs, table.num_stages, table.num_repeats)
-    if request.are_times_given and is_timed(name):
+    costs = chunk_costs(keys.costs(), table.num_stages, table.num_repeats)
+    if is_timed(name) and not request.given.isdisjoint(TIMES):  # its order follows the times
         times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
         table = build(times=times)
     return simulate(table, costs)
 
 
-class Options(NamedTuple):
-    """What a schedule is built with, as in `load_schedule`."""
-
-    stages: int
-    microbatches: int
-    repeats: int
-    forwarding_delay: int
-    slack: int
-
-
-def options_of(name: str, request: Request, *, lenient: bool) -> Options:
-    """Return what to build one schedule with.
-
-    Args:
-      name: schedule or CSV file.
-      request: sizes and options.
-      lenient: whether to leave out options that the schedule does not have.
-
-    Raises:
-      ValueError: the file cannot be read.
-    """
-    sizes, switches = {**SIZES, **request.sizes}, request.switches
-    if is_csv(name):
-        sizes = {**dict(zip(SIZES, csv_sizes(name), strict=True)), **request.sizes}
-    elif name in SCHEDULES:
-        schedule = SCHEDULES[name]
-        if lenient or "repeats" not in request.sizes:
-            sizes["repeats"] = schedule.repeats_for(sizes["repeats"])
-        if lenient:
-            has_switch = {
-                "delay_activation_forwarding": schedule.delays,
-                "overlap_slots": schedule.overlaps,
-            }
-            switches = frozenset(switch for switch in switches if has_switch[switch])
-    return Options(
-        sizes["stages"],
-        sizes["microbatches"],
-        sizes["repeats"],
-        forwarding_delay=2 if "delay_activation_forwarding" in switches else 1,
-        slack=int("overlap_slots" in switches),
-    )
-
-
-def _check_schedule(name: str, options: Options, costs: Costs | None, collector: Collector) -> None:
-    """Keep reasons to refuse one schedule that are known before it is built."""
-    sizes = options.stages, options.microbatches, options.repeats
-    if not collector.attempt(False, check_cells, *sizes):
+def _schedule_problems(name: str, request: Request, counts_times: bool) -> Iterator[Problem]:
+    """Yield why a schedule cannot be simulated, as far as that is known before it is built."""
+    try:
+        keys = request.keys_of(name)
+    except ValueError as error:
+        yield from problems_of(error)
+        return
+    if too_large := [*size_problems(keys)]:
+        yield from too_large
         return
     if not is_csv(name):
-        collector.attempt(None, check_named, name, *options)
-    if costs is not None and (is_csv(name) or name in SCHEDULES):
-        collector.attempt(None, chunk_costs, costs, options.stages, options.repeats)
+        options = 1 + keys.delay_activation_forwarding, int(keys.overlap_slots)
+        try:
+            check_named(name, keys.stages, keys.microbatches, keys.repeats, *options)
+        except ValueError as error:
+            yield from problems_of(error)
+    if counts_times and (is_csv(name) or name in SCHEDULES):
+        yield from time_problems(keys)
 
 
-def parse_pairs(
-    words: Sequence[str], keys: Sequence[str], subject: str, collector: Collector
-) -> dict[str, str]:
-    """Return the values by key of those words that are `key=value`.
-
-    Args:
-      words: words of the command line.
-      keys: keys that there are.
-      subject: beginning of the sentence that there is no such key.
-      collector: keeps why words are refused; refused words are left out.
-    """
-    pairs: dict[str, str] = {}
-    for key, value in (word.split("=", 1) for word in words if "=" in word):
-        if key not in keys:
-            collector.refuse(_no_key(key, keys, subject))
-        elif key in pairs:
-            collector.refuse(f"{key}: is given twice; keep one")
-        else:
-            pairs[key] = value
-    return pairs
+def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values of `key=value` words, and what is wrong with others, which are left out."""
+    options = {o.key: o for o in _options(section)}
+    settings, problems = read_overrides(words)
+    problems += repeated_words(words)
+    values: dict[str, Any] = {}
+    for setting in {setting.key: setting for setting in settings}.values():
+        key = setting.key
+        try:
+            if key not in options:
+                raise ValueError(
+                    f"unknown key; there are {', '.join(options)}{nearest(key, [*options])}"
+                )
+            values[key] = _value(options[key], setting.raw)
+        except ValueError as error:
+            problems.append(Problem(key, str(error)))
+    return values, problems
 
 
-def _no_key(key: str, keys: Sequence[str], subject: str) -> str:
-    """Return a message that there is no such key, with the keys; `subject` begins the sentence."""
-    near = difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{key}: {subject} no such key; {hint}keys are {', '.join(keys)}"
-
-
-def in_own_keys(message: str) -> str:
-    """Replace configuration keys in a message by the keys of this command line."""
-    names = {"mesh.ici.stage": "stages", "pipeline.num_": "", "pipeline.": ""}
-    for key, own in names.items():
-        message = message.replace(key, own)
-    return message
-
-
-def parse_sizes(pairs: dict[str, str], collector: Collector) -> dict[str, int]:
-    """Return the sizes that a command line gives, without those that are refused."""
-    sizes = {
-        key: collector.attempt(None, parse_size, key, pairs[key]) for key in SIZES if key in pairs
-    }
-    return {key: size for key, size in sizes.items() if size is not None}
-
-
-def is_refused(key: str, pairs: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
-    """Return whether a command line gives a size that `parse_sizes` has left out."""
-    return key in pairs and key not in sizes
-
-
-def parse_size(key: str, value: str) -> int:
-    """Return a whole number, at least 1.
+def _value(key: Option, raw: Raw) -> object:
+    """Return a value in the type of its key; a list of times is written with or without brackets.
 
     Raises:
-      UsageError: it is not one.
+      ValueError: it has another type, or is not legal.
     """
-    if not value.isdecimal() or int(value) < 1:
-        raise UsageError(f"{key}={value}: must be a whole number, at least 1")
-    return int(value)
+    if key.type != list[float]:
+        value = convert(key, raw)
+        check_bounds(key, value)
+        return value
+    of_stage = replace(key, type=float)
+    if isinstance(raw, Scalar):
+        raw = [Scalar(text) for text in raw.text.split(",")]
+    return [_value(of_stage, item) for item in (raw if isinstance(raw, list) else [raw])]
 
 
-def check_cells(stages: int, microbatches: int, repeats: int) -> bool:
-    """Return True if a table of these sizes fits into memory.
+def keys_help(section: type[Keys], besides: type[Keys] | None = None) -> str:
+    """Return a line of help for each key that is not one of `besides`."""
+    known = [field.name for field in fields(besides)] if besides else []
+    lines = []
+    for key in _options(section):
+        if key.key in known:
+            continue
+        defaults = key.default if isinstance(key.default, list) else [key.default]
+        shown = [f" ({as_written(value).removesuffix('.0')})" for value in defaults]
+        lines.append(f"  {key.key:<28}{key.bounds.help}{''.join(shown)}")
+    return "\n".join(lines)
 
-    Raises:
-      UsageError: it does not.
-    """
-    cells = stages * (stages + microbatches) * repeats
-    if cells > MOST_CELLS:
-        raise UsageError(
-            f"stages={stages} microbatches={microbatches} repeats={repeats}: a table would have "
-            f"{cells:.3g} cells; give smaller ones, of at most {MOST_CELLS:.3g} in all"
+
+def _options(section: type[Keys]) -> Iterator[Option]:
+    for field in fields(section):
+        yield Option(
+            field.name, field.type, getattr(section(), field.name), field.metadata["bounds"]
         )
-    return True
 
 
-def parse_switch(key: str, value: str) -> bool:
-    """Return whether a value is true.
-
-    Raises:
-      UsageError: it is neither true nor false.
-    """
-    if value not in ("true", "false"):
-        raise UsageError(f"{key}={value}: must be true or false")
-    return value == "true"
+def size_problems(keys: Keys) -> Iterator[Problem]:
+    """Yield that a table of these sizes would not fit into memory."""
+    cells = keys.stages * (keys.stages + keys.microbatches) * keys.repeats
+    if cells > MOST_CELLS:
+        sizes = f"stages={keys.stages} microbatches={keys.microbatches} repeats={keys.repeats}"
+        message = f"{sizes}: a table would have {cells:.3g} cells; at most {MOST_CELLS:.0e} fit"
+        yield Problem("", message)
 
 
-def parse_costs(pairs: dict[str, str], collector: Collector) -> Costs:
-    """Return the times of whole stages that a command line gives, or their defaults.
-
-    Args:
-      pairs: values by key.
-      collector: keeps why values are refused; refused values count as 1.
-    """
-
-    def per_stage(key: str, default: float | list[float]) -> float | list[float]:
-        if key not in pairs:
-            return default
-        values = [
-            collector.attempt(1.0, parse_number, key, number) for number in pairs[key].split(",")
-        ]
-        return values[0] if len(values) == 1 else values
-
-    backward = per_stage("backward", 2.0)
-    # A split backward costs what a whole one does, unless its parts are given.
-    half = [value / 2 for value in backward] if isinstance(backward, list) else backward / 2
-    other = {
-        name: collector.attempt(1.0, parse_number, key, pairs[key])
-        for key, name in OTHER_COSTS.items()
-        if key in pairs
-    }
-    return Costs(
-        forward=per_stage("forward", 1.0),
-        backward=backward,
-        input_gradient=per_stage("input_gradient", half),
-        weight_gradient=per_stage("weight_gradient", half),
-        **other,
-    )
-
-
-def parse_number(key: str, value: str) -> float:
-    """Return a number, at least 0.
-
-    Raises:
-      UsageError: it is not one.
-    """
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise UsageError(f"{key}={value}: must be a number, at least 0")
-    if number and not 1e-100 <= number <= 1e100:  # sums and quotients leave the range of floats
-        raise UsageError(f"{key}={value}: must be 0, or from 1e-100 to 1e100")
-    if key == "collectives" and number > 1:
-        raise UsageError(f"{key}={value}: must be a fraction from 0 to 1")
-    return number
+def time_problems(keys: Keys) -> Iterator[Problem]:
+    """Yield each key with neither one time nor one for each stage."""
+    for key in TIMES[:4]:
+        times = getattr(keys, key)
+        if len(times) not in (0, 1, keys.stages):
+            yield Problem(key, f"{times}: give one number, or one per stage ({keys.stages})")
 
 
 def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
-    """Return the costs of a stage's chunks, which share its time equally.
+    """Return the times of a stage's chunks, which share its time equally.
 
     Raises:
-      UsageError: there are not as many times as stages; with all such keys.
+      ValueError: there are not as many times as stages.
     """
-    collector = Collector()
-    for kind in "FB":
-        collector.attempt(None, costs.of, kind, num_stages)
-    half = np.asarray(costs.backward) / 2
-    for kind, time in (("I", costs.input_gradient), ("W", costs.weight_gradient)):
-        if not np.array_equal(time, half):  # else the reason is given for backward
-            collector.attempt(None, costs.of, kind, num_stages)
-    collector.check()
     forward, backward, input_gradient, weight_gradient = (
         (costs.of(kind, num_stages) / num_repeats).tolist() for kind in "FBIW"
     )
@@ -387,3 +306,18 @@ def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
         input_gradient=input_gradient,
         weight_gradient=weight_gradient,
     )
+
+
+def problems_of(error: ValueError) -> list[Problem]:
+    """Return the reasons of an error, each with its key as this command line calls it."""
+    if isinstance(error, ConfigError):
+        return [*error.problems]
+    return [Problem("", reason) for reason in in_own_keys(str(error)).splitlines()]
+
+
+def in_own_keys(message: str) -> str:
+    """Replace configuration keys in a message by the keys of this command line."""
+    names = {"mesh.ici.stage": "stages", "pipeline.num_": "", "pipeline.": ""}
+    for key, own in names.items():
+        message = message.replace(key, own)
+    return message

@@ -1,38 +1,19 @@
-"""Parse `solve` with its `key=value` words, search for the best schedule and print it."""
+"""Read `solve` with its `key=value` words, search for the best schedule and print it."""
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import install_command, is_installed
+from maxpipe.config.sections.fields import option
 from maxpipe.plan.solve import Solution, Task, solve
-from maxpipe.render.request import (
-    OTHER_COSTS,
-    SIZES,
-    UNIT_COSTS,
-    Collector,
-    UsageError,
-    check_cells,
-    chunk_costs,
-    is_refused,
-    parse_costs,
-    parse_number,
-    parse_pairs,
-    parse_sizes,
-    parse_switch,
-)
+from maxpipe.render.request import Keys, chunk_costs, read_keys, size_problems, time_problems
 from maxpipe.render.terminal import comparison_text
 
-COMMAND = "solve"
 REPEATS = {"loop": 1, "v": 2}
-KEYS = (
-    *SIZES,
-    "placement",
-    "memory",
-    "lockstep",
-    *UNIT_COSTS,
-    *(key for key in OTHER_COSTS if key != "collectives"),
-)
 SECONDS_BETWEEN_LINES = 5.0
 WITHOUT_SOLVER = (
     f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
@@ -41,54 +22,55 @@ WITHOUT_SOLVER = (
 WITHOUT_TIME = "heuristics took all of the time, and left none for exact search; raise --seconds"
 
 
-def parse_task(words: Sequence[str]) -> Task:
-    """Parse the words after `solve`.
+@dataclass(frozen=True)
+class SolveKeys(Keys):
+    """Keys of `solve`."""
 
-    Raises:
-      UsageError: words are not keys with legal values; with all such words.
-    """
-    collector = Collector()
-    for word in words:
-        if "=" not in word:
-            collector.refuse(f"{word}: solve takes no schedule, only keys: {', '.join(KEYS)}")
-    pairs = parse_pairs(words, KEYS, "solve has", collector)
-    placement = pairs.get("placement", "loop")
-    if placement not in REPEATS:
-        collector.refuse(f"placement={placement}: must be loop or v")
-    sizes = parse_sizes(pairs, collector)
-    defaults = {**SIZES, "repeats": REPEATS.get(placement, 1)}
-    stages, microbatches, repeats = (defaults | sizes).values()
-    costs = parse_costs(pairs, collector)
-    is_small = collector.attempt(False, check_cells, stages, microbatches, repeats)
-    if is_small and not is_refused("stages", pairs, sizes):
-        costs = collector.attempt(costs, chunk_costs, costs, stages, repeats)
-    lockstep = None
-    if "lockstep" in pairs:
-        lockstep = collector.attempt(None, parse_switch, "lockstep", pairs["lockstep"])
-    in_flight = collector.attempt(1, _max_in_flight, pairs, microbatches, repeats)
-    collector.check()
-    return Task(
-        stages,
-        microbatches,
-        repeats,
-        placement,
-        lockstep,
-        in_flight,
-        costs,
+    memory: float = option(
+        math.inf,
+        "most microbatches in flight on a stage; a chunk counts 1/repeats",
+        minimum=1,
+    )
+    placement: str = option("loop", "loop has 1 repeat, v 2, unless given", choices=(*REPEATS,))
+    lockstep: str = option(
+        "auto",
+        "true: for the scheduled engine; false: for mpmd; auto: whichever is faster",
+        choices=("auto", "true", "false"),
     )
 
 
-def _max_in_flight(pairs: dict[str, str], microbatches: int, repeats: int) -> int:
-    """Return the chunks that may be in flight on a stage."""
-    if "memory" not in pairs:
-        return microbatches * repeats
-    chunks = int(parse_number("memory", pairs["memory"]) * repeats + 1e-9)
-    if chunks < repeats:
-        raise UsageError(
-            f"memory={pairs['memory']}: must be at least 1, since a stage holds all its chunks of "
-            "a microbatch until the first backward"
-        )
-    return min(chunks, microbatches * repeats)
+def read_task(words: Sequence[str], problems: Sequence[Problem] = ()) -> Task:
+    """Read the words after `solve`.
+
+    Args:
+      words: `key=value` words.
+      problems: what is wrong with the command line besides.
+
+    Raises:
+      ConfigError: with these problems and those of the words.
+    """
+    found = [*problems]
+    for word in words:
+        if "=" not in word:
+            found.append(Problem("", f"{word}: solve takes no schedule, only keys"))
+    values, wrong = read_keys(SolveKeys, [word for word in words if "=" in word])
+    found += wrong
+    keys = SolveKeys(**{"repeats": REPEATS[values.get("placement", "loop")]} | values)
+    found += size_problems(keys)
+    if not any(problem.key == "stages" for problem in found):
+        found += time_problems(keys)
+    if found:
+        raise ConfigError(*found)
+    chunks = keys.microbatches * keys.repeats
+    return Task(
+        keys.stages,
+        keys.microbatches,
+        keys.repeats,
+        keys.placement,
+        {"true": True, "false": False, "auto": None}[keys.lockstep],
+        int(min(keys.memory * keys.repeats + 1e-9, chunks)),
+        chunk_costs(keys.costs(), keys.stages, keys.repeats),
+    )
 
 
 class ProgressLine:
