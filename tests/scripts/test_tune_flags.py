@@ -1,14 +1,13 @@
 """Test scripts/benchmark/tune_flags.py with a compiler that answers at once."""
 
-import importlib.util
 import math
-from pathlib import Path
+
+from helpers.scripts import load_script
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import FlagSet, names_in
 from maxpipe.plan.search.candidate import Proof
 
-ROOT = Path(__file__).parents[2]
 SETS = [
     FlagSet("a", {"a": "1"}),
     FlagSet("b", {"b": "1"}),
@@ -22,11 +21,7 @@ FACTORS = {"a": 0.9, "b": 0.8, "slower": 1.2, "large": 0.1}
 def test_sets_that_fit_and_gain_are_combined_and_the_fastest_is_printed_for_a_shell(
     monkeypatch, capsys
 ):
-    spec = importlib.util.spec_from_file_location(
-        "tune_flags", ROOT / "scripts" / "benchmark" / "tune_flags.py"
-    )
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("benchmark/tune_flags")
 
     def compile_command(words, note, environment):
         names = names_in(environment["LIBTPU_INIT_ARGS"]) & FACTORS.keys()
@@ -36,7 +31,7 @@ def test_sets_that_fit_and_gain_are_combined_and_the_fastest_is_printed_for_a_sh
     monkeypatch.setattr(script, "compile_command", compile_command)
     monkeypatch.setattr(script, "sets_to_try", lambda chip: SETS)
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert script.main([str(ROOT / "configs" / "base.yml"), "compile.topology=v5p:2x2x1"]) == 0
+    assert script.main(["base", "compile.topology=v5p:2x2x1"]) == 0
     *rows, _, best, line = capsys.readouterr().out.splitlines()
     assert [row.split(" | ")[0][2:] for row in rows[2:]] == [
         "none", "a", "b", "b twice", "slower", "large", "b + a",
