@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 from maxpipe.compile.checks import check_command
-from maxpipe.compile.output_files import check_files
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 
@@ -35,22 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Print what a train step needs, what it moves and how fast it could be.",
         add_flags=_add_flags,
     )
-    keys, flags = arguments.loaded.config.compile, arguments.flags
-    if not keys.topology:
-        example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
-        message = f"name the devices to compile for, such as {example}"
-        raise ConfigError(Problem("compile.topology", message))
-    if keys.load:
-        message = "is for maxpipe.train; here compile.save=FILE stores the step"
-        raise ConfigError(Problem("compile.load", message))
-    check_files(arguments)
-    check_command(arguments.loaded, flags)
+    check_command(arguments)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
     from maxpipe.compile.launch import launch
     from maxpipe.training.stored_step import write
 
-    return launch(arguments.loaded, flags, build_trainer, write)
+    return launch(arguments.loaded, arguments.flags, build_trainer, write)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

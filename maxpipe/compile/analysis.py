@@ -1,7 +1,7 @@
 """Compile the step of a configuration and gather what it costs in a `Report`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from maxpipe.compile.collectives import find_collectives
 from maxpipe.compile.hlo import parse
 from maxpipe.compile.knobs import Gain, gains, knobs
-from maxpipe.compile.links import LinkUse, link_uses, network_seconds
+from maxpipe.compile.links import link_uses, network_seconds
 from maxpipe.compile.prediction.predict import is_predictable, predict
 from maxpipe.compile.report import Report
 from maxpipe.compile.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
@@ -48,20 +48,8 @@ def analyse(
     devices = mesh.devices.reshape(-1).tolist()
     tpu = tpu_of(devices)
     config = with_gather_mode(config, tpu)  # as the trainer has decided and reported
-    is_pipelined = ENGINES[config.pipeline.engine].has_stages
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    report = Report(
-        device_kind=devices[0].device_kind,
-        num_devices=mesh.size,
-        num_slices=config.compile.num_slices,
-        mesh=dict(mesh.shape),
-        engine=config.pipeline.engine,
-        schedule=config.pipeline.schedule,
-        bubble=bubble_fraction(config) if is_pipelined else 0.0,
-        shapes=estimate(on_platform(config, devices[0].platform), tpu),
-        capacity=device_memory(devices),
-        model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
-    )
+    shapes = estimate(on_platform(config, devices[0].platform), tpu)
+    report = Report(**known_before(config, mesh), shapes=shapes)
     try:
         step = compile_step(config, mesh, trainer, note)
     except OutOfMemory as error:
@@ -78,6 +66,24 @@ def analyse(
     return report, executable
 
 
+def known_before(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return the fields of a `StepReport` that are known before anything is compiled."""
+    devices = mesh.devices.reshape(-1).tolist()
+    is_pipelined = ENGINES[config.pipeline.engine].has_stages
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    return {
+        "device_kind": devices[0].device_kind,
+        "num_devices": mesh.size,
+        "num_slices": config.compile.num_slices,
+        "mesh": mesh.shape,
+        "engine": config.pipeline.engine,
+        "schedule": config.pipeline.schedule,
+        "bubble": bubble_fraction(config) if is_pipelined else 0.0,
+        "capacity": device_memory(devices),
+        "model_flops": tokens * model_flops_per_token(config.model, config.data.sequence_length),
+    }
+
+
 def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
     """Return ways to use the memory that the step leaves idle."""
     assert report.bounds is not None
@@ -87,7 +93,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
     tpu = tpu_of(mesh.devices.reshape(-1).tolist())
 
     def bound_mfu(changed: Config, flops: float) -> float:
-        bounds = _bounds(report, changed, mesh, flops, estimate(changed, tpu), report.links)
+        bounds = _bounds(report, changed, mesh, flops, estimate(changed, tpu))
         return bounds.mfu if bounds else 0.0
 
     return gains(
@@ -121,9 +127,9 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
     if chip is None:
         return report
     assert report.flops is not None
-    links = link_uses(report.collectives, mesh, chip)
-    bounds = _bounds(report, config, mesh, report.flops, report.shapes, links)
-    report = replace(report, bounds=bounds, links=links)
+    report = replace(report, links=link_uses(report.collectives, mesh, chip))
+    bounds = _bounds(report, config, mesh, report.flops, report.shapes)
+    report = replace(report, bounds=bounds)
     if not is_predictable(mesh):
         return report
     predicted, timeline = predict(config, mesh, chip, hlo, report.model_flops)
@@ -131,12 +137,7 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
 
 
 def _bounds(
-    report: Report,
-    config: Config,
-    mesh: Mesh,
-    flops: float,
-    memory: Memory,
-    links: Sequence[LinkUse],
+    report: Report, config: Config, mesh: Mesh, flops: float, memory: Memory
 ) -> Bounds | None:
     """Return the bounds of a step of `flops` FLOPs; None if the chip's figures are unknown."""
     chip = chip_for(report.device_kind)
@@ -149,7 +150,7 @@ def _bounds(
         flops=flops,
         model_flops=report.model_flops,
         memory=memory,
-        network=network_seconds(links, chip),
+        network=network_seconds(report.links, chip),
     )
 
 

@@ -1,36 +1,58 @@
 """Check the command line of `maxpipe.compile` before JAX is imported, which takes seconds."""
 
 import argparse
+import re
+from collections.abc import Iterator
 
-from maxpipe.compile.unit_names import UNITS, check_units
-from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
+from maxpipe.compile.prediction.constants import constants_of
+from maxpipe.config import Config, ConfigError, Problem, resolve
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.cli import Arguments
 from maxpipe.config.imports import install_command, is_installed
 from maxpipe.config.load import derive_known
+from maxpipe.config.outputs import is_device, output_problems
 from maxpipe.config.slices import canonical_topology, check_grid, num_devices
-from maxpipe.devices.chips import chip_of
+from maxpipe.devices.chips import CHIPS, chip_of
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.pipeline.schedules.table import ScheduleError
 
 TOPOLOGY = "compile.topology"
 SIMULATED = "cpu"
+SAVE = "compile.save"
+UNITS = "--units"
+ENDINGS = {"--profile": (".html",), "--profile-trace": (".json.gz", ".json")}
+_UNIT = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
 
-def check_command(loaded: Loaded, flags: argparse.Namespace) -> None:
-    """Check the topology, the configuration on its devices, and the flags that suit its engine.
-
-    Args:
-      loaded: the configuration, with a topology.
-      flags: the command's own flags.
+def check_command(arguments: Arguments) -> None:
+    """Check files, topology, the configuration on its devices, and flags that suit its engine.
 
     Raises:
-      ConfigError: there is no such slice, libtpu is not installed, the configuration does not fit
-        the devices, or a flag does not apply.
+      ConfigError: no topology is named, or there is no such slice; libtpu is not installed; a file
+        cannot be written; the configuration does not fit the devices; or a flag does not apply.
     """
-    if loaded.config.compile.topology != SIMULATED:
-        check_slice(canonical_topology(loaded.config.compile.topology))
-    config = _resolved(loaded)
-    if config.pipeline.engine not in ENGINES:
-        return  # only libtpu knows the chip: the engine is decided once its devices exist
-    check_engine(config, flags)
+    keys = arguments.loaded.config.compile
+    if not keys.topology:
+        example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
+        raise ConfigError(Problem(TOPOLOGY, f"name the devices to compile for, such as {example}"))
+    if keys.load:
+        message = "is for maxpipe.train; here compile.save=FILE stores the step"
+        raise ConfigError(Problem("compile.load", message))
+    if problems := [*_file_problems(arguments)]:
+        raise ConfigError(*problems)
+    if keys.topology == SIMULATED:
+        devices = max(1, arguments.loaded.config.mesh.simulated_devices)
+        config = resolve(arguments.loaded, devices, keys.num_slices)
+    else:
+        topology = canonical_topology(keys.topology)
+        check_slice(topology)
+        if chip_of(topology) is None:  # only libtpu knows it
+            config = derive_known(arguments.loaded.config)
+        else:
+            devices = num_devices(topology) * keys.num_slices
+            config = resolve(arguments.loaded, devices, keys.num_slices)
+    if config.pipeline.engine in ENGINES:  # else it is decided once the devices exist
+        check_engine(config, arguments.flags)
 
 
 def check_engine(config: Config, flags: argparse.Namespace) -> None:
@@ -39,10 +61,24 @@ def check_engine(config: Config, flags: argparse.Namespace) -> None:
     Raises:
       ConfigError: a flag does not apply.
     """
+    problems = []
     if ENGINES[config.pipeline.engine].one_program:
-        _check_one_program(config, flags)
+        only = f"is for pipeline.engine=mpmd; the {config.pipeline.engine} engine has one program"
+        if flags.programs:
+            problems.append(Problem("--programs", f"{only}: --hlo FILE"))
+        if flags.units:
+            problems.append(Problem(UNITS, only))
     else:
-        _check_several_programs(config, flags)
+        message = "is for a train step in one program; --programs DIR writes those of a step"
+        files = _files(config, flags)
+        problems += [Problem(key, message) for key in (SAVE, "--hlo", *ENDINGS) if files[key]]
+        if flags.programs and flags.units:
+            message = "compiles some units, and --programs writes those of all; give one of them"
+            problems.append(Problem(UNITS, message))
+    if problems:
+        raise ConfigError(*problems)
+    if flags.units:
+        check_units(flags.units, config)
 
 
 def check_slice(topology: str) -> None:
@@ -64,46 +100,79 @@ def check_slice(topology: str) -> None:
         raise ConfigError(Problem(TOPOLOGY, message))
 
 
-def _resolved(loaded: Loaded) -> Config:
-    """Return the configuration, resolved for its devices unless only libtpu knows their chip."""
-    keys = loaded.config.compile
-    if keys.topology == SIMULATED:
-        return resolve(loaded, max(1, loaded.config.mesh.simulated_devices), keys.num_slices)
-    topology = canonical_topology(keys.topology)
-    if chip_of(topology) is None:
-        return derive_known(loaded.config)
-    return resolve(loaded, num_devices(topology) * keys.num_slices, keys.num_slices)
+def unit_names(words: str) -> list[tuple[str, int]]:
+    """Return the kinds and chunks of the units that `--units` names, such as "F1,B1".
+
+    Raises:
+      ConfigError: a word does not name a unit.
+    """
+    names = []
+    for word in words.split(","):
+        match = _UNIT.fullmatch(word)
+        if match is None:
+            message = f"{word!r} is no unit; give a kind and a chunk each, such as F1,B1"
+            raise ConfigError(Problem(UNITS, message))
+        names.append((match[1], int(match[2])))
+    return names
 
 
-def _of_one_program(config: Config, flags: argparse.Namespace) -> dict[str, str | None]:
-    """Return the output files that only a train step in one program has, by key or flag."""
+def check_units(words: str, config: Config) -> None:
+    """Check that the schedule of a resolved configuration has the units that `--units` names.
+
+    Raises:
+      ConfigError: it lacks one, a word does not name a unit, or there is no such schedule.
+    """
+    named = [f"{kind}{chunk}" for kind, chunk in unit_names(words)]
+    try:
+        table = build_table(config)
+    except ScheduleError as error:
+        # Every reason begins with its key.
+        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
+    forward = [f"F{chunk}" for chunk in range(table.num_chunks)]
+    # A program is sliced into F and B, or into F, I and W; evaluation has F alone.
+    backward = "IW" if "W" in table.kinds else "B" if "B" in table.kinds else ""
+    known = forward + [f"{k}{c}" for c in reversed(range(table.num_chunks)) for k in backward]
+    if missing := [name for name in named if name not in known]:
+        message = f"there is no {', '.join(missing)}; there are {', '.join(known)}"
+        raise ConfigError(Problem(UNITS, message))
+
+
+def _files(config: Config, flags: argparse.Namespace) -> dict[str, str | None]:
+    """Return the files to write by key or flag; that of compile.save is replaced."""
     return {
-        "compile.save": config.compile.save,
+        SAVE: config.compile.save,
+        "--json": flags.json,
         "--hlo": flags.hlo,
         "--profile": flags.profile,
         "--profile-trace": flags.profile_trace,
     }
 
 
-def _check_one_program(config: Config, flags: argparse.Namespace) -> None:
-    engine = config.pipeline.engine
-    only = f"is for pipeline.engine=mpmd; the {engine} engine has one program"
-    if flags.programs:
-        raise ConfigError(Problem("--programs", f"{only}: --hlo FILE"))
-    if flags.units:
-        raise ConfigError(Problem(UNITS, only))
+def _file_problems(arguments: Arguments) -> Iterator[Problem]:
+    """Yield why a file cannot be written, has another ending than its content, or has none."""
+    config = arguments.loaded.config
+    files = _files(config, arguments.flags)
+    problems = [*output_problems(files, arguments.files, {SAVE})]
+    yield from problems
+    refused = {problem.key for problem in problems}
+    reason = _unpredictable(config.compile.topology)
+    for key, endings in ENDINGS.items():
+        file = files[key]
+        if file and key not in refused and not is_device(file) and not file.endswith(endings):
+            message = f"writes {' or '.join(endings)}, which {file} does not end in"
+            yield Problem(key, message)
+        if file and reason:
+            yield Problem(key, reason)
 
 
-def _check_several_programs(config: Config, flags: argparse.Namespace) -> None:
-    problems = [
-        Problem(key, "is for a train step in one program; --programs DIR writes those of a step")
-        for key, file in _of_one_program(config, flags).items()
-        if file
-    ]
-    if flags.programs and flags.units:
-        message = "compiles some units, and --programs writes those of all; give one of them"
-        problems.append(Problem(UNITS, message))
-    if problems:
-        raise ConfigError(*problems)
-    if flags.units:
-        check_units(flags.units, config)
+def _unpredictable(topology: str) -> str:
+    """Return why steps on a topology are not predicted; empty if they are."""
+    if topology == SIMULATED:
+        return "needs the estimates of a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
+    chip = chip_of(canonical_topology(topology))
+    if chip and constants_of(chip):
+        return ""
+    name = chip.name if chip else topology
+    reason = f"the clock of {name} is unpublished" if chip else f"{name} is in no table of chips"
+    predicted = ", ".join(c.name for c in CHIPS if c.torus and constants_of(c))
+    return f"needs a predicted step, and {reason}; there are predictions for {predicted}"

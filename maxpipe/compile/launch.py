@@ -1,10 +1,11 @@
 """Compile what a configuration names, and print and write what it costs."""
 
 import argparse
+import gzip
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -13,17 +14,15 @@ from jax.sharding import Mesh
 
 from maxpipe.compile import DOES_NOT_FIT, FITS
 from maxpipe.compile.analysis import analyse
-from maxpipe.compile.checks import check_engine
-from maxpipe.compile.output_files import packed_trace
+from maxpipe.compile.checks import check_engine, unit_names
 from maxpipe.compile.prediction.page import page_html
 from maxpipe.compile.prediction.trace import trace_json
 from maxpipe.compile.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compile.report import Report, size
-from maxpipe.compile.stages import analyse_stages
+from maxpipe.compile.stage_report import StagesReport, analyse_stages
 from maxpipe.compile.step import StepTrainer
 from maxpipe.compile.topology import devices_of, meshes_to_compile
-from maxpipe.compile.unit_names import unit_names
-from maxpipe.compile.units import compile_units
+from maxpipe.compile.units import UnitsReport, compile_units
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
@@ -71,13 +70,28 @@ def launch(
     mesh = build_mesh(config, devices)
     for line in explain_quantisation(config.model.quantisation, devices[0]):
         _print(line)
-    if not ENGINES[config.pipeline.engine].one_program:
-        return _compile_stages(config, loaded.config, mesh, flags, build_trainer)
-    trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
-    report, executable = analyse(config, loaded.config, mesh, trainer, _print)
-    print(*report.lines(), *(advice(devices[0], os.environ) if report.fits else []), sep="\n")
+    report: Report | StagesReport | UnitsReport
+    if ENGINES[config.pipeline.engine].one_program:
+        report = _compile_step(config, loaded.config, mesh, flags, build_trainer, store_step)
+    else:
+        report = _compile_stages(config, loaded.config, mesh, flags, build_trainer)
     if flags.json:
         write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _compile_step(
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    flags: argparse.Namespace,
+    build_trainer: BuildTrainer,
+    store_step: StoreStep,
+) -> Report:
+    """Compile a step in one program, print its report, and write what belongs to it."""
+    trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
+    report, executable = analyse(config, written, mesh, trainer, _print)
+    _print_report(report, mesh)
     if flags.hlo:
         write_file("--hlo", flags.hlo, report.hlo)
     _write_profile(report, config, flags)
@@ -87,7 +101,7 @@ def launch(
         print(f"stored      {file}, {size(count)}: train with compile.load={file}")
     elif file:
         print("stored      nothing, since the compiler gave up")
-    return FITS if report.fits else DOES_NOT_FIT
+    return report
 
 
 def _compile_stages(
@@ -96,15 +110,17 @@ def _compile_stages(
     mesh: Mesh,
     flags: argparse.Namespace,
     build_trainer: BuildTrainer,
-) -> int:
-    """Compile the separate programs of the stages, report on them, and return the exit code."""
+) -> StagesReport | UnitsReport:
+    """Compile the separate programs of the stages, or some units; print the report."""
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     began = time.perf_counter()
     meshes = meshes_to_compile(config, stage_meshes(mesh))
-    built = build_trainer(_without_digest(config), mesh, note=_print)
-    trainer = cast(StagesTrainer, built)
+    trainer = cast(StagesTrainer, build_trainer(_without_digest(config), mesh, note=_print))
     if flags.units:
-        return _compile_units(flags, config, mesh, trainer, meshes)
+        names = [UnitName(*name) for name in unit_names(flags.units)]
+        units = compile_units(names, config.model, mesh, trainer, meshes, _print)
+        print(*units.lines(), sep="\n")
+        return units
     programs = compile_programs(trainer, meshes)
     if flags.programs:
         programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
@@ -118,27 +134,14 @@ def _compile_stages(
             f"{'written':<12}{flags.programs}: what each computation reads, writes and computes "
             "(.txt), and its HLO (.hlo)"
         )
+    _print_report(report, mesh)
+    return report
+
+
+def _print_report(report: Report | StagesReport, mesh: Mesh) -> None:
+    """Print a report, and flags of the compiler that a step that fits may gain from."""
     flags_for_overlap = advice(mesh.devices.flat[0], os.environ) if report.fits else []
     print(*report.lines(), *flags_for_overlap, sep="\n")
-    if flags.json:
-        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
-    return FITS if report.fits else DOES_NOT_FIT
-
-
-def _compile_units(
-    flags: argparse.Namespace,
-    config: Config,
-    mesh: Mesh,
-    trainer: StagesTrainer,
-    meshes: Sequence[Mesh],
-) -> int:
-    """Compile single units, report on them, and return the exit code."""
-    names = [UnitName(*name) for name in unit_names(flags.units)]
-    report = compile_units(names, config.model, mesh, trainer, meshes, _print)
-    print(*report.lines(), sep="\n")
-    if flags.json:
-        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
-    return FITS if report.fits else DOES_NOT_FIT
 
 
 def _write_profile(report: Report, config: Config, flags: argparse.Namespace) -> None:
@@ -148,15 +151,14 @@ def _write_profile(report: Report, config: Config, flags: argparse.Namespace) ->
     if report.predicted is None or report.timeline is None:
         print("profile     none, since there is no prediction")
         return
-    devices = f"{report.num_devices} x {short_name(report.device_kind)}"
-    title = f"{config.run_name}, {report.schedule}, {devices}"
-    if not ENGINES[config.pipeline.engine].has_stages:
-        title = f"{config.run_name}, {report.engine}, {devices}"
+    name = report.schedule if ENGINES[report.engine].has_stages else report.engine
+    title = f"{config.run_name}, {name}, {report.num_devices} x {short_name(report.device_kind)}"
     if flags.profile:
         write_file("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
-    if flags.profile_trace:
-        content = packed_trace(flags.profile_trace, trace_json(report.timeline))
-        write_file("--profile-trace", flags.profile_trace, content)
+    if file := flags.profile_trace:
+        trace = trace_json(report.timeline)
+        content = trace if file.endswith(".json") else gzip.compress(trace, mtime=0)
+        write_file("--profile-trace", file, content)
 
 
 def _without_digest(config: Config) -> Config:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from maxpipe.compile.collectives import Collective
 from maxpipe.compile.knobs import Gain, Knob
@@ -13,6 +13,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import short_name
 from maxpipe.plan.estimate import Bounds, Memory
 
+COMPILER_PARTS = ("arguments", "temp", "program")  # of `CompilerMemory`, in reports
 NO_KNOB = "no single change of batch, schedule or mesh helps on these devices; take more of them"
 
 
@@ -62,55 +63,34 @@ class CompileTimes(NamedTuple):
         return f"compiled    in {self.total:.0f} s: {parts}"
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything that `maxpipe.compile` prints.
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What `maxpipe.compile` reports of a step, in one program or in several.
 
     Attributes:
       device_kind, num_devices, num_slices: what was compiled for.
       mesh: axis sizes.
       engine, schedule: names of the engine and its schedule.
-      bubble: idle fraction of the schedule, from the simulator.
-      shapes: memory estimated from shapes.
+      bubble: idle share of the stages' time, from the simulator.
       capacity: memory of a device; None if unknown.
       model_flops: model FLOPs of a step over all devices.
-      needed: bytes that the program needs on a device.
-      compiler: memory from the compiler; None, like the fields that follow, if it gave up.
-      flops: FLOPs of a step over all devices.
-      collectives: the collectives of one device in a step.
-      links: the traffic of one device by mesh axes, the slowest first; empty if the device's
-        figures are unknown.
-      bounds: bounds of the step; None if the device's figures are unknown.
+      needed: bytes that a device needs.
       predicted: the step by the compiler's own estimates; None for devices other than TPUs.
-      timeline: the timeline that `predicted` sums up; None without a prediction.
-      compile_times: seconds of each phase; None if the compiler gave up.
       knobs: ways to save memory, if it does not fit.
-      gains: ways to use the memory that is left, if it fits.
-      hlo: text of the optimized program.
     """
 
     device_kind: str
     num_devices: int
     num_slices: int
-    mesh: dict[str, int]
+    mesh: Mapping[str, int]
     engine: str
     schedule: str
     bubble: float
-    shapes: Memory
     capacity: float | None
     model_flops: float
     needed: float = 0.0
-    compiler: CompilerMemory | None = None
-    flops: float | None = None
-    collectives: Sequence[Collective] = ()
-    links: Sequence[LinkUse] = ()
-    bounds: Bounds | None = None
     predicted: Prediction | None = None
-    timeline: Timeline | None = None
-    compile_times: CompileTimes | None = None
     knobs: Sequence[Knob] = ()
-    gains: Sequence[Gain] = ()
-    hlo: str = ""
 
     @property
     def fits(self) -> bool:
@@ -118,64 +98,119 @@ class Report:
         return self.capacity is None or self.needed <= self.capacity
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
-        memory: dict[str, float | None] = {
-            f"{name}_bytes": value for name, value in asdict(self.shapes).items()
-        }
-        for name in ("arguments", "temp", "program"):
-            memory[f"{name}_bytes"] = getattr(self.compiler, name) if self.compiler else None
-        memory |= {"needed_bytes": self.needed, "capacity_bytes": self.capacity}
-        units, times = self.predicted.units if self.predicted else None, self.compile_times
-        bounds = None
-        if self.bounds:
-            bounds = {
-                f"{name}_seconds": getattr(self.bounds, name)
-                for name in ("compute", "hbm", "network", "step")
-            }
-            bounds |= {"mfu": self.bounds.mfu}
-        return {
-            "device_kind": self.device_kind,
-            "num_devices": self.num_devices,
-            "num_slices": self.num_slices,
-            "mesh": self.mesh,
-            "engine": self.engine,
-            "schedule": self.schedule,
-            "bubble": self.bubble,
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown.
+
+        What only one kind of report knows is null here.
+        """
+        names = ("device_kind", "num_devices", "num_slices", "engine", "schedule", "bubble")
+        return {name: getattr(self, name) for name in names} | {
+            "mesh": dict(self.mesh),
             "fits": None if self.capacity is None else self.fits,
-            "memory": memory,
-            "flops": self.flops,
+            "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
+            "flops": None,
             "model_flops": self.model_flops,
-            "collectives": [asdict(c) for c in self.collectives],
-            "links": [asdict(use) for use in self.links],
+            "collectives": None,
+            "links": None,
+            "bounds": None,
+            "predicted_step_seconds": self.predicted and self.predicted.seconds,
+            "predicted": self.predicted and self.predicted.as_json(),
+            "compile_times": None,
+            "knobs": plain(self.knobs),
+            "gains": None,
+        }
+
+    def first_lines(self) -> list[str]:
+        """Return lines on the devices and the pipeline."""
+        axes = " x ".join(f"{axis}={n}" for axis, n in self.mesh.items() if n > 1) or "one device"
+        slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        pipeline = self.engine
+        if ENGINES[self.engine].has_stages:
+            bubble = f"bubble {100 * self.bubble:.1f} %"
+            pipeline = f"{self.schedule} on the {self.engine} engine, {bubble}"
+        kind = short_name(self.device_kind)
+        return [
+            f"devices     {self.num_devices} x {kind}{slices}: {axes}",
+            f"pipeline    {pipeline}",
+        ]
+
+    def knob_lines(self) -> list[str]:
+        """Return what would help if the step does not fit."""
+        if self.capacity is None or self.fits:
+            return []
+        if not self.knobs:
+            return [f"            {NO_KNOB}"]
+        lines = ["            what would help, by estimate:"]
+        for knob in self.knobs:
+            enough = "  enough" if knob.saves >= self.needed - self.capacity else ""
+            lines.append(f"  {knob.words:<60} saves {size(knob.saves)}{enough}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(StepReport):
+    """A step in one program.
+
+    Attributes:
+      shapes: memory estimated from shapes.
+      compiler: memory from the compiler; None, like the fields that follow, if it gave up.
+      flops: FLOPs of a step over all devices.
+      collectives: the collectives of one device in a step.
+      links: the traffic of one device by mesh axes, the slowest first; empty if the device's
+        figures are unknown.
+      bounds: bounds of the step; None if the device's figures are unknown.
+      timeline: the timeline that `predicted` sums up; None without a prediction.
+      compile_times: seconds of each phase; None if the compiler gave up.
+      gains: ways to use the memory that is left, if it fits.
+      hlo: text of the optimized program.
+    """
+
+    shapes: Memory
+    compiler: CompilerMemory | None = None
+    flops: float | None = None
+    collectives: Sequence[Collective] = ()
+    links: Sequence[LinkUse] = ()
+    bounds: Bounds | None = None
+    timeline: Timeline | None = None
+    compile_times: CompileTimes | None = None
+    gains: Sequence[Gain] = ()
+    hlo: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data, see `StepReport.as_json`."""
+        shared, times = super().as_json(), self.compile_times
+        parts: dict[str, object] = dict.fromkeys(COMPILER_PARTS)
+        if self.compiler:
+            parts = {name: getattr(self.compiler, name) for name in COMPILER_PARTS}
+        memory = in_bytes(asdict(self.shapes) | parts)
+        bounds = self.bounds and {
+            f"{name}_seconds": getattr(self.bounds, name)
+            for name in ("compute", "hbm", "network", "step")
+        } | {"mfu": self.bounds.mfu}
+        units = self.predicted and self.predicted.units
+        return shared | {
+            "memory": memory | cast(dict[str, object], shared["memory"]),
+            "flops": self.flops,
+            "collectives": plain(self.collectives),
+            "links": plain(self.links),
             "bounds": bounds,
-            "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
-            "predicted": self.predicted.as_json() if self.predicted else None,
-            "schedule_words": units.words() if units else None,
-            "compile_seconds": times.total if times else None,
-            "compile_times": times._asdict() if times else None,
-            "knobs": [asdict(k) for k in self.knobs],
-            "gains": [asdict(gain) for gain in self.gains],
+            "schedule_words": units and units.words(),
+            "compile_seconds": times and times.total,
+            "compile_times": times and times._asdict(),
+            "gains": plain(self.gains),
         }
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        pipeline = self.engine
-        if ENGINES[self.engine].has_stages:
-            pipeline = (
-                f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
-            )
         return [
-            device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
-            f"pipeline    {pipeline}",
+            *self.first_lines(),
             *([self.compile_times.line()] if self.compile_times else []),
             *self._memory_lines(),
             *self._flop_lines(),
-            *self._collective_lines(),
-            *self._link_lines(),
+            *self._network_lines(),
             *self._bound_lines(),
             *(self.predicted.lines() if self.predicted else []),
             self._verdict(),
-            *self._knob_lines(),
+            *self.knob_lines(),
             *self._gain_lines(),
         ]
 
@@ -185,9 +220,8 @@ class Report:
         shapes = ", ".join(f"{words.get(name, name)} {size(value)}" for name, value in sizes)
         lines = [f"memory      of one device, from shapes: {shapes}"]
         if self.compiler:
-            names = ("arguments", "temp", "program")
-            parts = ", ".join(f"{name} {size(getattr(self.compiler, name))}" for name in names)
-            lines.append(f"            from the compiler: {parts}")
+            parts = (f"{name} {size(getattr(self.compiler, name))}" for name in COMPILER_PARTS)
+            lines.append(f"            from the compiler: {', '.join(parts)}")
         return lines
 
     def _flop_lines(self) -> list[str]:
@@ -199,16 +233,12 @@ class Report:
             f"{share:.0f} %; the rest is recomputation, idle slots and masked attention"
         ]
 
-    def _collective_lines(self) -> list[str]:
+    def _network_lines(self) -> list[str]:
         if not self.collectives:
             return ["collectives none"] if self.compiler else []
-        lines = ["collectives of one device in a step:"]
-        return [*lines, *map(collective_line, self.collectives)]
-
-    def _link_lines(self) -> list[str]:
-        if not self.links:
-            return []
-        lines = ["links that these can use, and the least time that they need there:"]
+        lines = ["collectives of one device in a step:", *map(collective_line, self.collectives)]
+        if self.links:
+            lines.append("links that these can use, and the least time that they need there:")
         for use in self.links:
             where = "network card (DCN)" if use.links is None else f"{use.links} of {use.of} links"
             time = "unknown" if use.seconds is None else f"{use.seconds:.3g} s"
@@ -217,10 +247,11 @@ class Report:
 
     def _bound_lines(self) -> list[str]:
         bounds = self.bounds
-        if bounds is None and self.compiler is None:
-            return ["bounds      none, since the compiler gave up"]
         if bounds is None:
-            return ["bounds      unknown: this device's peak figures are not in the table of chips"]
+            unknown = "unknown: this device's peak figures are not in the table of chips"
+            return [
+                f"bounds      {unknown if self.compiler else 'none, since the compiler gave up'}"
+            ]
         network = "unknown" if bounds.network is None else f"{bounds.network:.3g} s"
         return [
             f"bounds      compute {bounds.compute:.3g} s (bubble included), "
@@ -241,9 +272,6 @@ class Report:
         excess = size(self.needed - self.capacity)
         return f"verdict     does NOT fit: {of}, {excess} too much on each device"
 
-    def _knob_lines(self) -> list[str]:
-        return [] if self.fits else knob_lines(self.knobs, self.needed - (self.capacity or 0.0))
-
     def _gain_lines(self) -> list[str]:
         if not self.gains or not self.bounds or not self.capacity:
             return []
@@ -256,22 +284,14 @@ class Report:
         return lines
 
 
-def device_line(count: int, kind: str, slices: int, mesh: Mapping[str, int]) -> str:
-    """Return a line about the devices and their mesh, for people."""
-    axes = " x ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
-    in_slices = f" in {slices} slices" if slices > 1 else ""
-    return f"devices     {count} x {short_name(kind)}{in_slices}: {axes}"
+def plain(values: Sequence[Collective | Gain | Knob | LinkUse]) -> list[dict[str, object]]:
+    """Return dataclasses as plain data."""
+    return [asdict(value) for value in values]
 
 
-def knob_lines(knobs: Sequence[Knob], missing: float) -> list[str]:
-    """Return lines about ways to save the missing bytes, for people."""
-    if not knobs:
-        return [f"            {NO_KNOB}"]
-    lines = ["            what would help, by estimate:"]
-    for knob in knobs:
-        enough = "  enough" if knob.saves >= missing else ""
-        lines.append(f"  {knob.words:<60} saves {size(knob.saves)}{enough}")
-    return lines
+def in_bytes(sizes: Mapping[str, object]) -> dict[str, object]:
+    """Return sizes with their unit in their names."""
+    return {f"{name}_bytes": value for name, value in sizes.items()}
 
 
 def collective_line(c: Collective) -> str:

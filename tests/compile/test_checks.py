@@ -3,13 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from maxpipe.compile import __main__ as command
 from maxpipe.compile import checks, launch
-from maxpipe.compile.checks import check_slice
-from maxpipe.config import ConfigError
+from maxpipe.compile.checks import check_command, check_slice, check_units, unit_names
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.cli import Arguments
 
 BASE = str(Path("configs/base.yml").resolve())
 MPMD = "pipeline.engine=mpmd pipeline.num_repeats=1 pipeline.schedule=1f1b"
@@ -41,7 +43,8 @@ MISTAKES = {
     "compile.topology=cpu --units=F1": "--units: is for pipeline.engine=mpmd; the scheduled engine",
     "compile.topology=cpu --programs=out": "--programs: is for pipeline.engine=mpmd; the scheduled",
     "compile.topology=v3:2x2 --units=F1": "--units: is for pipeline.engine=mpmd",
-    f"compile.topology=cpu {MPMD} --units=F9": "--units: there is no F9",
+    f"compile.topology=cpu {MPMD} --units=F9": "--units: there is no F9; there are F0, F1, B1, B0",
+    f"compile.topology=cpu {MPMD} --units=gather1": "is no unit; give a kind and a chunk each",
     f"compile.topology=cpu {MPMD} --hlo=x.hlo": "--hlo: is for a train step in one program",
     f"compile.topology=cpu {ZB_V} compile.save=s": "compile.save: is for a train step in one prog",
     "compile.topology=cpu pipeline.engine=mpmd": "mpmd does not run schedule lockstep_1f1b",
@@ -93,3 +96,57 @@ for main, words in ((plan.main, ["--topology", "v5q:2x2"]), (compile.main, ["mes
 sys.exit("jax" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Check files by flag, in a directory that can be written."""
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    config = tmp_path / "tiny.yml"
+    config.write_text(f"base: {BASE}\n")
+    flags = dict.fromkeys(("json", "hlo", "profile", "profile_trace", "programs", "units"))
+
+    def run(topology="v5p:2x2x1", save="", **files):
+        paths = {
+            name: file if "/" in file else f"{tmp_path}/{file}" for name, file in files.items()
+        }
+        words = [f"compile.topology={topology}", f"compile.save={save and tmp_path / save}"]
+        loaded = load(str(config), [*words, "mesh.ici.fsdp=-1"])
+        check_command(Arguments(str(config), loaded, SimpleNamespace(**(flags | paths))))
+
+    return run
+
+
+def test_files_are_refused_with_another_ending_two_uses_or_without_a_prediction(check, tmp_path):
+    check("v5p-16", "s.bin", json="a", hlo="b", profile="a.html", profile_trace="a.json")
+    check(profile="/dev/null", profile_trace="/dev/null", hlo="/dev/null")
+    check("ironwood:2x2x1", json="a.json")
+    (tmp_path / "link").symlink_to("a")
+    page = {"profile": "a.html"}
+    for files, message in (
+        ({"profile": "one.txt"}, r"--profile: writes \.html, which .*one\.txt does not end in"),
+        ({"profile_trace": "one.gz"}, r"--profile-trace: writes \.json\.gz or \.json, which .*gz"),
+        ({"json": "a", "hlo": "a"}, r"--hlo: would replace .*/a, which --json writes"),
+        ({"json": "a", "hlo": "link"}, r"--hlo: would replace .*/link, which --json"),
+        ({"json": "a", "save": "a"}, r"--json: would replace .*/a, which compile\.save writes"),
+        ({"json": "tiny.yml"}, r"--json: would replace .*tiny\.yml, which is read"),
+        (
+            page | {"topology": "ironwood:2x2x1"},
+            "the clock of tpu7x is unpublished; there are pred",
+        ),
+        (page | {"topology": "v3:2x2"}, "--profile: .* v3:2x2 is in no table of chips"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(**files)
+
+
+def test_units_are_those_of_the_schedule():
+    assert unit_names("F1,W10") == [("F", 1), ("W", 10)]
+    words = ["pipeline.engine=mpmd", "pipeline.num_repeats=1", "pipeline.schedule=zb_h1"]
+    known, config = "F0, F1, I1, W1, I0, W0", resolve(load(BASE, words), 4)
+    check_units(known.replace(" ", ""), config)
+    with pytest.raises(ConfigError, match=f"there is no F2, B9; there are {known}"):
+        check_units("F2,F0,B9", config)
+    for wrong in ("", "F", "X1", "F1,", "F-1"):
+        with pytest.raises(ConfigError, match="is no unit"):
+            check_units(wrong, config)

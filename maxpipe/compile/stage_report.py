@@ -13,25 +13,25 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
+from maxpipe.compile.analysis import known_before
 from maxpipe.compile.collectives import Collective
-from maxpipe.compile.knobs import Knob, stage_knobs
+from maxpipe.compile.knobs import stage_knobs
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.predict import basis_of, is_predictable, speed_of
 from maxpipe.compile.prediction.prediction import Prediction
-from maxpipe.compile.prediction.stages import predict_stages, stage_words, unit_costs
+from maxpipe.compile.prediction.stage_timeline import predict_stages, stage_words, unit_costs
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.compile.programs import CompiledProgram, StagesTrainer, collectives_of_step
-from maxpipe.compile.report import collective_line, device_line, knob_lines, size
+from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
 from maxpipe.compile.step import OutOfMemory
 from maxpipe.compile.topology import neighbour_bandwidth
 from maxpipe.compile.units import time_unit
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.devices.chips import Chip, chip_for, device_memory, devices_per_chip, tpu_of
+from maxpipe.devices.chips import Chip, chip_for, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.plan.auto_stages import bubble_fraction, run_table
-from maxpipe.plan.flops import model_flops_per_token
+from maxpipe.plan.auto_stages import run_table
 from maxpipe.plan.footprint import itemsize, microbatch_tokens, on_platform, update_bytes
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.search.mpmd_memory import StageMemory
@@ -64,108 +64,52 @@ class StageBytes:
         return self.state + max(self.in_flight + self.working, self.reduction)
 
 
-@dataclass(frozen=True)
-class StagesReport:
-    """Everything that `maxpipe.compile` prints about separate programs.
+@dataclass(frozen=True, kw_only=True)
+class StagesReport(StepReport):
+    """A step in separate programs; `needed` is of the fullest stage, or what does not fit.
 
     Attributes:
-      device_kind, num_devices, num_slices: what was compiled for.
-      mesh: axis sizes.
-      schedule: name of the schedule.
-      bubble: idle share of the stages' time, see `plan.auto_stages.bubble_fraction`.
-      capacity: memory of a device; None if unknown.
-      model_flops: model FLOPs of a step over all devices.
       compile_seconds: seconds of tracing and compilation.
       programs: the compiled programs, in order of their dependencies.
       stages: memory of each stage.
-      too_large: the program that does not fit; those after it were not compiled.
-      predicted: the predicted step; None for devices other than TPUs.
+      too_large: name of the program that does not fit; those after it were not compiled.
       program_seconds: predicted time of a run of each program; empty where nothing is predicted.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
-      knobs: ways to save memory, if it does not fit.
     """
 
-    device_kind: str
-    num_devices: int
-    num_slices: int
-    mesh: Mapping[str, int]
-    schedule: str
-    bubble: float
-    capacity: float | None
-    model_flops: float
-    compile_seconds: float
-    programs: Sequence[CompiledProgram]
+    compile_seconds: float = 0.0
+    programs: Sequence[CompiledProgram] = ()
     stages: Sequence[StageBytes] = ()
-    too_large: OutOfMemory | None = None
-    predicted: Prediction | None = None
+    too_large: str | None = None
     program_seconds: Mapping[UnitName, float] = field(default_factory=dict)
-    schedule_words: str = ""
-    knobs: Sequence[Knob] = ()
-
-    @property
-    def needed(self) -> float:
-        """Return the bytes of the fullest stage, or of the program that does not fit."""
-        if self.too_large:
-            return self.too_large.needed
-        return max(stage.total for stage in self.stages)
-
-    @property
-    def fits(self) -> bool:
-        """Return whether every stage fits; True if the memory is not known."""
-        return self.capacity is None or self.needed <= self.capacity
+    schedule_words: str | None = None
 
     def collectives(self, stage: int) -> list[Collective]:
         """Return one device's collectives of a stage in a step, without the optimizer's update."""
         return collectives_of_step(p for p in self.programs if p.stage == stage)
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data: sizes in bytes, times in seconds, null for what is unknown.
-
-        Values that only a step in one program has are null.
-        """
-        one_program = dict.fromkeys(
-            ("flops", "collectives", "links", "bounds", "compile_times", "gains")
-        )
-        return one_program | {
-            "device_kind": self.device_kind,
-            "num_devices": self.num_devices,
-            "num_slices": self.num_slices,
-            "mesh": dict(self.mesh),
-            "engine": "mpmd",
-            "schedule": self.schedule,
-            "bubble": self.bubble,
-            "fits": None if self.capacity is None else self.fits,
-            "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
-            "too_large": self.too_large and self.too_large.program,
-            "model_flops": self.model_flops,
+        """Return plain data, see `StepReport.as_json`."""
+        return super().as_json() | {
+            "too_large": self.too_large,
             "compile_seconds": self.compile_seconds,
-            "knobs": list(map(asdict, self.knobs)),
             "stages": [
-                {f"{name}_bytes": value for name, value in asdict(stage).items()}
-                | {"collectives": list(map(asdict, self.collectives(number)))}
+                in_bytes(asdict(stage)) | {"collectives": plain(self.collectives(number))}
                 for number, stage in enumerate(self.stages)
             ],
             "programs": [
                 {"stage": program.stage, "name": str(program.name), "runs": program.runs}
-                | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
-                | {"offloaded_bytes": program.offloaded}
+                | in_bytes(asdict(program.memory) | {"offloaded": program.offloaded})
                 | {"predicted_seconds": self.program_seconds.get(program.name)}
-                | {"collectives": list(map(asdict, program.collectives))}
+                | {"collectives": plain(program.collectives)}
                 for program in self.programs
             ],
-            "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
-            "predicted": self.predicted.as_json() if self.predicted else None,
-            "schedule_words": self.schedule_words or None,
+            "schedule_words": self.schedule_words,
         }
 
     def lines(self) -> list[str]:
         """Return the report for people, without a line for each program."""
-        pipeline = f"{self.schedule} on the mpmd engine, bubble {100 * self.bubble:.1f} %"
-        lines = [
-            device_line(self.num_devices, self.device_kind, self.num_slices, self.mesh),
-            f"pipeline    {pipeline}",
-            f"compiled    in {self.compile_seconds:.0f} s",
-        ]
+        lines = [*self.first_lines(), f"compiled    in {self.compile_seconds:.0f} s"]
         for number, stage in enumerate(self.stages):
             parts = f"state {size(stage.state)}, in flight {size(stage.in_flight)} (from shapes)"
             title = "memory" if number == 0 else ""
@@ -195,17 +139,14 @@ class StagesReport:
             lines += [f"  without {part}" for part in self.predicted.leaves_out]
             if self.schedule_words:
                 lines.append(f"  units of each stage, for maxpipe.schedule: {self.schedule_words}")
-        lines.append(self._verdict())
-        if not self.fits:
-            lines += knob_lines(self.knobs, self.needed - (self.capacity or 0.0))
-        return lines
+        return [*lines, self._verdict(), *self.knob_lines()]
 
     def _verdict(self) -> str:
         if self.capacity is None:
             return f"verdict     needs {size(self.needed)} on a device, whose memory is not known"
         sizes = f"{size(self.needed)} of {size(self.capacity)}"
         if self.too_large:
-            program = f"{self.too_large.program} needs {sizes}"
+            program = f"{self.too_large} needs {sizes}"
             return f"verdict     does NOT fit: {program}; later programs were not compiled"
         return (
             f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
@@ -234,19 +175,7 @@ def analyse_stages(
     """
     devices = mesh.devices.reshape(-1).tolist()
     config = with_gather_mode(config, tpu_of(devices))  # as the trainer has decided and reported
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    report = StagesReport(
-        device_kind=devices[0].device_kind,
-        num_devices=mesh.size,
-        num_slices=config.compile.num_slices,
-        mesh=dict(mesh.shape),
-        schedule=config.pipeline.schedule,
-        bubble=bubble_fraction(config),
-        capacity=device_memory(devices),
-        model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
-        compile_seconds=0.0,
-        programs=[],
-    )
+    report = StagesReport(**known_before(config, mesh))
     compiled: list[CompiledProgram] = []
     try:
         for program in programs:
@@ -255,11 +184,12 @@ def analyse_stages(
                 note(line)
     except OutOfMemory as error:
         capacity = report.capacity or error.available
-        report = replace(report, too_large=error, capacity=capacity)
+        report = replace(report, too_large=error.program, needed=error.needed, capacity=capacity)
     report = replace(report, programs=compiled, compile_seconds=time.perf_counter() - began)
     if not report.too_large:
         on_devices = on_platform(config, devices[0].platform)
-        report = replace(report, stages=_stages(on_devices, trainer, compiled))
+        stages = _stages(on_devices, trainer, compiled)
+        report = replace(report, stages=stages, needed=max(stage.total for stage in stages))
         if is_predictable(mesh):
             report = _with_prediction(report, config, mesh, trainer)
     if report.fits:
