@@ -93,10 +93,10 @@ def test_table_file_and_page_show_the_same_plan(written, report):
     comments = [x for x in (written / "best.yml").read_text().splitlines() if x.startswith("#")]
     assert comments[0].startswith("# python -m maxpipe.plan base --topology cpu:4")
     page = (written / "best.html").read_text()
-    # Three parts of the time, and the memory, of those and of the user's own.
-    assert page.count('height="20"') == 4 * (min(len(report["rows"]), 10) + 1)
+    # A bar of time and one of memory for each row, and for the user's own.
+    assert page.count('class="bar"') == 2 * (min(len(report["rows"]), 10) + 1)
     assert "http" not in page
-    assert all(f">{row['relative_time']:#.3g}</text>" in page for row in report["rows"][:10])
+    assert all(f">{row['relative_time']:.3f}<" in page for row in report["rows"][:10])
 
 
 def test_the_command_has_no_secrets_in_the_page_and_the_file(tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     printed, shown = capsys.readouterr().out, page.read_text()
     assert f"not written {best}: nothing fits" in printed
     assert not best.exists()
-    assert shown.count("<h2>") == 1  # no pictures where there is nothing to draw
+    assert shown.count("<h2>") == 1  # no table where there is no row
     for text in (printed, shown):
         assert re.search(
             r"nothing fits: by closed forms the least is \S+ GiB a device, and 85", text

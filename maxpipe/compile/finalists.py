@@ -21,9 +21,8 @@ from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
 from maxpipe.plan.search.smallest import smallest_plans
 from maxpipe.plan.search.written import file_text
-from maxpipe.render.plan_notes import basis_lines
+from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
 from maxpipe.render.plan_page import page_html
-from maxpipe.render.plan_remedies import nothing_fits_lines
 from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
 
 FITS, NOTHING_FITS = 0, 3

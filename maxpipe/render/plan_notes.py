@@ -1,11 +1,18 @@
-"""Say in lines what the figures of a plan rest on, and what they leave out."""
+"""Say in lines what the figures of a plan rest on, what they leave out, and what would fit."""
 
+import math
 import os
+from collections.abc import Iterator
 
+from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
+from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
+from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.best import Plan
-from maxpipe.render.plan_omissions import omission_lines
+from maxpipe.plan.search.request import TOPOLOGY
+from maxpipe.render.plan_table import table_rows
 
 _MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes
 
@@ -13,7 +20,7 @@ _MORE = 3  # rows that a note proposes to compile in addition, for each takes mi
 def basis_lines(plan: Plan) -> list[str]:
     """Return what the figures rest on, and what they leave out."""
     lines = [*_bases(plan), *_uncompiled_lines(plan), *_simulated_lines(plan)]
-    return [*lines, *_batch_lines(plan), *omission_lines(plan)]
+    return [*lines, *_batch_lines(plan), *_omissions(plan)]
 
 
 def _bases(plan: Plan) -> list[str]:
@@ -92,3 +99,85 @@ def _simulated_lines(plan: Plan) -> list[str]:
         "Training would be killed here; a shorter data.sequence_length, fewer --tokens-per-step or "
         "a smaller model need less"
     ]
+
+
+def _omissions(plan: Plan) -> Iterator[str]:
+    """Yield what the seconds of a plan leave out, and what makes them long."""
+    machine, config = plan.request.machine, plan.request.config
+    if plan.winner:
+        reasons: list[str] = []
+        kernel = choose_kernel(plan.winner.config, platform_of(plan.winner.config), reasons.append)
+        if kernel == EVERYWHERE:
+            reason = "".join(reasons) or f"model.attention={kernel}"
+            yield f"attention holds all scores, which takes memory and time: {reason}"
+    if machine.slices > 1 and machine.chip.dcn_bandwidth is None:
+        yield (
+            f"transfers between slices are priced as fast as one link within a slice, since the "
+            f"network of {machine.chip.name} is unknown: they take longer"
+        )
+    if any(offloaded_names(row.config.pipeline) for row in table_rows(plan)):
+        yield "transfers to the host's memory are not in these seconds"
+    # A compiled step of one program includes what follows.
+    if config.optimizer.name == "muon":
+        yield "closed forms leave out the products of Muon's update: a step takes longer"
+    if (kind := config.model.quantisation) != "none":
+        yield (
+            f"closed forms price products in {kind} (model.quantisation) as those in "
+            f"{config.model.dtype}: a step may be shorter"
+        )
+
+
+def nothing_fits_lines(plan: Plan) -> list[str]:
+    """Return why nothing fits, and what would; no lines if something fits."""
+    if plan.winner is not None:
+        return []
+    if compiled := sum(row.proof is not None for row in plan.misfits):
+        line = f"none of the {compiled} that were compiled fits"
+        if compiled == 1:
+            line = "the one that was compiled does not fit"
+        lines, by = [f"{line}; {_others(plan, compiled)}"], " by closed forms"
+    else:
+        least = plan.outcome.least
+        assert least is not None, "where nothing is legal there is no plan to show"
+        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
+        usable = f", and {limit / GIB:.3g} may be used" if limit else ""
+        what = f"{least.mesh_text()}, {least.schedule_text()}"
+        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+    lines += _state_lines(plan)
+    would_fit, vain, unfinished = plan.remedies
+    if would_fit:
+        lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
+    if vain:
+        lines.append(f"none of these helps by itself: {', '.join(vain)}")
+    if unfinished:
+        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
+    return lines
+
+
+def _others(plan: Plan, compiled: int) -> str:
+    """Return what fits by closed forms but was not compiled."""
+    if left := plan.uncompiled:
+        others = "1 other was" if left == 1 else f"{left} others were"
+        return f"{others} not compiled: --compile {2 * compiled}"
+    line = "no other mesh and schedule fits by closed forms"
+    if len(plan.outcome.fitting) > compiled:
+        line += f"; other options of {'it' if compiled == 1 else 'these'} were not compiled"
+    return line
+
+
+def _state_lines(plan: Plan) -> list[str]:
+    """Return how many chips hold what cannot be made smaller, if the machine has fewer."""
+    machine, limit = plan.request.machine, plan.request.limit
+    state = plan.facts.least_state_bytes()
+    if limit is None or state <= machine.devices * limit:
+        return []
+    what = "parameters, optimizer state and gradients alone"
+    chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
+    line = f"{what} need {state / GIB:,.0f} GiB, at least {chips} {chip}"
+    if not machine.is_compilable:
+        return [line]
+    *_, largest = slices_of(chip)
+    if chips > machine.slices * num_chips(largest):
+        return [f"{line}: {math.ceil(chips / num_chips(largest))} slices of {largest} or more"]
+    is_vain = "more chips" in plan.remedies.vain
+    return [line if is_vain else f"{line}: {TOPOLOGY} {chip} --smallest"]

@@ -51,12 +51,17 @@ def _narrow_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
 
 def table_cells(plan: Plan) -> list[list[str]]:
     """Return the header of the table and its rows, the chosen one first."""
-    own = [plan.own] if isinstance(plan.own, Row) else []
-    rows = [*plan.shown, *plan.misfits, *own]
     header = list(HEADER)
     if not plan.request.machine.is_timed:
         header[HEADER.index("seconds")] = "x fastest"
+    rows = table_rows(plan)
     return [header, *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
+
+
+def table_rows(plan: Plan) -> list[Row]:
+    """Return the rows of the table: the best, those that do not fit, the user's own."""
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    return [*plan.shown, *plan.misfits, *own]
 
 
 def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:

@@ -1,15 +1,13 @@
-"""The page of a plan and its picture of memory against time."""
+"""The table of a plan, as lines and on a page."""
 
 import dataclasses
 import re
 
 import pytest
-from helpers.small_plan import scaled, small_plan
+from helpers.small_plan import small_plan
 
-from maxpipe.plan.search.seconds import Seconds
-from maxpipe.render.plan_page import bars_svg, page_html
-from maxpipe.render.plan_scatter import scatter_svg
-from maxpipe.render.plan_table import table_cells, table_lines
+from maxpipe.render.plan_page import page_html
+from maxpipe.render.plan_table import table_cells, table_lines, table_rows
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +15,11 @@ def plan():
     return small_plan("v5p:2x2x1")
 
 
-def test_bars_without_seconds_are_multiples_of_the_same_row_as_in_the_table():
+def test_times_without_seconds_are_multiples_of_the_fastest_row(plan):
     plan = small_plan("cpu:4")
-    own = dataclasses.replace(scaled(plan.rows[0], 0.75), name="your configuration")
-    plan = dataclasses.replace(plan, own=own)
-    header, *rows = table_cells(plan)
-    in_table = [float(row[header.index("x fastest")]) for row in rows]
-    assert (in_table[0], in_table[-1]) == (1, 0.75)
-    texts = re.findall(r"<text[^>]*>([\d.e+]+)</text>", bars_svg(plan, [*plan.shown, own]))
-    assert [float(text) for text in texts] == pytest.approx(in_table, rel=0.005)
+    own = dataclasses.replace(plan.rows[0], name="your configuration")
+    header, *rows = table_cells(dataclasses.replace(plan, own=own))
+    assert [rows[n][header.index("x fastest")] for n in (0, -1)] == ["1.000", "1.000"]
 
 
 def test_a_narrow_table_has_two_lines_a_row_and_the_reason_next_to_the_mesh(plan):
@@ -44,46 +38,10 @@ def test_page_names_the_configuration_and_has_the_table_with_every_reason(plan):
     assert "<title>Plan for qwen3-0.6b on v5p:2x2x1</title>" in page
     rows = table_cells(plan)
     assert len(rows) > 2
-    assert page.count("<tr>") == len(rows)
-    for row in rows:
-        assert f"{row[-1]}</t" in page
-
-
-def with_points(plan, *points):
-    """Return the plan with candidates that take so many times the chosen one's seconds and bytes.
-
-    Args:
-      plan: whose chosen one is the first candidate.
-      points: times, and shares of the chosen one's bytes.
-    """
-    chosen = plan.winner.candidate
-    others = [
-        dataclasses.replace(
-            chosen,
-            seconds=Seconds(*(times * part for part in chosen.seconds)),
-            memory=share * chosen.memory,
-        )
-        for times, share in points
-    ]
-    outcome = dataclasses.replace(plan.outcome, fitting=[chosen, *others], misfits=[])
-    return dataclasses.replace(plan, outcome=outcome)
-
-
-def test_a_slow_tail_of_the_front_does_not_squeeze_the_picture(plan):
-    for points, longest, drawn in (
-        ([(2.0, 0.9), (9.0, 0.5)], "2.5", 2),
-        ([(1.5, 0.9)], "1.8", 2),
-        ([(1.1, 0.9)], "1.5", 2),
-    ):
-        svg = scatter_svg(with_points(plan, *points))
-        assert re.findall(r'text-anchor="middle">([\d.]+)<', svg)[-1] == longest, (points, longest)
-        (line,) = re.findall(r'polyline points="([^"]*)"', svg)
-        assert len(line.split()) == svg.count('r="4"') == drawn, (points, longest)
-
-
-def test_the_chosen_point_has_a_ring_and_a_label(plan):
-    svg = scatter_svg(with_points(plan, (1.2, 0.9)))
-    (ring,) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="8"', svg)
-    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="4"', svg)
-    assert points.index(ring) == 0  # the first is the chosen one, the fastest
-    assert svg.count(">chosen<") == 1
+    assert page.count("<tr") == len(rows)
+    assert all(f"{row[-1]}</t" in page for row in rows)
+    best, *others = (row.per_sequence for row in table_rows(plan))
+    bars = re.findall(r'<div class="bar">(.*?)</div></div>', page)
+    widths = [sum(map(float, re.findall(r"width:([^%]*)%", bar))) for bar in bars[1::2]]
+    assert widths[0] / widths[1] == pytest.approx(best / others[0], rel=0.02)
+    assert 'title="computation: ' in page
