@@ -126,8 +126,8 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
     chip = chip_for(report.device_kind)
     if chip is None:
         return report
-    assert report.flops is not None
     report = replace(report, links=link_uses(report.collectives, mesh, chip))
+    assert report.flops is not None
     bounds = _bounds(report, config, mesh, report.flops, report.shapes)
     report = replace(report, bounds=bounds)
     if not is_predictable(mesh):

@@ -58,8 +58,14 @@ class Keys:
             self.input_gradient or half,
             self.weight_gradient or half,
         )
+        forward, backward, input_gradient, weight_gradient = (
+            time[0] if len(time) == 1 else time for time in times
+        )
         return Costs(
-            *(time[0] if len(time) == 1 else time for time in times),
+            forward,
+            backward,
+            input_gradient,
+            weight_gradient,
             communication=self.comm,
             head=self.head,
             activation_bytes=self.activation_bytes,
@@ -105,8 +111,9 @@ class Request:
         """
         keys = self.keys
         if is_csv(name):
-            sizes = dict(zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True))
-            return replace(keys, **{key: n for key, n in sizes.items() if key not in self.given})
+            sizes = zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True)
+            own: dict[str, Any] = {key: n for key, n in sizes if key not in self.given}
+            return replace(keys, **own)
         facts = SCHEDULES.get(name)
         if facts and (self.is_lenient or "repeats" not in self.given):
             keys = replace(keys, repeats=facts.repeats_for(keys.repeats))

@@ -9,7 +9,7 @@ from helpers.compile_command import QUICK, report_of, tpu_aot
 from helpers.runs import last_words
 
 from maxpipe.compile import __main__ as command
-from maxpipe.compile import stage_report
+from maxpipe.compile import analysis
 from maxpipe.compile.report import size
 from maxpipe.config import load, resolve
 from maxpipe.devices import chips
@@ -175,7 +175,7 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
     """A device has 2 rows of 16 tokens, in float32, and a layer of width 16, which do not fit."""
     words = ["pipeline.remat_policy=minimal_offloaded", "pipeline.schedule=1f1b"]
     path = tmp_path / "report.json"
-    monkeypatch.setattr(stage_report, "device_memory", lambda devices: 1000.0)
+    monkeypatch.setattr(analysis, "device_memory", lambda devices: 1000.0)
     assert command.main(last_words(["configs/base.yml", *SMALL, *words, "--json", str(path)])) == 3
     report = json.loads(path.read_text())
     column = 4 * 2 * 16
