@@ -9,8 +9,8 @@ from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
 from maxpipe.pipeline.chunk import offloaded_names
-from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.best import Plan
+from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.request import TOPOLOGY
 from maxpipe.render.plan_table import table_rows
 
