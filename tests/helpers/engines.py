@@ -96,7 +96,7 @@ def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
     return Result(values.pop("loss"), gradients, values, load, drops)
 
 
-def tiny(words: str = "", **values: Any) -> Config:
+def tiny(words: str = "", /, **values: Any) -> Config:
     """Return a resolved configuration of a very small model.
 
     Args:
