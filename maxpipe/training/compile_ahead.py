@@ -39,7 +39,6 @@ BuildTrainer = Callable[..., Trainer]  # (config, mesh, note=...), `maxpipe.buil
 
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
-_TRIED = ".tried"  # suffix of a file in use by an attempt that has not finished a step yet
 # Otherwise the compiler would wait for measurements by processes that do not compile this.
 OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
 
@@ -72,7 +71,6 @@ def _work(
         time.sleep(_LOOK_SECONDS)
     count, those = processes.count(), "the step for fewer hosts"
     try:
-        confirm(run.config, count)
         if (fitted := fit_next(given)) is None:
             return
         smaller, hosts = fitted
@@ -121,8 +119,8 @@ def build_with_step_ahead(
 ) -> Trainer | None:
     """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
 
-    All processes call this. The file has another name until `confirm` is called, so that the next
-    attempt compiles its own step if this one fails.
+    All processes call this. A file is used once, so that the next attempt compiles its own step if
+    this one fails.
 
     Returns:
       The trainer; None if there is no such step, or it cannot be loaded.
@@ -130,18 +128,16 @@ def build_with_step_ahead(
     if whole_of_process() is None:
         return None
     file = step_file(config, processes.count())
-    tried = _tried(file)
-    if processes.index() == 0:
-        tried.unlink(missing_ok=True)  # an attempt has failed with it
     if not processes.agree(file.is_file()):
         return None
+    used = file.with_name(f"{file.name}.used")
     if processes.index() == 0:
-        file.rename(tried)  # loading it may already end the process
+        file.replace(used)  # loading it may already end the process
     processes.agree(True)
     decisions: list[str] = []
     trainer, reason = None, "another process cannot load it"
     try:
-        loading = update(config, {LOAD: str(tried)})
+        loading = update(config, {LOAD: str(used)})
         trainer = build_trainer(loading, mesh, note=decisions.append)
     except ConfigError as error:
         reason = str(error)
@@ -151,18 +147,3 @@ def build_with_step_ahead(
     for decision in (*decisions, f"{LOAD}={file}: compiled while there were more hosts ({KEY})"):
         note(decision)
     return trainer
-
-
-def confirm(config: Config, count: int) -> None:
-    """Give the file of the step in use its name back, once these processes have finished a step.
-
-    Raises:
-      OSError: the run's directory cannot be written.
-    """
-    file = step_file(config, count)
-    if _tried(file).is_file():
-        _tried(file).rename(file)
-
-
-def _tried(file: Path) -> Path:
-    return file.with_name(file.name + _TRIED)
