@@ -12,7 +12,14 @@ from maxpipe.compile.knobs import Gain, gains, knobs
 from maxpipe.compile.links import link_uses, network_seconds
 from maxpipe.compile.prediction.predict import is_predictable, predict
 from maxpipe.compile.report import Report
-from maxpipe.compile.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
+from maxpipe.compile.step import (
+    CompiledStep,
+    OutOfMemory,
+    StepTrainer,
+    compile_step,
+    memory_of,
+    text_of,
+)
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
@@ -85,7 +92,6 @@ def known_before(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
-    """Return ways to use the memory that the step leaves idle."""
     assert report.bounds is not None
     assert report.capacity is not None
     assert report.flops is not None
@@ -110,9 +116,8 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
 
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
-    """Return the report with the figures of a compiled step."""
     compiler = memory_of(step.executable, mesh)
-    hlo = step.text()
+    hlo = text_of(step.executable)
     runs = branch_runs(config, mesh)
     report = replace(
         report,

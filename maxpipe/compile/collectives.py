@@ -147,7 +147,6 @@ def slice_shape(mesh: Mesh) -> dict[str, int]:
 
 
 def _slices(mesh: Mesh) -> np.ndarray:
-    """Return the slice of every device, in the shape of the mesh."""
     slices: np.ndarray = np.vectorize(slice_of)(mesh.devices)
     return slices
 

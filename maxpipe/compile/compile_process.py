@@ -33,8 +33,10 @@ def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = (
       note: function that prints a line now and then.
       imports: modules with the user's own variants.
     """
-    with written(yaml_text) as file:
-        return compile_command([file, *import_words(imports)], note)
+    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
+        file = Path(directory, "candidate.yml")
+        file.write_text(yaml_text, encoding="utf-8")
+        return compile_command([str(file), *import_words(imports)], note)
 
 
 def compile_command(
@@ -81,15 +83,6 @@ def report_of(
         return read_record(report, dict[str, object])
 
 
-@contextmanager
-def written(yaml_text: str) -> Iterator[str]:
-    """Write a configuration to a file that exists while the context lasts; yield its name."""
-    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
-        file = Path(directory, "candidate.yml")
-        file.write_text(yaml_text, encoding="utf-8")
-        yield str(file)
-
-
 def _exit_code(
     command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, note: Note
 ) -> int:
@@ -122,7 +115,6 @@ def _exit_code(
 
 
 def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    """Wait for a process, printing a line now and then, and return its exit code."""
     began, silences = time.perf_counter(), growing_silences()
     while True:
         try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 
-from maxpipe.compile.proof import is_provable, prove
+from maxpipe.compile.proof import prove
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
@@ -102,7 +102,7 @@ def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
     _print(*summary_lines(plan))
     if outcome.least is None:
         raise ConfigError(_nothing_legal(plan))
-    if flags.compile and is_provable(plan):
+    if flags.compile and plan.request.machine.is_compilable and plan.rows:
         plan = prove(plan, flags.compile, _print)
     return plan
 

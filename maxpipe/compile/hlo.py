@@ -274,7 +274,6 @@ def _source(
 
 
 def _initial(computation: Computation, loop: Instruction, index: int | None) -> int:
-    """Return the counter's first value; if unknown, 0, where `lax.scan` starts."""
     start = computation.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index is None or index >= len(start.operands):
         return 0

@@ -139,7 +139,6 @@ def _compile_stages(
 
 
 def _print_report(report: Report | StagesReport, mesh: Mesh) -> None:
-    """Print a report, and flags of the compiler that a step that fits may gain from."""
     flags_for_overlap = advice(mesh.devices.flat[0], os.environ) if report.fits else []
     print(*report.lines(), *flags_for_overlap, sep="\n")
 

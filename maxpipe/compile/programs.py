@@ -53,6 +53,11 @@ class CompiledProgram:
     offloaded: int
     hlo: str
 
+    @property
+    def working(self) -> int:
+        """Return the bytes on a device besides arguments and results, offloaded ones included."""
+        return self.memory.temp + self.memory.program + self.offloaded
+
     def lines(self) -> list[str]:
         """Return a line about the memory, and one for each kind of collective of a run."""
         memory = self.memory

@@ -8,7 +8,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.search.best import Plan, with_misfit_reasons
-from maxpipe.plan.search.candidate import Proof, Row, loss_of, with_reasons
+from maxpipe.plan.search.candidate import Row, loss_of, with_reasons
 from maxpipe.plan.search.written import BASES, file_text
 
 # By how much closed forms may misjudge one engine against another, as a share of a step.
@@ -88,12 +88,10 @@ def finalists(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fits(row: Row) -> bool:
-    """Return whether the compiler says that a row fits; its time may be unknown."""
     return row.proof is not None and row.proof.fits
 
 
 def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
-    """Return the row with what the compiler says."""
     candidate = row.candidate
     note(
         f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by "
@@ -105,20 +103,11 @@ def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
     elif proof.memory is not None:
         seconds = "no step time" if proof.seconds is None else f"{proof.seconds:.4g} s"
         fits = "fits" if proof.fits else "does NOT fit"
-        note(f"            {fits}: {seconds}, {proof.memory / GIB:.3g} GiB, {_took(proof)}")
-    reason = proof.failure or ("" if proof.fits else _too_much(proof))
+        took = f"compiled in {proof.compiled_in:.0f} s"
+        note(f"            {fits}: {seconds}, {proof.memory / GIB:.3g} GiB, {took}")
+    reason = proof.failure
+    if not reason and not proof.fits:
+        assert proof.memory is not None
+        needed = f"{proof.memory / GIB:.3g} GiB"
+        reason = f"does not fit: the program needs {needed}, says the compiler"
     return replace(row, proof=proof, reason=reason)
-
-
-def _too_much(proof: Proof) -> str:
-    assert proof.memory is not None
-    return f"does not fit: the program needs {proof.memory / GIB:.3g} GiB, says the compiler"
-
-
-def _took(proof: Proof) -> str:
-    return f"compiled in {proof.compiled_in:.0f} s"
-
-
-def is_provable(plan: Plan) -> bool:
-    """Return whether there are rows, and a compiler for the machine is at hand."""
-    return plan.request.machine.is_compilable and bool(plan.rows)

@@ -35,7 +35,6 @@ class CompilerMemory:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all parts."""
         return self.arguments + self.temp + self.program + self.results
 
 
@@ -54,7 +53,6 @@ class CompileTimes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the seconds of all parts."""
         return sum(self)
 
     def line(self) -> str:
@@ -94,7 +92,6 @@ class StepReport:
 
     @property
     def fits(self) -> bool:
-        """Return whether the step fits; True if the memory is not known."""
         return self.capacity is None or self.needed <= self.capacity
 
     def as_json(self) -> dict[str, object]:
@@ -200,7 +197,6 @@ class Report(StepReport):
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
         return [
             *self.first_lines(),
             *([self.compile_times.line()] if self.compile_times else []),

@@ -201,29 +201,26 @@ def analyse_stages(
 def _stages(
     config: Config, trainer: StagesTrainer, compiled: Sequence[CompiledProgram]
 ) -> list[StageBytes]:
-    """Return the memory of each stage, given its programs."""
     table = run_table(config)
     memory = StageMemory(config, table)
     stages = []
     for stage, of_stage in enumerate(_layers_of_chunks(trainer, table)):
-        working: list[float] = []
-        reductions = [0.0]
         of_programs = [program for program in compiled if program.stage == stage]
         copied = max(program.offloaded for program in of_programs)
-        for program in of_programs:
-            used = program.memory.temp + program.memory.program
-            working.append(used + program.offloaded + copied)
-            if program.name.kind == "reduce":
-                reductions.append(used + program.memory.results)
+        working = copied + max(program.working for program in of_programs)
+        reductions = [
+            program.memory.total - program.memory.arguments
+            for program in of_programs
+            if program.name.kind == "reduce"
+        ]
         state = memory.state_bytes(stage, sum(of_stage))
         in_flight = memory.in_flight_bytes(stage, of_stage)
         host = _host_bytes(table, stage, of_programs)
-        stages.append(StageBytes(state, in_flight, max(working), max(reductions), host))
+        stages.append(StageBytes(state, in_flight, working, max(reductions, default=0.0), host))
     return stages
 
 
 def _layers_of_chunks(trainer: StagesTrainer, table: Table) -> list[list[int]]:
-    """Return the numbers of layers of each stage's chunks."""
     stages: list[list[int]] = [[] for _ in range(table.num_stages)]
     chunks = zip(trainer.engine.layer_index(), table.stage_of_chunk.tolist(), strict=True)
     for layers, stage in chunks:
@@ -255,7 +252,6 @@ def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -
 def _with_prediction(
     report: StagesReport, config: Config, mesh: Mesh, trainer: StagesTrainer
 ) -> StagesReport:
-    """Return the report with the predicted step."""
     chip = chip_for(report.device_kind)
     if chip is None:
         return report

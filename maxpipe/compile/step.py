@@ -59,14 +59,6 @@ class CompiledStep:
     executable: jax.stages.Compiled
     times: CompileTimes
 
-    def text(self) -> str:
-        """Return the optimized HLO.
-
-        Raises:
-          ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
-        """
-        return text_of(self.executable)
-
 
 def text_of(executable: jax.stages.Compiled) -> str:
     """Return the optimized HLO of a program.

@@ -113,5 +113,4 @@ def neighbour_bandwidth(meshes: Sequence[Mesh], link: float, dcn: float | None) 
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:
-    """Return where a device is in its slice."""
     return (*coordinates(device), getattr(device, "core_on_chip", 0))

@@ -21,36 +21,11 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 
 class TimedUnit(NamedTuple):
-    """A compiled unit.
-
-    Attributes:
-      program: the unit's compiled program.
-      seconds: seconds of one run; None if unknown.
-      unknown: what cannot be priced, in words.
-    """
+    """A compiled unit, the seconds of one run or None, and what of it cannot be priced."""
 
     program: CompiledProgram
     seconds: float | None
     unknown: Sequence[str]
-
-    @property
-    def working(self) -> int:
-        """Return the bytes on a device besides arguments and results, offloaded ones included."""
-        memory = self.program.memory
-        return memory.temp + memory.program + self.program.offloaded
-
-
-class TooLarge(NamedTuple):
-    """A unit that does not fit, according to the compiler.
-
-    Attributes:
-      name: name of the unit.
-      needed, available: bytes that it needs on a device, and that a device has.
-    """
-
-    name: str
-    needed: float
-    available: float
 
 
 @dataclass(frozen=True)
@@ -66,27 +41,31 @@ class UnitsReport:
     device_kind: str
     num_devices: int
     units: Sequence[TimedUnit]
-    too_large: TooLarge | None = None
+    too_large: OutOfMemory | None = None
 
     @property
     def fits(self) -> bool:
-        """Return whether every unit fits a device by itself."""
         return self.too_large is None
 
     def as_json(self) -> dict[str, object]:
         """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
+        too_large = self.too_large and {
+            "name": self.too_large.program,
+            "needed": self.too_large.needed,
+            "available": self.too_large.available,
+        }
         return {
             "device_kind": self.device_kind,
             "num_devices": self.num_devices,
             "engine": "mpmd",
             "fits": self.fits,
-            "too_large": self.too_large and self.too_large._asdict(),
+            "too_large": too_large,
             "units": [
                 {
                     "name": str(unit.program.name),
                     "stage": unit.program.stage,
                     "seconds": unit.seconds,
-                    "working_bytes": unit.working,
+                    "working_bytes": unit.program.working,
                     "unknown": list(unit.unknown),
                 }
                 for unit in self.units
@@ -99,12 +78,11 @@ class UnitsReport:
         for unit in self.units:
             seconds = "no time" if unit.seconds is None else f"{unit.seconds:.4g} s"
             reason = f": {'; '.join(unit.unknown)}" if unit.unknown else ""
-            name = f"{unit.program.name!s:<8}"
-            lines.append(f"unit        {name} {seconds}, working {size(unit.working)}{reason}")
-        if self.too_large:
-            name, needed, available = self.too_large
-            sizes = f"{size(needed)} of {size(available)}"
-            lines.append(f"verdict     does not fit: {name} needs {sizes}")
+            working = f"working {size(unit.program.working)}"
+            lines.append(f"unit        {unit.program.name!s:<8} {seconds}, {working}{reason}")
+        if large := self.too_large:
+            sizes = f"{size(large.needed)} of {size(large.available)}"
+            lines.append(f"verdict     does not fit: {large.program} needs {sizes}")
         return lines
 
 
@@ -127,15 +105,24 @@ def compile_units(
       note: function that prints the lines about each unit.
     """
     devices = mesh.devices.reshape(-1).tolist()
+    chip = chip_for(devices[0].device_kind) if is_predictable(mesh) else None
     units: list[TimedUnit] = []
     too_large = None
     try:
         for program in compile_programs(trainer, meshes, names):
             for line in program.lines():
                 note(line)
-            units.append(_timed(program, model, mesh, trainer))
+            timeline: Timeline | str = "only TPUs' compiler estimates times"
+            if chip:
+                timeline = time_unit(program, trainer, model, chip, basis_of(mesh, chip))
+            if isinstance(timeline, str):
+                units.append(TimedUnit(program, None, [timeline]))
+            else:
+                unknown = unknowns(timeline)
+                units.append(TimedUnit(program, None if unknown else timeline.seconds, unknown))
     except OutOfMemory as error:
-        too_large = TooLarge(error.program, error.needed, device_memory(devices) or error.available)
+        available = device_memory(devices) or error.available
+        too_large = OutOfMemory(error.needed, available, error.program)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 
@@ -154,16 +141,3 @@ def time_unit(
     share = chunk_share(model, engine.layer_index()[program.name.chunk])
     taken = partial(times_taken, [], share)
     return time_program(program.hlo, engine.meshes[program.stage], chip, basis, taken)
-
-
-def _timed(
-    program: CompiledProgram, model: ModelConfig, mesh: Mesh, trainer: StagesTrainer
-) -> TimedUnit:
-    chip = chip_for(mesh.devices.flat[0].device_kind)
-    if chip is None or not is_predictable(mesh):
-        return TimedUnit(program, None, ["only TPUs' compiler estimates times"])
-    timeline = time_unit(program, trainer, model, chip, basis_of(mesh, chip))
-    if isinstance(timeline, str):
-        return TimedUnit(program, None, [timeline])
-    unknown = unknowns(timeline)
-    return TimedUnit(program, None if unknown else timeline.seconds, unknown)

@@ -57,7 +57,6 @@ class Frame:
 
     @property
     def rows_end(self) -> float:
-        """Return the lower edge of the last row of the Gantt chart."""
         return TOP + self.num_stages * (ROW + GAP)
 
     @property
@@ -69,11 +68,9 @@ class Frame:
         return self.curves_top + CURVES + 14
 
     def x(self, time: float) -> float:
-        """Return the x coordinate of a time."""
         return LEFT + self.scale * time
 
     def y(self, stage: int) -> float:
-        """Return the upper edge of a stage's row."""
         return TOP + stage * (ROW + GAP)
 
 
@@ -308,7 +305,6 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
 
 
 def _number_width(microbatch: int) -> int:
-    """Return the pixels that a cell needs to show a microbatch."""
     return 7 * len(str(microbatch)) + 6
 
 

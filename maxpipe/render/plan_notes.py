@@ -66,7 +66,6 @@ def _uncompiled_lines(plan: Plan) -> list[str]:
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    """Return a line if the run would see more or fewer tokens than the file's batch implies."""
     written, chosen = plan.request.written, plan.winner
     if chosen is None or chosen.candidate.batch == written.data.global_batch_size:
         return []

@@ -66,7 +66,6 @@ def _pre(lines: Iterable[str]) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """Return the table of the plan, with a bar in each cell of time and of memory."""
     (header, *texts), rows = table_cells(plan), table_rows(plan)
     longest = max(row.per_sequence for row in rows)
     most = max(plan.request.machine.capacity or 0.0, *(row.memory for row in rows))

@@ -206,7 +206,6 @@ def _simulated(name: str, request: Request) -> Simulation:
 
 
 def _schedule_problems(name: str, request: Request, counts_times: bool) -> Iterator[Problem]:
-    """Yield why a schedule cannot be simulated, as far as that is known before it is built."""
     try:
         keys = request.keys_of(name)
     except ValueError as error:

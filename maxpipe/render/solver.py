@@ -86,7 +86,6 @@ class ProgressLine:
         self._width = 0
 
     def __call__(self, seconds: float, makespan: float, bound: float) -> None:
-        """Show the state after some seconds."""
         if not self._stream.isatty() and seconds < self._shown + SECONDS_BETWEEN_LINES:
             return
         self._shown = seconds
@@ -99,7 +98,6 @@ class ProgressLine:
         self._stream.flush()
 
     def close(self) -> None:
-        """End the line."""
         if self._width:
             self._stream.write("\n")
 

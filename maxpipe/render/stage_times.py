@@ -129,7 +129,6 @@ def _uniform_against(uniform: PredictedStages, chosen: PredictedStages, limit: f
 
 
 def _devices(config: Config) -> tuple[int, int]:
-    """Return the number of devices and of slices."""
     topology, slices = config.compile.topology, config.compile.num_slices
     if topology not in ("", "cpu"):
         return num_devices(canonical_topology(topology)) * slices, slices

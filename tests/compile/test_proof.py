@@ -8,7 +8,6 @@ import pytest
 from helpers.small_plan import scaled
 
 from maxpipe.compile import proof
-from maxpipe.compile.compile_process import compile_configuration
 from maxpipe.compile.finalists import launch
 from maxpipe.compile.proof import finalists, prove
 from maxpipe.config import Config, ConfigError, replace
@@ -192,9 +191,3 @@ def test_offloading_is_said_to_have_no_price(plan, capsys):
     flags = argparse.Namespace(compile=0, probe=0, compare=False, json=None, html=None, write=None)
     assert launch(dataclasses.replace(plan.request, choices=choices), flags, []) == 0
     assert "transfers to the host's memory are not in these seconds" in capsys.readouterr().out
-
-
-def test_a_configuration_that_cannot_be_compiled_says_why():
-    answer = compile_configuration("nonsense: 1\ncompile:\n  topology: cpu\n", lambda line: None)
-    assert not answer.fits
-    assert answer.failure.startswith("not compiled: config error: nonsense")

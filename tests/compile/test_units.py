@@ -8,7 +8,6 @@ import pytest
 from maxpipe.compile import __main__ as command
 from maxpipe.compile.programs import CompiledProgram
 from maxpipe.compile.report import CompilerMemory
-from maxpipe.compile.units import TimedUnit
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.staged import UnitCompiler
 
@@ -29,7 +28,7 @@ WORDS = (
 def test_offloaded_residuals_count_as_what_a_unit_works_with():
     memory = CompilerMemory(arguments=1, temp=20, program=300, results=4000)
     program = CompiledProgram(0, UnitName("F", 1), 4, memory, (), 50000, "")
-    assert TimedUnit(program, 0.5, ()).working == 50320
+    assert program.working == 50320
 
 
 def test_only_the_named_units_are_compiled(tmp_path, capsys):

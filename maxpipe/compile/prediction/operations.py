@@ -214,7 +214,6 @@ class Prices:
         return Part.COPIES if opcode in ("copy", "transpose") else Part.LOOP_FUSIONS
 
     def _has_product(self, name: str) -> bool:
-        """Return whether a computation, or one that it calls, has a matrix product."""
         if name not in self._contains:
             inside = self._module.computations.get(name)
             self._contains[name] = inside is not None and any(
@@ -225,7 +224,6 @@ class Prices:
         return self._contains[name]
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Price | None:
-        """Return the price of a custom call."""
         target = _TARGET.search(instruction.attributes)
         if target and target[1] in _NO_WORK:
             return None

@@ -159,7 +159,6 @@ def _box(span: Span, row: int, seconds: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time with three digits in µs, ms or s."""
     unit, factor = _unit(seconds)
     return f"{seconds * factor:.3g} {unit}"
 

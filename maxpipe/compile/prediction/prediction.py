@@ -149,7 +149,6 @@ class Prediction:
         return lines
 
     def _collective_lines(self) -> list[str]:
-        """Return the breakdown of the collectives' part."""
         return [
             f"    {f'{time.kind} {time.axes}'.strip():<26} {time.seconds:>9.3g} s"
             for time in self.collectives

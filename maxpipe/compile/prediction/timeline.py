@@ -42,7 +42,6 @@ class Spent(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the seconds of all runs in a step."""
         return self.place.runs * self.seconds
 
 

@@ -40,7 +40,6 @@ class UnitSeconds:
         )
 
     def costs(self) -> Costs:
-        """Return the times as the simulator takes them; 0 for units that do not run."""
         return Costs(
             forward=self.forward,
             backward=self.backward or 0.0,

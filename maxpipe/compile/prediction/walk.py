@@ -47,8 +47,6 @@ def walk(
 
 
 class _Transfer(NamedTuple):
-    """A transfer on its way: when it ends, and the operation that started it."""
-
     end: float
     name: str
     price: Price
@@ -68,7 +66,6 @@ def _is_start(instruction: Instruction) -> bool:
 
 
 def _is_done(instruction: Instruction) -> bool:
-    """Return whether an instruction waits for the end of a transfer."""
     return instruction.opcode.endswith("-done") or instruction.name.startswith(
         "async-collective-done"
     )
@@ -136,7 +133,6 @@ class _Walker:
         return clock
 
     def _keys(self, start: Instruction) -> list[str]:
-        """Return the names by which an instruction that waits for a transfer can refer to it."""
         channel = self._prices.channel(start)
         return [start.name, f"channel {channel}"] if channel else [start.name]
 

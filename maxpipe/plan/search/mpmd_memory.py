@@ -96,8 +96,8 @@ class StageMemory:
 
     def _ends(self, stage: int) -> tuple[float, float]:
         """Return whether a stage has the first, and the last, chunk."""
-        first, *_, last = self._table.stage_of_chunk
-        return float(first == stage), float(last == stage)
+        chunks = self._table.stage_of_chunk
+        return float(chunks[0] == stage), float(chunks[-1] == stage)
 
 
 def _single(number: Number) -> float:
