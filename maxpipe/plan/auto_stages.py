@@ -53,7 +53,6 @@ class PredictedStages:
 
     @property
     def layers(self) -> list[int]:
-        """Return the layers of each stage."""
         stages = self.run.table.stage_of_chunk
         return np.bincount(stages, self.sizes).astype(int).tolist()
 
@@ -296,7 +295,6 @@ def memory_limit(config: Config, chip_bytes: float | None) -> float:
 
 
 def of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
-    """Return the layers of a stage's chunks."""
     return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
 
 

@@ -171,7 +171,6 @@ class OrderModel:
         model.add_cumulative(intervals, [1] * len(intervals), workload.max_in_flight)
 
     def hint(self, orders: Orders, timing: Timing) -> None:
-        """Start the search from given orders."""
         pairs = self.workload.num_pairs
         for pair, backward in enumerate(self.backward):
             self._hint(self.forward[pair], timing.start[pair])
@@ -186,7 +185,6 @@ class OrderModel:
         self.model.add_hint(variable, self.length(time))
 
     def orders(self, value: Callable[[cp_model.LinearExprT], int]) -> Orders:
-        """Return the orders of a solution."""
         workload, pairs = self.workload, self.workload.num_pairs
         rows: list[list[tuple[int, int, int]]] = [[] for _ in range(workload.num_stages)]
         whole = set()
@@ -227,7 +225,6 @@ class Report(cp_model.CpSolverSolutionCallback):
         self._tell()
 
     def on_bound(self, bound: float) -> None:
-        """Record a better bound, in the model's units."""
         self._bound = bound / self._scale + self._offset
         self._tell()
 

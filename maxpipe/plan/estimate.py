@@ -46,7 +46,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.in_use
 
 
@@ -68,7 +67,6 @@ class Bounds:
 
     @property
     def step(self) -> float:
-        """Return the least seconds of a step."""
         return max(self.compute, self.hbm, self.network or 0.0)
 
 

@@ -21,7 +21,6 @@ _PASSES = 3
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of a resolved model."""
     return model_program(model).parameter_count()
 
 

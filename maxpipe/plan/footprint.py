@@ -38,7 +38,6 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
@@ -54,7 +53,6 @@ def update_bytes(config: Config) -> float:
 
 
 def microbatch_tokens(config: Config) -> float:
-    """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
     return rows * config.data.sequence_length / config.mesh.size("context")
 

@@ -44,7 +44,6 @@ def with_gather_mode(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
 
 
 def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
-    """Return how often weights are gathered."""
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather

@@ -156,17 +156,14 @@ class Layer:
         return sum(p.flops for p in self.products if is_needed(p.result))
 
     def saved_width(self, names: Collection[str]) -> float:
-        """Return the width of the tensors of these names."""
         return sum(tensor.width for tensor in self.named if tensor.name in names)
 
     @cached_property
     def result_width(self) -> float:
-        """Return the width of all products' results."""
         return sum(p.result.width for p in self.products)
 
     @cached_property
     def weight_result_width(self) -> float:
-        """Return the width of the results of products with weights."""
         return sum(p.result.width for p in self.products if p.has_weight)
 
     @cached_property
@@ -309,8 +306,6 @@ def _inputs(trace: ModelTrace, program: ClosedJaxpr, shards: DimensionShards) ->
 
 @dataclass(eq=False)
 class _Walk:
-    """The walk over a program, and what it has collected."""
-
     tokens: int
     visible_share: float
     products: list[Product] = field(default_factory=list)
@@ -364,7 +359,6 @@ class _Walk:
         return results
 
     def _of_weights(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        """Return the results of an equation without activations."""
         weights = [value for value in inputs if value.kind == "weight"]
         results = [self.constant(v) for v in eqn.outvars]
         if not weights:

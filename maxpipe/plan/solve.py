@@ -52,7 +52,6 @@ class Task:
 
     @property
     def workload(self) -> Workload:
-        """Return the task in the form that the search takes."""
         sizes = self.num_stages, self.num_microbatches, self.num_repeats
         times = self.costs.unit_times(self.num_stages, self.num_repeats, self.placement)
         return Workload(*sizes, self.placement, times, self.max_in_flight)
@@ -69,7 +68,6 @@ class Task:
         return replace(self, costs=replace(self.costs, **times))
 
     def fits(self, run: Simulation) -> bool:
-        """Return whether no stage has more chunks in flight than it may."""
         return bool(run.peak_in_flight.max() <= self.max_in_flight)
 
 
@@ -184,7 +182,6 @@ class Solution:
 
     @property
     def is_optimal(self) -> bool:
-        """Return whether the bound is reached, up to rounding."""
         return self.run.makespan <= self.bound * (1 + 1e-6)
 
 

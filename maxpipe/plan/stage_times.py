@@ -113,7 +113,6 @@ class LayerTimes:
 
 
 def layer_times(config: Config) -> LayerTimes:
-    """Compute the times of a layer and of the head for a resolved configuration."""
     forward, input_gradient = _flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
     # Its forward, and the gradients for its input and for its weight, which adapters freeze.

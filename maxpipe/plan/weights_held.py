@@ -90,7 +90,6 @@ class WeightsOfParts(NamedTuple):
     shared: float
 
     def on_stage(self, layers: StageLayers) -> ParameterCounts:
-        """Return the parameters on a device of a stage with so many layers."""
         in_chunks = layers.in_chunks * self.layer_at_rest
         outside_at_rest = layers.outside * self.outside_layer
         outside = layers.outside * self.layer_gathered

@@ -104,7 +104,6 @@ class Plan:
         return shown + [row for row in others if row.candidate.is_twin(shown[0].candidate)]
 
     def cost(self) -> SliceCost:
-        """Return what training costs with the chosen row; there must be one."""
         assert self.winner is not None
         machine, config = self.request.machine, self.request.config
         batch, seconds = self.winner.candidate.batch, self.winner.seconds
@@ -113,7 +112,6 @@ class Plan:
         return SliceCost(machine.topology, machine.slices, chips, batch, seconds, cost)
 
     def mfu(self, row: Row) -> float:
-        """Return the model FLOPs utilisation of a row."""
         machine, config = self.request.machine, self.request.config
         tokens = row.candidate.batch * config.data.sequence_length
         flops = tokens * self.facts.model_flops_per_token

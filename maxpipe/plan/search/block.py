@@ -46,7 +46,6 @@ class Block(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of all dimensions."""
         axes = (self.microbatches, self.repeats, self.policies, self.gathers, self.tiles)
         return tuple(len(axis) for axis in axes)
 
@@ -61,7 +60,6 @@ def block_of(
     *,
     scans: bool = True,
 ) -> Block:
-    """Return the block of a mesh, engine, schedule and batch, and of layers in a loop or not."""
     stages = grid.size("stage")
     repeats = np.array(space.repeats(schedule, stages))
     _, chunk, outside = legality.of_layers(engine, schedule, stages, repeats)

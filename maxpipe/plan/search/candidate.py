@@ -66,11 +66,9 @@ class Candidate:
 
     @property
     def has_stages(self) -> bool:
-        """Return whether it is a pipeline."""
         return ENGINES[self.engine].has_stages
 
     def updates(self) -> dict[str, object]:
-        """Return the keys that the plan decides, with their values."""
         return {
             **self.grid.updates(),
             **self.layout,
@@ -86,7 +84,6 @@ class Candidate:
         }
 
     def config(self, shared: Config) -> Config:
-        """Return the configuration of the candidate, not yet resolved."""
         return update(shared, self.updates())
 
     def mesh_text(self) -> str:
@@ -107,7 +104,6 @@ class Candidate:
 def candidate_of(
     block: Block, index: int, memory: np.ndarray, seconds: Seconds, facts: Facts
 ) -> Candidate:
-    """Return the candidate at an index of a block's flat arrays."""
     m, v, policy, gather, tiles = np.unravel_index(index, block.shape)
     repeats, layers = int(block.repeats[v]), facts.config.model.stacked_layers
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)
@@ -223,7 +219,6 @@ def fits(row: Row, request: Request) -> bool:
 
 
 def loss_of(row: Row, best: Row) -> str:
-    """Return in words what a row loses to the best."""
     if row.proof is not None and row.proof.failure:
         return row.proof.failure
     if row.proof is not None and not row.proof.fits:

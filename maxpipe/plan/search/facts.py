@@ -194,7 +194,6 @@ class Facts:
 
     @cached_property
     def head_flops(self) -> float:
-        """Return the FLOPs of a token's logits."""
         return trace_model(self.config.model, self.config.data.sequence_length).head_flops
 
     def least_state_bytes(self) -> float:
@@ -204,7 +203,6 @@ class Facts:
         return each * self.parameters((1,) * len(MESH_AXES)).at_rest
 
     def parameters(self, axes: Axes) -> Parameters:
-        """Return the parameters on a device of a mesh."""
         key = tuple(
             n if name in self._splitting or name == "stage" else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
@@ -239,7 +237,6 @@ class Facts:
         return (size * at_rest - unshared) / (size - 1)
 
     def layer(self, axes: Axes) -> LayerCosts:
-        """Return what a layer costs on a device of a mesh."""
         key = self._computing(axes)
         if key not in self._layers:
             config = self._computed(key)
@@ -300,7 +297,6 @@ class Facts:
         return self._savings[key]
 
     def _computing(self, axes: Axes) -> "_Key":
-        """Return what decides how a layer computes."""
         split = tuple(
             n if name in self._splitting and name not in _WHOLE_IN_USE else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
@@ -324,7 +320,6 @@ class Facts:
         return _filled_share(config.model) if self._platform == "tpu" else 1.0
 
     def _on(self, axes: Axes) -> Config:
-        """Return the configuration on a mesh of these sizes."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
         return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
 

@@ -14,7 +14,6 @@ from maxpipe.plan.search.space import BATCH
 
 
 def flag_problems(flags: argparse.Namespace) -> Iterator[Problem]:
-    """Yield what is wrong with flags by themselves."""
     if flags.closed and flags.compile:
         yield Problem("--no-compile", f"contradicts --compile {flags.compile}; give one of them")
     if flags.compile is not None and flags.compile < 0:

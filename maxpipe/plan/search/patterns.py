@@ -142,7 +142,6 @@ def _of_table(
 
 
 def pattern_of_table(table: Table, engine: str) -> Pattern:
-    """Return the pattern of a table on an engine that runs tables."""
     return _lockstep(table) if ENGINES[engine].lockstep else _free_running(table)
 
 
@@ -177,7 +176,6 @@ def _free_running(table: Table) -> Pattern:
 
 
 def _in_flight(table: Table) -> InFlight:
-    """Return what a free-running schedule has in flight."""
     repeats, slots = table.num_repeats, activation_slots(table)
     arrivals = np.asarray(slots.activations.peak) + np.asarray(slots.gradients.peak)
     combinations = units_in_flight(table)

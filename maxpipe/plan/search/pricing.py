@@ -24,8 +24,6 @@ from maxpipe.plan.search.timing import step_seconds
 
 
 class Priced(NamedTuple):
-    """A block with the memory and the time of its candidates, as flat arrays."""
-
     block: Block
     legal: np.ndarray
     memory: np.ndarray

@@ -69,7 +69,6 @@ class Request:
         return None if capacity is None else (1 - self.margin) * capacity
 
     def space(self) -> Space:
-        """Return what is searched."""
         machine = self.machine
         return Space(
             self.config,
@@ -88,7 +87,6 @@ class Request:
         return dataclasses.replace(self, machine=machine, config=config)
 
     def with_batches(self, batches: Sequence[int]) -> "Request":
-        """Return the same request for other global batches."""
         return dataclasses.replace(self, batches=tuple(batches))
 
 

@@ -32,7 +32,6 @@ class Units(NamedTuple):
 
     @property
     def layer(self) -> Number:
-        """Return the time of forward and backward of a layer."""
         return self.forward + self.input_gradient + self.weight_gradient
 
 
@@ -74,7 +73,6 @@ class Seconds(NamedTuple):
 
     @property
     def step(self) -> Number:
-        """Return the seconds of a step."""
         return self.products + self.communication + self.bubble
 
 

@@ -99,7 +99,6 @@ class BlockSizes:
 
     @property
     def is_split(self) -> bool:
-        """Return whether layers have to be gathered."""
         return self.parameters.layer_gathered > self.parameters.layer_at_rest
 
     def gathers_of_unit(self) -> np.ndarray:
@@ -118,7 +117,6 @@ class BlockSizes:
 
     @cached_property
     def patterns(self) -> list[list[Pattern]]:
-        """Return the schedule's pattern for each M and V."""
         config, block = self.config, self.block
         if self._table is not None:
             return [[pattern_of_table(self._table, block.engine)]]

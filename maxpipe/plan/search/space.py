@@ -73,18 +73,14 @@ UNDECIDED = (
 
 
 class Grid(NamedTuple):
-    """A mesh: sizes of its axes within a slice and across slices."""
-
     ici: Axes
     dcn: Axes
 
     @property
     def sizes(self) -> Axes:
-        """Return the sizes over all slices."""
         return tuple(i * d for i, d in zip(self.ici, self.dcn, strict=True))
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis over all slices."""
         return self.sizes[MESH_AXES.index(axis)]
 
     @property
@@ -105,7 +101,6 @@ class Grid(NamedTuple):
         return count
 
     def updates(self) -> dict[str, object]:
-        """Return the keys and values of the mesh."""
         return dict(zip(MESH_KEYS, (*self.ici, *self.dcn), strict=True))
 
 
@@ -138,7 +133,6 @@ class Space:
     hosts: int = 1
 
     def grids(self) -> Iterator[Grid]:
-        """Yield every mesh."""
         within = [*self._factorings("ici", self.devices // self.slices)]
         across = [*self._factorings("dcn", self.slices)]
         for dcn, ici in itertools.product(across, within):
@@ -220,13 +214,11 @@ class Space:
         return [True, False] if self.is_tpu and layers <= MOST_UNROLLED else [True]
 
     def microbatches(self, batch: int, grid: Grid) -> list[int]:
-        """Return the numbers of microbatches to try."""
         if chosen := self.choices.get("pipeline.num_microbatches"):
             return [int(str(n)) for n in chosen]
         return divisors(max(1, batch // grid.batch_shards))
 
     def repeats(self, schedule: str, stages: int) -> list[int]:
-        """Return the numbers of chunks per stage to try."""
         if stages == 1:
             return [1]
         chosen = [int(str(n)) for n in self.choices.get(REPEATS, ())]

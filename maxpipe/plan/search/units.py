@@ -68,22 +68,18 @@ _LOGIT_BYTES = 16
 
 
 class _Layer(NamedTuple):
-    """Times of a layer for one microbatch, as in `Units`."""
-
     forward: Number
     input_gradient: Number
     weight_gradient: Number
 
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
-    """Return the times of a layer and of the head for one microbatch."""
     again = _computes_cheap_again(sizes, machine)
     layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
     return Units(*layer, _head(sizes, machine))
 
 
 def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return the time of all first dense layers for one microbatch."""
     facts = sizes.facts.of_first_layers
     if facts is None:
         return 0.0

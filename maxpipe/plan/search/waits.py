@@ -35,7 +35,6 @@ class _Costs:
         self._scatter = self.gather if is_whole_torus else self._each["fsdp"]
 
     def of(self, axis: str) -> float:
-        """Return the seconds per byte along an axis."""
         return self._each[axis]
 
     def of_sum(self, *axes: str) -> Number:
@@ -53,7 +52,6 @@ class _Costs:
 
 
 def waits_of(sizes: BlockSizes, machine: Machine) -> Waits:
-    """Return the seconds of transfers."""
     costs = _Costs(sizes, machine)
     gather, scatter, outer = _weight_waits(sizes, costs)
     forward, backward = _activation_waits(sizes, costs)

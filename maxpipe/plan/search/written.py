@@ -57,7 +57,6 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
 
 
 def versions() -> str:
-    """Return the versions of the packages that predictions depend on, where installed."""
     installed = []
     for package in _PACKAGES:
         try:
@@ -84,7 +83,6 @@ def _keys(row: Row) -> set[str]:
 
 
 def _located(config: Config) -> Config:
-    """Return the configuration with absolute paths."""
     changes: dict[str, object] = {key: _absolute(str(get(config, key))) for key in LISTS}
     for key, names in NAMES.items():
         value = str(get(config, key))
