@@ -40,7 +40,7 @@ from maxpipe.plan.footprint import (
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.space import Axes
-from maxpipe.plan.stores import FLOAT32
+from maxpipe.plan.stores import FLOAT32, Number
 from maxpipe.plan.weights_held import WeightsOfParts
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 
@@ -105,7 +105,7 @@ class LayerCosts(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What a policy of rematerialisation saves and computes again.
+    """What a policy of rematerialisation, or each of several, saves and computes again.
 
     Attributes:
       residuals: width that a layer saves on the device besides the input of its chunk.
@@ -122,18 +122,18 @@ class Saving(NamedTuple):
       first_recomputed: share of their forward that their backward computes again.
     """
 
-    residuals: float
-    offloaded: float
-    stash: float
-    handed_over: float
-    saves_all: float
-    held: float
-    cheap: float
-    recomputed: float
-    scores_again: float
-    first_kept: float
-    first_handed_over: float
-    first_recomputed: float
+    residuals: Number
+    offloaded: Number
+    stash: Number
+    handed_over: Number
+    saves_all: Number
+    held: Number
+    cheap: Number
+    recomputed: Number
+    scores_again: Number
+    first_kept: Number
+    first_handed_over: Number
+    first_recomputed: Number
 
 
 class _Key(NamedTuple):

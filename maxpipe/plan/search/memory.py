@@ -60,9 +60,9 @@ def program_memory(sizes: BlockSizes) -> ProgramMemory:
 
 def kept_columns(sizes: BlockSizes) -> Number:
     """Return the width of what one program keeps from forwards to backwards."""
-    widths = Widths(sizes.config.model.embed_dim, sizes.residuals, sizes.stash)
+    widths = Widths(sizes.config.model.embed_dim, sizes.saving.residuals, sizes.saving.stash)
     return stored_columns(
-        _store(sizes), sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.first_kept
+        _store(sizes), sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.saving.first_kept
     )
 
 

@@ -81,11 +81,11 @@ class StageMemory:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
         sizes, layers = self._sizes, np.asarray(chunks, float)
         embed = sizes.config.model.embed_dim
-        unit = embed + layers * _single(sizes.residuals)
-        handed_over = embed + layers * _single(sizes.handed_over)
+        unit = embed + layers * _single(sizes.saving.residuals)
+        handed_over = embed + layers * _single(sizes.saving.handed_over)
         if self._ends(stage)[0]:  # the units of the first chunk run first dense layers, too
-            unit[0] += _single(sizes.first_kept)
-            handed_over[0] += _single(sizes.first_handed_over)
+            unit[0] += _single(sizes.saving.first_kept)
+            handed_over[0] += _single(sizes.saving.first_handed_over)
         peak = float((self._units_in_flight[stage] @ np.concatenate([unit, handed_over])).max())
         columns = peak + float(self._arrived[stage]) * embed
         return _single(sizes.tokens) * sizes.itemsize * columns
@@ -145,10 +145,13 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
       first: 1 where it has the first chunk, which runs the first dense layers, too.
     """
     embed, layers = sizes.config.model.embed_dim, sizes.layers
-    unit = embed + layers * sizes.residuals
-    handed_over = embed + layers * sizes.handed_over
+    unit = embed + layers * sizes.saving.residuals
+    handed_over = embed + layers * sizes.saving.handed_over
     at = sizes.in_flight(place)
-    dense = at.saved_first * sizes.first_kept + at.handed_over_first * sizes.first_handed_over
+    dense = (
+        at.saved_first * sizes.saving.first_kept
+        + at.handed_over_first * sizes.saving.first_handed_over
+    )
     columns = at.saved * unit + at.handed_over * handed_over + first * dense + at.arrived * embed
     return sizes.tokens * sizes.itemsize * columns.max(axis=0)
 
@@ -161,11 +164,13 @@ def _working(sizes: BlockSizes, layers: Number, first: Number, last: Number) -> 
       layers: layers of the largest chunk.
       first, last: see the module.
     """
-    recomputed = np.maximum(sizes.layer.made - sizes.residuals, 0.0)
+    recomputed = np.maximum(sizes.layer.made - sizes.saving.residuals, 0.0)
     if (pipeline := sizes.config.pipeline).remat_layers:
         # Without `remat_iterations` the inputs of layers are residuals.
-        recomputed = pipeline.remat_iterations * sizes.config.model.embed_dim + sizes.offloaded
-    columns = working_columns(sizes) + layers * (recomputed + sizes.offloaded)
+        recomputed = (
+            pipeline.remat_iterations * sizes.config.model.embed_dim + sizes.saving.offloaded
+        )
+    columns = working_columns(sizes) + layers * (recomputed + sizes.saving.offloaded)
     each_time = (sizes.block.grid.size("fsdp") > 1) * (1.0 - sizes.gathers_once)
     values = sizes.tokens * columns + each_time * layers * sizes.parameters.layer_gathered
     unit = sizes.itemsize * values + first * first_excess(sizes)

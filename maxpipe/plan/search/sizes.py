@@ -21,7 +21,7 @@ from maxpipe.plan.search.block import (
     block_of_configuration,
     has_closed_form,
 )
-from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.facts import Facts, Saving
 from maxpipe.plan.search.patterns import InFlight, Pattern, pattern, pattern_of_table
 from maxpipe.plan.weights_held import StageLayers
 
@@ -59,22 +59,11 @@ class BlockSizes:
             facts.saving(grid.sizes, block.engine, policy, scans=block.scans)
             for policy in block.policies
         ]
-        self.residuals = along([s.residuals for s in savings], "policy")
-        self.offloaded = along([s.offloaded for s in savings], "policy")
-        self.stash = along([s.stash for s in savings], "policy")
-        self.handed_over = along([s.handed_over for s in savings], "policy")
-        self.held = along([s.held for s in savings], "policy")
-        self.cheap = along([s.cheap for s in savings], "policy")
-        self.recomputed = along([s.recomputed for s in savings], "policy")
-        self.scores_again = along([s.scores_again for s in savings], "policy")
-        saves_all = along([s.saves_all for s in savings], "policy")
+        self.saving = Saving._make(along([*each], "policy") for each in zip(*savings, strict=True))
         # Layers that are each compiled by itself are gathered before a loop over microbatches.
         self.gathers_before_loop = self.is_unrolled * np.greater(self.microbatches, 1)
-        self.keeps_gathered = self.is_unrolled * np.maximum(saves_all, self.gathers_before_loop)
-        # What all first dense layers keep of a microbatch, with their inputs.
-        self.first_kept = along([s.first_kept for s in savings], "policy")
-        self.first_handed_over = along([s.first_handed_over for s in savings], "policy")
-        self.first_recomputed = along([s.first_recomputed for s in savings], "policy")
+        saves_all = np.maximum(self.saving.saves_all, self.gathers_before_loop)
+        self.keeps_gathered = self.is_unrolled * saves_all
 
     def _stage_layers(self) -> StageLayers:
         if not (self.engine.has_stages and self.engine.one_program):

@@ -91,7 +91,7 @@ def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     f_chunk = sizes.layers * units.forward + forward
     if not sizes.engine.one_program:
         idle, recomputed = sizes.of_pattern("idle"), sizes.of_pattern("idle_recomputed")
-        share = np.minimum(sizes.recomputed, 1.0)
+        share = np.minimum(sizes.saving.recomputed, 1.0)
         return f_chunk * (idle + share * (recomputed - idle))
     return (
         sizes.of_pattern("idle_forward") * f_chunk

@@ -64,7 +64,9 @@ def layer_traffic(
     # Programs of their own hand residuals over, and unrolled layers keep no stores.
     has_stores = sizes.engine.one_program and not sizes.is_unrolled
     each = has_stores * residual_seconds(sizes, machine, stored)
-    stash = has_stores * sizes.splits_backward * residual_seconds(sizes, machine, sizes.stash)
+    stash = (
+        has_stores * sizes.splits_backward * residual_seconds(sizes, machine, sizes.saving.stash)
+    )
     forward, backward = _weights(sizes, machine, parameters, layer)
     copied = _copied_experts(sizes, parameters, layer) / rate
     context = sizes.block.grid.size("context")

@@ -57,7 +57,7 @@ def attention_seconds(sizes: BlockSizes, machine: Machine, layer: LayerCosts) ->
     # Each of the arrays of `footprint.made_width` is written once and read once.
     moved = 2 * (FLOAT32 + sizes.itemsize) * sizes.tokens * layer.scores / machine.hbm
     # Scores take one of the two products of a forward.
-    again = sizes.scores_again * (products / 2 + moved)
+    again = sizes.saving.scores_again * (products / 2 + moved)
     backward = 2 * products + _SCORES_BACKWARD * moved + again
     return AttentionSeconds(products + moved, backward)
 
@@ -75,7 +75,9 @@ class _Layer(NamedTuple):
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
     again = _computes_cheap_again(sizes, machine)
-    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, sizes.residuals)
+    layer = _layer(
+        sizes, machine, sizes.facts, sizes.saving.recomputed, again, sizes.saving.residuals
+    )
     return Units(*layer, _head(sizes, machine))
 
 
@@ -85,8 +87,8 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
         return 0.0
     stored: Number = 0.0
     if not sizes.engine.lockstep:
-        stored = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
-    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
+        stored = sizes.saving.first_kept / sizes.num_first - sizes.config.model.embed_dim
+    layer = _layer(sizes, machine, facts, sizes.saving.first_recomputed, 0.0, stored)
     # A lockstep engine starts their backward from the tokens, with a forward of its own.
     return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
 
@@ -97,7 +99,7 @@ def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
     It then holds only the results of products, see `plan.remat_cheap`.
     """
     pipeline, engine = sizes.config.pipeline, sizes.engine
-    several = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    several = (sizes.layers > 1) * (sizes.saving.held > sizes.saving.residuals)
     if not engine.has_stages or not np.any(several):
         return 0.0
     chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
@@ -107,7 +109,7 @@ def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
         return 0.0
     if not has_choice or machine.tpu is None:
         return several
-    held = (sizes.layers - 1) * sizes.cheap * sizes.itemsize * sizes.tokens
+    held = (sizes.layers - 1) * sizes.saving.cheap * sizes.itemsize * sizes.tokens
     return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu.memory)
 
 

@@ -113,8 +113,8 @@ def _activation_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]
     exchanged = activations + sizes.tokens * FLOAT32 * embed
     exchanged = exchanged * (grid.size(EXPERT_AXIS) - 1) * costs.of(EXPERT_AXIS)
     again = summed + exchanged
-    keys_backward = keys * (2.0 + np.greater(sizes.recomputed, 0))
-    return again + keys, again * (1 + sizes.recomputed) + keys_backward
+    keys_backward = keys * (2.0 + np.greater(sizes.saving.recomputed, 0))
+    return again + keys, again * (1 + sizes.saving.recomputed) + keys_backward
 
 
 def _gradient_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number]:

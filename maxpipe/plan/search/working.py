@@ -14,7 +14,7 @@ def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
     Where units are programs of their own, first dense layers are left out, see `first_excess`.
     """
     working: Number = _layer_work(sizes, sizes.layer)
-    kept_results = np.minimum(sizes.layer.made, sizes.residuals)
+    kept_results = np.minimum(sizes.layer.made, sizes.saving.residuals)
     if not sizes.engine.one_program:
         # The results are among what the chunk keeps or recomputes.
         by_layer = sizes.config.pipeline.remat_layers
@@ -24,7 +24,7 @@ def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
         working = working - kept_results
     elif sizes.engine.has_stages:
         # What a backward holds but has not computed itself, it reads in its store.
-        working = working + (sizes.layers - 1) * (sizes.held - sizes.residuals)
+        working = working + (sizes.layers - 1) * (sizes.saving.held - sizes.saving.residuals)
     if sizes.facts.of_first_layers is None or not sizes.engine.one_program:
         return working
     return np.maximum(working, first_share * _first_work(sizes.facts.of_first_layers, sizes))

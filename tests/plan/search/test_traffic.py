@@ -48,7 +48,9 @@ def test_what_a_weight_gradient_needs_goes_through_a_store_in_one_program():
     ):
         sizes = sizes_of(engine, schedule)
         traffic = traffic_of(sizes)
-        each = sizes.itemsize * sizes.tokens * sizes.stash / MACHINE.stream_rate(sizes.itemsize)
+        each = (
+            sizes.itemsize * sizes.tokens * sizes.saving.stash / MACHINE.stream_rate(sizes.itemsize)
+        )
         assert value(each) > 0, (engine, schedule)
         assert value(traffic.stashed) == pytest.approx(is_stored * value(each)), (engine, schedule)
         assert value(traffic.unstashed) == pytest.approx(2 * is_stored * value(each))

@@ -97,6 +97,6 @@ def test_attention_that_holds_scores_takes_full_products_and_moves_its_scores():
         moved = 2 * (4 + sizes.itemsize) * scores / machine.hbm
         units = units_of(sizes, machine)
         assert np.all(units.forward > computed + moved), (policy, products)
-        read = 2 * residual_seconds(sizes, machine, sizes.residuals)  # out of the store
+        read = 2 * residual_seconds(sizes, machine, sizes.saving.residuals)  # out of the store
         backward = np.broadcast_to(products * computed + passes * moved, units.input_gradient.shape)
         assert units.input_gradient - read == pytest.approx(backward, rel=0.1), (policy, products)
