@@ -1,7 +1,7 @@
 """Find what would help when nothing fits: fewer tokens, more chips, offloading, less margin."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -123,61 +123,39 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
         request, flag = replace(request, margin=margin), f" {MARGIN} {margin:.0%}"
         kinds["others that need less"] = [Attempt(request, flag.strip())]
     kinds |= attempts_of(request, flag)
-    # Without more chips, parameters, optimizer state and gradients stay as large as they are.
-    useful = {
-        kind: [attempt for attempt in attempts if holds_state(attempt.request, facts)]
-        for kind, attempts in kinds.items()
-    }
-    lines = _smaller_margin(plan)
-    vain = [kind for kind, attempts in useful.items() if not attempts]
-    unfinished: list[str] = []
-    useful = {kind: attempts for kind, attempts in useful.items() if attempts}
+    lines, vain, unfinished = _smaller_margin(plan), [], []
     end = time.perf_counter() + SECONDS
-    for number, (kind, attempts) in enumerate(useful.items()):
-        left = max(end - time.perf_counter(), 0.0)
-        trial = _Trial(facts, note, left / (len(useful) - number))
-        last = next((a for a in attempts if trial.ends_at(a)), None)
+    for number, (kind, attempts) in enumerate(kinds.items()):
+        # Without more chips, parameters, optimizer state and gradients stay as large as they are.
+        useful = [attempt for attempt in attempts if holds_state(attempt.request, facts)]
+        seconds = max(end - time.perf_counter(), 0.0) / (len(kinds) - number)
+        last, is_over = _first_that_fits(useful, facts, note, seconds)
         if last is None:
             vain.append(kind)
-        elif trial.is_over:
+        elif is_over:
             unfinished.append(f"{kind} from {last.words} on")
         else:
             lines.append(f"{kind}: {last.words}{last.remark}")
     return Remedies(lines, vain, unfinished)
 
 
-class _Trial:
-    """Searches for anything that fits, until the time runs out.
-
-    Args:
-      facts: sizes and costs of the model.
-      note: function that prints a line.
-      seconds: time limit of all its searches together.
-
-    Attributes:
-      is_over: whether the time ran out before the end of a search.
-    """
-
-    def __init__(self, facts: Facts, note: Note, seconds: float):
-        self._facts, self._note, self._seconds = facts, note, seconds
-        self._deadline = time.perf_counter() + seconds
-        self.is_over = False
-
-    def ends_at(self, attempt: Attempt) -> bool:
-        """Return whether something fits and passes the configuration's checks, or time ran out."""
+def _first_that_fits(
+    attempts: Sequence[Attempt], facts: Facts, note: Note, seconds: float
+) -> tuple[Attempt | None, bool]:
+    """Return the first attempt with something that fits; or where time ran out, with True."""
+    deadline = time.perf_counter() + seconds
+    for attempt in attempts:
         request = attempt.request
-        self._note(f"trying      {attempt.words}")
-        batches = [*request.batches]
+        note(f"trying      {attempt.words}")
         for candidates in fitting_of_blocks(
-            request.space(), request.machine, self._facts, batches, request.limit
+            request.space(), request.machine, facts, [*request.batches], request.limit
         ):
             if any(problem_of(c.config(request.config), request) is None for c in candidates):
-                return True
-            if time.perf_counter() > self._deadline:
-                self._note(f"            left off after {self._seconds:.0f} s")
-                self.is_over = True
-                return True
-        return False
+                return attempt, False
+            if time.perf_counter() > deadline:
+                note(f"            left off after {seconds:.0f} s")
+                return attempt, True
+    return None, False
 
 
 def _smaller_margin(plan: Plan) -> list[str]:
