@@ -28,7 +28,7 @@ from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.plan.layer_tensors import Layer, read_layer
 from maxpipe.plan.layer_trace import model_program, trace_model
-from maxpipe.plan.stores import FLOAT32
+from maxpipe.plan.number import FLOAT32
 from maxpipe.plan.weights_held import WeightsOfParts
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without

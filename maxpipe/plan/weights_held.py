@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.engine_facts import Engine
-from maxpipe.plan.stores import FLOAT32, Number
+from maxpipe.plan.number import FLOAT32, Number
 
 
 class ParameterCounts(NamedTuple):

@@ -38,9 +38,9 @@ from maxpipe.plan.footprint import (
     working_width,
 )
 from maxpipe.plan.layer_trace import trace_model
+from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.space import Axes
-from maxpipe.plan.stores import FLOAT32, Number
 from maxpipe.plan.weights_held import WeightsOfParts
 from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 

@@ -5,18 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.plan.footprint import itemsize, optimizer_bytes
+from maxpipe.plan.number import Number
 from maxpipe.plan.search.mpmd_memory import fullest_stage
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.working import logits_work, working_columns
-from maxpipe.plan.stores import (
-    Number,
-    Store,
-    Widths,
-    circular_store,
-    lockstep_store,
-    sequential_store,
-    stored_columns,
-)
 from maxpipe.plan.weights_held import Use, weights_held
 
 
@@ -42,7 +34,7 @@ def program_memory(sizes: BlockSizes) -> ProgramMemory:
     config, column = sizes.config, sizes.tokens * sizes.itemsize
     held = weights_held(sizes.engine, sizes.weights, _use(sizes), sizes.trained_weights)
     # Stages of a lockstep engine divide layers outside the pipeline, and the head.
-    share = _store(sizes).outside if sizes.engine.lockstep else 1.0
+    share = sizes.lockstep_share() if sizes.engine.lockstep else 1.0
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
     unit, head = column * working_columns(sizes, share), logits_work(sizes, head_tokens)
     # The head has done its work before the backward of a layer begins.
@@ -60,9 +52,18 @@ def program_memory(sizes: BlockSizes) -> ProgramMemory:
 
 def kept_columns(sizes: BlockSizes) -> Number:
     """Return the width of what one program keeps from forwards to backwards."""
-    widths = Widths(sizes.config.model.embed_dim, sizes.saving.residuals, sizes.saving.stash)
-    return stored_columns(
-        _store(sizes), sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.saving.first_kept
+    store, embed = _store(sizes), sizes.config.model.embed_dim
+    # Without stages a unit is a layer.
+    layers: Number = sizes.layers if sizes.engine.has_stages else 1.0
+    outside: Number = sizes.outside if sizes.engine.has_stages else 0.0
+    unit = embed + layers * sizes.saving.residuals
+    of_outside = outside * (embed + sizes.saving.residuals) + sizes.saving.first_kept
+    return (
+        store.units * unit
+        + store.inputs * embed
+        + store.stashes * layers * sizes.saving.stash
+        + store.masks * embed / sizes.itemsize
+        + store.outside * of_outside
     )
 
 
@@ -82,13 +83,38 @@ def _use(sizes: BlockSizes) -> Use:
     )
 
 
-def _store(sizes: BlockSizes) -> Store:
+class _Store(NamedTuple):
+    """What is kept at the fullest moment.
+
+    Attributes:
+      units: chunks whose residuals are kept; layers where there are no chunks.
+      inputs: activations or gradients that wait for a unit.
+      stashes: chunks between their I and their W.
+      outside: microbatches whose residuals are kept by layers outside the pipeline and by first
+        dense layers.
+      masks: activations for which a mask of one byte per value is kept.
+    """
+
+    units: Number
+    inputs: Number = 0.0
+    stashes: Number = 0.0
+    outside: Number = 1.0
+    masks: Number = 0.0
+
+
+def _store(sizes: BlockSizes) -> _Store:
     if not sizes.engine.has_stages:
-        return sequential_store(sizes.config.model.stacked_layers)
-    if not sizes.engine.lockstep:
-        by_autodiff = sizes.gathers("per_iteration")
-        counts = sizes.stages, sizes.microbatches, sizes.repeats
-        delay = sizes.config.pipeline.forwarding_delay
-        return circular_store(*counts, delay, by_autodiff)
-    residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
-    return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
+        return _Store(sizes.config.model.stacked_layers)
+    if sizes.engine.lockstep:
+        residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
+        # Each store has a slot more, for scratch: two for activations and gradients.
+        stashes = stash + np.greater(stash, 0)
+        return _Store(residuals + 1, arrivals + 2, stashes, sizes.lockstep_share())
+    delay = sizes.config.pipeline.forwarding_delay
+    iterations = sizes.microbatches * sizes.repeats + delay * (sizes.stages - 1)
+    # The circular engine keeps a unit of every iteration, and the conveyor of inputs and outputs
+    # with its gradient. Each stage runs the layers outside the pipeline on its microbatches.
+    # Autodiff keeps the masks that choose each iteration's input and output.
+    of_stage = sizes.microbatches / sizes.stages
+    masks = 2 * iterations * sizes.gathers("per_iteration")
+    return _Store(iterations, 2 * of_stage, outside=of_stage, masks=masks)

@@ -21,11 +21,11 @@ from maxpipe.config.sections import Config
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.footprint import itemsize, optimizer_bytes
+from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.facts import Parameters
 from maxpipe.plan.search.patterns import FIRST_STAGE, LAST_STAGE, OTHER_STAGES, units_in_flight
 from maxpipe.plan.search.sizes import BlockSizes, sizes_of_configuration
 from maxpipe.plan.search.working import first_excess, logits_work, working_columns
-from maxpipe.plan.stores import FLOAT32, Number
 
 
 def fullest_stage(sizes: BlockSizes) -> Number:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.plan.stores import Number
+from maxpipe.plan.number import Number
 
 
 class Units(NamedTuple):
@@ -74,11 +74,6 @@ class Seconds(NamedTuple):
     @property
     def step(self) -> Number:
         return self.products + self.communication + self.bubble
-
-
-def roofline(flops: Number, peak: float, moved: Number, bandwidth: float) -> Number:
-    """Return the seconds of products that do `flops` and move `moved` bytes."""
-    return np.maximum(np.divide(flops, peak), np.divide(moved, bandwidth))
 
 
 def exposed(transfer: Number, last: Number, compute: Number) -> Number:

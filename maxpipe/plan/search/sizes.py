@@ -13,6 +13,7 @@ from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.footprint import itemsize
+from maxpipe.plan.number import Number
 from maxpipe.plan.prefetch import KEY as PREFETCH
 from maxpipe.plan.search.block import (
     DIMENSIONS,
@@ -71,6 +72,15 @@ class BlockSizes:
             return StageLayers(self.config.model.stacked_layers / self.stages, 0.0, 0.0)
         rows = np.ceil(self.outside / (self.stages * self.layers))
         return StageLayers(self.repeats * self.layers, rows * self.layers, self.outside)
+
+    def lockstep_share(self) -> Number:
+        """Return the share of a microbatch that a stage has in layers outside the pipeline.
+
+        Stages of a lockstep engine divide its sequences, each of which is on one stage, and pad
+        them to equal numbers.
+        """
+        rows = np.floor(self.rows)
+        return np.ceil(rows / self.stages) / rows
 
     def gathers(self, name: str) -> np.ndarray:
         """Return 1 where weights are gathered as often as `name` says, else 0."""

@@ -6,13 +6,13 @@ V repeats, M microbatches.
 
 import numpy as np
 
+from maxpipe.plan.number import Number
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.seconds import Seconds, Units, Waits
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import once_seconds
 from maxpipe.plan.search.units import first_layers, units_of
 from maxpipe.plan.search.waits import unit_waits, waits_of
-from maxpipe.plan.stores import Number, lockstep_share
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
@@ -40,7 +40,7 @@ def _share_of_outside(sizes: BlockSizes) -> Number:
         return 1.0
     if not sizes.engine.lockstep:
         return 1.0 / sizes.stages
-    return lockstep_share(np.floor(sizes.rows), sizes.stages)
+    return sizes.lockstep_share()
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

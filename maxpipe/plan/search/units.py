@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.prefetch import IDLE_SHARE
 from maxpipe.plan.remat_cheap import KEY as REMAT_CHEAP
 from maxpipe.plan.search.block import along
 from maxpipe.plan.search.facts import Facts, LayerCosts
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.memory import memory_bytes
-from maxpipe.plan.search.seconds import Units, roofline
+from maxpipe.plan.search.seconds import Units
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import layer_traffic
-from maxpipe.plan.stores import FLOAT32, Number
 
 # Products in splash attention's backward kernels, 3 and 4, over the 2 of its forward.
 _BACKWARD = 3.5
@@ -127,7 +127,8 @@ def _head(sizes: BlockSizes, machine: Machine) -> Number:
     peak = machine.peak * machine.matrix_efficiency
     # The circular engine computes logits again. Every tile reads weights and adds to gradients.
     products = 4 if engine.is_differentiated else 3
-    seconds = products * tiles * roofline(flops / tiles, peak, size * count, machine.hbm)
+    of_tile = np.maximum(flops / tiles / peak, size * count / machine.hbm)
+    seconds = products * tiles * of_tile
     logits = flops / (2 * sizes.config.model.embed_dim)
     seconds = seconds + _LOGIT_BYTES * logits / machine.hbm
     sums = tiles * (tiles > 1) + int(engine.has_stages)  # the latter over microbatches

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from maxpipe.config.sections import MESH_AXES
+from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.seconds import Units, Waits, exposed
 from maxpipe.plan.search.sizes import BlockSizes
-from maxpipe.plan.stores import FLOAT32, Number
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.block import along
 from maxpipe.plan.search.facts import Facts, LayerCosts
 from maxpipe.plan.search.sizes import BlockSizes
-from maxpipe.plan.stores import Number, tile_bytes
 
 
 def working_columns(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
@@ -48,6 +48,7 @@ def _layer_work(sizes: BlockSizes, layer: LayerCosts) -> float:
 
 
 def logits_work(sizes: BlockSizes, tokens: Number) -> Number:
-    """Return the bytes of logits and their gradient, see `footprint.logits_bytes`."""
+    """Return the bytes of a tile of logits in float32 and of their gradient, for so many tokens."""
     columns = sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
-    return tile_bytes(tokens, along(sizes.block.tiles, "tiles"), columns, sizes.itemsize)
+    of_tile = np.ceil(np.divide(tokens, along(sizes.block.tiles, "tiles")))
+    return (FLOAT32 + sizes.itemsize) * of_tile * columns
