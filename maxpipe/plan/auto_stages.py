@@ -231,7 +231,6 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Note) -> Confi
     """Return the configuration with `layers_per_stage` and `unit_times` decided if they are auto.
 
     Args:
-      config: the resolved configuration.
       chip_bytes: memory of a device; None if unknown.
       note: function called with the decision and its reason, one line each.
 
@@ -310,12 +309,9 @@ def _distribute(
     The chunks of a stage are as equal as memory allows.
 
     Args:
-      config: the resolved configuration.
-      table: the schedule.
       cost: returns the cost of a stage, infinite if its chunks do not fit; its arguments are the
         stage, the first layer if it has one chunk, and the chunk sizes.
       weight: returns the bytes of a stage with these chunk sizes.
-      limit: bytes that a device may use.
     """
     total, times = config.pipeline.parallel_layers, layer_times(config)
     first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]

@@ -240,7 +240,6 @@ def solve_exactly(
     Args:
       workload: the units to order.
       orders: orders that the search starts from.
-      seconds: time limit.
       progress: function called with the best makespan and bound so far.
     """
     timing = workload.time(orders)
@@ -395,10 +394,8 @@ def solve_ticks(
     Args:
       seed: a table that fits the memory, with the kinds that `times` names.
       times: times of the slots.
-      makespan: makespan of the seed.
       max_in_flight: chunks that may be in flight on a stage.
       scale: the model's units per unit of time.
-      seconds: time limit.
       progress: function called with the best makespan and bound so far.
     """
     model = TickModel(seed, times, max_in_flight, scale)

@@ -74,7 +74,6 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
     Args:
-      config: the resolved configuration.
       tpu: the device's chip; None if it is not a TPU or an unknown one. Weights are
         gathered in steps on TPUs.
     """
@@ -95,9 +94,6 @@ def step_bounds(
     """Bound the time of a compiled step from below.
 
     Args:
-      config: the resolved configuration.
-      chip: the chip that it runs on.
-      num_chips: number of chips in the mesh.
       flops: FLOPs of a step over all devices.
       model_flops: model FLOPs of a step.
       memory: estimated memory of one device.

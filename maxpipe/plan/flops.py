@@ -66,7 +66,6 @@ def _layer_flops(model: ModelConfig, sequence_length: int, weight_passes: int) -
     """Return the FLOPs per token of a layer's forward and backward.
 
     Args:
-      model: the resolved model.
       sequence_length: T, tokens per sequence.
       weight_passes: passes over the products with weights, adapters' excepted.
     """

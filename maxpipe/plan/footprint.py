@@ -68,7 +68,6 @@ def device_parameters(
     """Return the parameters of a part of the model that a device holds.
 
     Args:
-      config: the resolved configuration.
       part: "embed", "head", "layers" for one layer, which lies on one stage, or "outside" for a
         layer outside the pipeline, laid out for use.
       whole_over: mesh axes over which the parameters are gathered.
@@ -106,7 +105,6 @@ def on_platform(config: Config, platform: str) -> Config:
     Until they are chosen, attention counts as a kernel that never holds all scores.
 
     Args:
-      config: the resolved configuration.
       platform: the devices' platform, as JAX names it.
 
     Raises:
@@ -172,7 +170,6 @@ def _named_width(config: Config, layer: Layer, *, by_itself: bool) -> float:
     """Return the width of the named tensors that a layer saves on the device.
 
     Args:
-      config: the resolved configuration.
       layer: a layer of the model's stack, or a first dense one.
       by_itself: whether the layer applies the policy to itself, and saves what its own backward
         reads. The last product's result is left out where only the next layer's input depends on
@@ -252,7 +249,6 @@ def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOf
     """Return the parameters of parts of a model on one device, of a resolved configuration.
 
     Args:
-      config: the resolved configuration.
       only_trained: whether to leave out frozen parameters.
     """
     part = partial(device_parameters, only_trained=only_trained)

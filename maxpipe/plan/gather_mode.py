@@ -36,7 +36,6 @@ def with_gather_mode(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     """Return the configuration with `pipeline.fsdp_gather` decided.
 
     Args:
-      config: the resolved configuration.
       tpu: the device's chip; None if it is not a TPU or an unknown one.
       note: function called with the decision and its reason if there is a choice.
     """

@@ -142,7 +142,6 @@ def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
     """Return the program of a resolved model around `planned_attention`.
 
     Args:
-      model: the resolved model.
       expert_devices: number of devices that share its experts.
     """
     assert model.head_dim > 0, "head_dim is not resolved"

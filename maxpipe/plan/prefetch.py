@@ -50,7 +50,6 @@ def tpu_for_gathers(
     """Return the chip by which gathers once or in steps are decided; None if not a known TPU.
 
     Args:
-      config: the resolved configuration.
       devices: the devices of the mesh.
       note: function called if there is a choice but the TPU is not known.
     """
@@ -73,7 +72,6 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     Their transfers, and those of their gradients, run while the chunk computes.
 
     Args:
-      config: the resolved configuration.
       tpu: the device's chip; None if it is not a TPU or an unknown one.
       note: function called with the decision and its reason if there is a choice.
     """

@@ -96,7 +96,6 @@ class Simulation:
     """A simulated step; S stages, M microbatches, G global chunks.
 
     Attributes:
-      table: the schedule.
       start, end: for each kind, float [M, G]: when each unit runs; NaN if it does not.
       head_start, head_end: float [M]: when the loss of each microbatch is computed.
       makespan: time from the first unit to the end of the last.

@@ -122,8 +122,6 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
     """Search, and check the best.
 
     Args:
-      request: what is asked for.
-      facts: sizes and costs of the model.
       compare: whether the user's own configuration is priced, too.
 
     Raises:
@@ -163,7 +161,6 @@ def _misfit_reason(row: Row, best: Row, limit: float) -> str:
     Args:
       row: the row that does not fit.
       best: the best row that fits.
-      limit: bytes that a device may use.
     """
     excess = (row.memory - limit) / GIB
     return f"{loss_of(row, best)}, {excess:.3g} GiB above the usable {limit / GIB:.3g}"
@@ -182,7 +179,6 @@ def _checked(
     """Return the first of each sort that passes the configuration's checks; and others' problems.
 
     Args:
-      request: what is asked for.
       candidates: candidates to check, the best first.
       most: number of rows to return at most.
     """

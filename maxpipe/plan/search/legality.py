@@ -63,11 +63,7 @@ def layout_of(engine: str, layers: int, stages: int, repeats: int) -> Layout:
 
 
 class Legality:
-    """The rules, applied to parts of candidates.
-
-    Args:
-      config: what all candidates share.
-    """
+    """The rules, applied to parts of candidates."""
 
     def __init__(self, config: Config):
         self._config = config

@@ -52,8 +52,6 @@ class StageMemory:
     """Bytes on a device of each stage, whose chunks may differ in size.
 
     Args:
-      config: the resolved configuration.
-      table: table of its schedule.
       on_tpus: whether the devices are known to be TPUs.
     """
 
@@ -140,7 +138,6 @@ def _in_flight(sizes: BlockSizes, place: int, first: Number) -> Number:
     """Return the bytes of chunks in flight on a stage, and of what has arrived there.
 
     Args:
-      sizes: sizes and counts of the block's candidates.
       place: place of the stage, one of the three in `InFlight`.
       first: 1 where it has the first chunk, which runs the first dense layers, too.
     """
@@ -160,7 +157,6 @@ def _working(sizes: BlockSizes, layers: Number, first: Number, last: Number) -> 
     """Return what the largest unit of a stage works with, with weights that it gathers.
 
     Args:
-      sizes: sizes and counts of the block's candidates.
       layers: layers of the largest chunk.
       first, last: see the module.
     """

@@ -123,9 +123,6 @@ def search(
     """Price every candidate and keep the fastest.
 
     Args:
-      space: what is tried.
-      machine: the devices.
-      facts: sizes and costs of the model.
       batches: global batches to try, in sequences.
       limit: bytes that a device may use; None if unknown.
     """

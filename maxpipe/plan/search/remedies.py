@@ -108,11 +108,6 @@ def remedies(plan: Plan, facts: Facts, note: Note) -> Remedies:
     Each kind of remedy has an equal share of the time that those before it leave. Where closed
     forms accept what the compiler refuses, the searches use a margin with which they refuse it,
     too.
-
-    Args:
-      plan: the plan in which nothing fits.
-      facts: sizes and costs of the model.
-      note: function that prints a line.
     """
     request, flag = plan.request, ""
     kinds: dict[str, list[Attempt]] = {}

@@ -32,7 +32,6 @@ class BlockSizes:
 
     Args:
       block: the candidates.
-      facts: sizes and costs of the model.
       tpu: the device's chip; None if it is not a TPU.
       table: the schedule of a block of one, if it is from a file; else None.
     """
@@ -170,7 +169,6 @@ def sizes_of_configuration(
     """Return the sizes of a resolved configuration, a block of one.
 
     Args:
-      config: the resolved configuration.
       tpu: the device's chip; None if it is not a TPU or an unknown one.
       on_tpus: whether `auto` stands for the kernels of TPUs; else kernels are as configured.
       table: its schedule, if that is at hand.

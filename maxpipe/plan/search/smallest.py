@@ -20,8 +20,6 @@ def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
 
     Args:
       request: the request, with the slices to try.
-      facts: sizes and costs of the model.
-      note: function that prints a line.
 
     Raises:
       ConfigError: what fits does not pass the configuration's own checks, on any slice.

@@ -54,10 +54,7 @@ def layer_traffic(
     """Return what a layer of a model moves.
 
     Args:
-      sizes: sizes and counts of the block's candidates.
-      machine: the machine that runs it.
       parameters: the model's parameters on a device.
-      layer: costs of one layer of the model.
       stored: width of the residuals that go to a store.
     """
     rate = machine.stream_rate(sizes.itemsize)

@@ -147,9 +147,6 @@ def _layer(
     """Return the times of a layer of a model.
 
     Args:
-      sizes: sizes and counts of the block's candidates.
-      machine: the machine that runs it.
-      facts: sizes and costs of the model.
       recomputed: share of the forward that the backward computes again.
       again: 1 where the backward also recomputes what lies between products, else 0.
       stored: width of the residuals that go to a store.

@@ -13,12 +13,7 @@ from maxpipe.sharding.collectives import EXPERT_AXIS
 
 
 class _Costs:
-    """Seconds per byte in collectives along the axes of a block's mesh; 0 along one of size 1.
-
-    Args:
-      sizes: sizes and counts of the block's candidates.
-      machine: the devices.
-    """
+    """Seconds per byte in collectives along the axes of a block's mesh; 0 along one of size 1."""
 
     def __init__(self, sizes: BlockSizes, machine: Machine):
         self._grid = grid = sizes.block.grid
