@@ -239,7 +239,6 @@ def offloaded_names(config: PipelineConfig) -> tuple[str, ...]:
 
 
 def saved_on_device(policy: RematPolicy) -> RematPolicy:
-    """Return the policy that saves the same tensors, all of them on the device."""
     return replace(policy, device=(*policy.device, *policy.host), host=())
 
 

@@ -252,7 +252,6 @@ class PipelineModule(nn.Module):
 
 
 def _stage(axis: str) -> tuple[jax.Array, int]:
-    """Return (this device's stage, number of stages)."""
     try:
         return lax.axis_index(axis), lax.axis_size(axis)
     except NameError:
@@ -382,8 +381,6 @@ def _advance_counts(module: nnx.Module) -> None:
 
 
 def _folded(key: jax.Array, microbatch: jax.Array, stage: jax.Array) -> jax.Array:
-    """Fold microbatch and stage into a PRNG key, or into each of an array of keys."""
-
     def fold(key: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, microbatch), stage)
 
@@ -405,8 +402,6 @@ def _stacked(tree: Any, axis: str) -> Any:
 
 
 def _unstacked(tree: Any, axis: str) -> Any:
-    """Undo `_stacked`."""
-
     def unstack(leaf: Any) -> Any:
         if not isinstance(leaf, nn.meta.AxisMetadata):
             return leaf[0]

@@ -31,7 +31,6 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "psum")
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """Return the program without its constants, if it has any."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -43,7 +42,6 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def shaped(atom: Atom) -> ShapedArray:
-    """Return shape and dtype of a variable or literal that is an array."""
     aval = atom.aval
     assert isinstance(aval, ShapedArray)
     return aval
@@ -136,7 +134,6 @@ def ancestors(
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Return the atoms that are not literals."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 

@@ -29,7 +29,6 @@ Tree = TypeVar("Tree")  # an array or a pytree of arrays
 
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
-    """Return a PartitionSpec reduced to the manual axes."""
     return only(spec, MANUAL_AXES)
 
 
@@ -190,7 +189,6 @@ def map_gathers(f: Callable[..., jax.Array], gathers: GatherTree, *trees: Params
 
 
 def gather_tree(gathers: GatherTree, params: Params) -> Params:
-    """Return every parameter in full, differentiably."""
     return map_gathers(lambda gather, shard: gather(shard), gathers, params)
 
 
@@ -242,7 +240,6 @@ def joined_shares(share: jax.Array, num: int) -> jax.Array:
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
-    """Append zeros until `size` divides the first dimension."""
     return jnp.pad(x, [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1))
 
 

@@ -24,7 +24,6 @@ def prepared(batch: Batch, context: int) -> Batch:
 
 
 def specs(spec: PartitionSpec) -> dict[str, PartitionSpec]:
-    """Return the PartitionSpecs of a prepared batch, given the spec of its [B, T] arrays."""
     return dict.fromkeys(ARRAYS, spec) | {"sequence_index": PartitionSpec(*spec[:1])}
 
 
@@ -47,7 +46,6 @@ def columns(batch: Batch, num_microbatches: int) -> Batch:
 
 
 def column(batch: Batch, microbatch: jax.Array) -> Batch:
-    """Select a microbatch of the result of `columns`, [B / M, M, ...] -> [B / M, ...]."""
     return {
         name: jax.lax.dynamic_index_in_dim(x, microbatch, axis=1, keepdims=False)
         for name, x in batch.items()

@@ -51,8 +51,6 @@ class Weights:
         self._layer_shape = tuple(layer_shape)
 
     def shardings(self) -> dict[str, Tree[NamedSharding]]:
-        """Return the sharding of every live parameter at rest."""
-
         def sharding(
             spec: ParamSpec, *, axes: Sequence[str], shape: Sequence[int]
         ) -> NamedSharding:
@@ -64,8 +62,6 @@ class Weights:
         return {name: map_specs(f, self._specs[name]) for name, f in of.items()}
 
     def abstract(self) -> dict[str, Tree[jax.ShapeDtypeStruct]]:
-        """Return shape, dtype and sharding of every live parameter at rest."""
-
         def leaf(
             spec: ParamSpec, sharding: NamedSharding, *, leading: tuple[int, ...]
         ) -> jax.ShapeDtypeStruct:

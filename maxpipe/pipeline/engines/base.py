@@ -56,7 +56,6 @@ class EngineInputs:
 
     @property
     def context(self) -> int:
-        """Return the number of devices over which a sequence is split."""
         return self.mesh.shape[CONTEXT_AXIS]
 
 

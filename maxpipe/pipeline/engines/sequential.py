@@ -119,7 +119,6 @@ class SequentialEngine(SpmdEngine):
     def _forward(
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
-        """Return the sums (loss, cross-entropy, auxiliary losses) of one microbatch [B, T]."""
         # Embedding and head, in the compute dtype, gathered over axes that split storage.
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})

@@ -133,18 +133,15 @@ class _Row:
         return balance - np.minimum(np.minimum.accumulate(balance), 0)
 
     def peak(self) -> int:
-        """Return the most chunks in flight."""
         return int(np.max(np.cumsum(self.ahead - self.backward) + self.due()))
 
     def move(self, unit: RawUnit, tick: int) -> None:
-        """Put an F or I into a tick that has neither."""
         runs = self.ahead if unit[0] == "F" else self.backward
         runs[self.tick[unit]] = 0
         runs[tick] = 1
         self.tick[unit] = tick
 
     def order(self) -> list[RawUnit]:
-        """Return the F and I in the order in which they run."""
         return sorted(self.tick, key=self.tick.__getitem__)
 
 

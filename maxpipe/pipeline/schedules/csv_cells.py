@@ -51,7 +51,6 @@ class CsvFile(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the numbers of stages, microbatches and repeats."""
         num_chunks = 1 + max(cell.chunk for cell in self.cells)
         num_microbatches = 1 + max(cell.microbatch for cell in self.cells)
         return self.num_rows, num_microbatches, -(-num_chunks // self.num_rows)
@@ -131,7 +130,6 @@ def _check_size(path: Path, file: CsvFile) -> None:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the units of a cell: one, or those of an overlap, which are of different kinds."""
     if not (match := OVERLAP.fullmatch(text)):
         return [text] if text else []
     parts = [part.strip() for part in match[1].split(";")]

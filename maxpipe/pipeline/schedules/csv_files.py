@@ -31,7 +31,6 @@ from maxpipe.pipeline.schedules.validate import validate, validate_units
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV text."""
     width = table.columns_per_tick
     rows = [[""] * (table.num_ticks * width) for _ in range(table.num_stages)]
     for kind in table.kinds:

@@ -33,7 +33,6 @@ class Policy(NamedTuple):
 
 
 def policies(workload: Workload, whole: bool) -> Iterator[Policy]:
-    """Yield the policies to try."""
     if whole:
         yield from (
             Policy(deep, turns, 0, 1, True) for deep, turns in product((True, False), (True, False))
@@ -45,8 +44,6 @@ def policies(workload: Workload, whole: bool) -> Iterator[Policy]:
 
 
 class Choice(NamedTuple):
-    """What a stage would run next, by time."""
-
     start: float
     stage: int
     unit: int
@@ -121,7 +118,6 @@ class _State:
         return Choice(coming[0], stage, coming[1]) if coming else None
 
     def run(self, choice: Choice) -> None:
-        """Run a unit."""
         pairs, chunks = self.workload.num_pairs, self.workload.num_chunks
         start, stage, unit = choice
         self.end[unit] = self.free[stage] = start + self.workload.duration(unit, self.whole)

@@ -33,7 +33,6 @@ def build_table(config: Config) -> Table:
 
 
 def is_timed(schedule: str) -> bool:
-    """Return whether the order of a schedule may follow the times of units."""
     return schedule in SCHEDULES and SCHEDULES[schedule].timed
 
 

@@ -56,8 +56,6 @@ class Store:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """The four stores of a table."""
-
     activations: Store
     gradients: Store
     residuals: Store

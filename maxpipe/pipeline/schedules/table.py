@@ -133,12 +133,10 @@ class Table:
 
     @property
     def num_ticks(self) -> int:
-        """Return N, the number of ticks."""
         return len(self.microbatch["F"])
 
     @property
     def num_chunks(self) -> int:
-        """Return G, the number of the model's chunks."""
         return self.num_repeats * self.num_stages
 
     def global_chunk(self, chunk: np.ndarray | int, stage: np.ndarray | int) -> np.ndarray:

@@ -80,17 +80,14 @@ class Workload:
 
     @property
     def num_chunks(self) -> int:
-        """Return G, the number of global chunks."""
         return self.num_stages * self.num_repeats
 
     @property
     def num_pairs(self) -> int:
-        """Return N, the number of pairs."""
         return self.num_microbatches * self.num_chunks
 
     @cached_property
     def stage_of(self) -> list[int]:
-        """Return the stage of each global chunk, [G]."""
         return stages_of_chunks(self.num_stages, self.num_repeats, self.placement).tolist()
 
     @cached_property
@@ -138,7 +135,6 @@ class Workload:
         ]
 
     def stage(self, unit: int) -> int:
-        """Return the stage of a unit."""
         return self.stage_of[unit % self.num_chunks]
 
     def duration(self, unit: int, whole: frozenset[int]) -> float:
@@ -147,7 +143,6 @@ class Workload:
         return self.whole_durations[pair] if pair in whole else self.durations[unit]
 
     def orders(self, raw: Iterable[Iterable[RawUnit]]) -> Orders:
-        """Return orders of (kind, microbatch, chunk) as orders of numbers."""
         block = {"F": 0, "I": 1, "B": 1, "W": 2}
         whole, stages = set(), []
         for units in raw:
@@ -161,7 +156,6 @@ class Workload:
         return Orders(tuple(stages), frozenset(whole))
 
     def raw(self, orders: Orders) -> list[list[RawUnit]]:
-        """Return orders of numbers as orders of (kind, microbatch, chunk)."""
         return [[self._raw(unit, orders.whole) for unit in row] for row in orders.stages]
 
     def _raw(self, unit: int, whole: frozenset[int]) -> RawUnit:
@@ -182,7 +176,6 @@ class Workload:
         return most
 
     def fits(self, orders: Orders) -> bool:
-        """Return whether no stage has more chunks in flight than it may."""
         return all(self.peak(row, orders.whole) <= self.max_in_flight for row in orders.stages)
 
     def time(self, orders: Orders) -> Timing | None:

@@ -55,7 +55,6 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
 
 
 def _zb_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
-    """Yield one stage's units."""
     after = num_stages - stage  # stages from this one on
     # 1. Warm-up: forwards of the first chunk until the first microbatch comes back from the last
     # stage, then both chunks.

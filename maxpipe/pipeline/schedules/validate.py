@@ -109,7 +109,6 @@ def _check_once(table: Table, kind: str) -> None:
 
 
 def _check_complete(table: Table) -> None:
-    """Fail for a missing unit; name it and, if there is one, a unit that waits for it."""
     ran = {kind: table.merged_ticks(kind) >= 0 for kind in KINDS}
     for microbatch, chunk in np.argwhere(~ran["F"]):
         _fail_missing(table, Unit("F", int(microbatch), int(chunk)))
@@ -135,7 +134,6 @@ def _where(table: Table, unit: Unit) -> str:
 
 
 def _fail_missing(table: Table, unit: Unit) -> NoReturn:
-    """Fail for a missing unit, together with one that waits for it."""
     kind, microbatch, chunk = unit
     waiting = {
         "F": [
@@ -192,5 +190,4 @@ def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -
 
 
 def _column(table: Table, kind: str, tick: int) -> int:
-    """Return the column of the CSV file, counted from 1."""
     return table.columns_per_tick * tick + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0) + 1

@@ -84,17 +84,14 @@ class Conveyor:
 
     @property
     def num_slots(self) -> int:
-        """Return K, the slots of each stage."""
         return self.num_microbatches // self.num_stages
 
     @property
     def num_units(self) -> int:
-        """Return M V, the units of each stage."""
         return self.num_microbatches * self.num_repeats
 
     @property
     def fill_iterations(self) -> int:
-        """Return d (S-1), the iterations before the last stage starts."""
         return self.delay * (self.num_stages - 1)
 
     @property
@@ -135,7 +132,6 @@ class Conveyor:
         return State(io, zeros, zeros if self.delay == 2 else None, aux)
 
     def stage_inputs(self, state: State, t: Iteration) -> jax.Array:
-        """Return what the stages work on in iteration t, [S, B, T, D]."""
         # 1. Stage 0 reads the conveyor, every other stage what the previous one has sent.
         is_first = (jnp.arange(self.num_stages) == 0)[:, None, None, None]  # [S, 1, 1, 1]
         x = jnp.where(is_first, self.read(state.io, t), state.shift)

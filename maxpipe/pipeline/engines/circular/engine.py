@@ -313,7 +313,6 @@ class CircularEngine(SpmdEngine):
         stage: Callable[..., tuple[jax.Array, AuxiliaryLosses]],
         in_axes: tuple[int | None, ...],
     ) -> Callable[..., tuple[jax.Array, AuxiliaryLosses]]:
-        """Return `stage`, rematerialised as configured, for all stages at once."""
         # Given the axes' names, constraints inside `stage` lay the mapped dimension [S] over them.
         return jax.vmap(
             self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=self._stage_axes()
@@ -340,19 +339,15 @@ class CircularEngine(SpmdEngine):
         return jax.lax.scan(slot, (jnp.zeros(()), jnp.zeros(())), slots)[0]
 
     def _constrain(self, x_SBTD: jax.Array) -> jax.Array:
-        """Lay one microbatch of every stage out over the mesh."""
         return self._rules.constrain(x_SBTD, ACTIVATION)
 
     def _cells(self, side: SideInputs, microbatch: np.ndarray) -> SideInputs:
-        """Arrange side inputs [M, B, ...] like the conveyor's cells, [S, K, B, ...]."""
         return jax.tree.map(
             lambda a: self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]), side
         )
 
     def _constrain_cells(self, x: jax.Array) -> jax.Array:
-        """Lay [S, K, B, T, ...] out over the mesh like the conveyor."""
         return self._rules.constrain(x, CELLS[: x.ndim])
 
     def _stage_axes(self) -> str | tuple[str, ...] | None:
-        """Return the mesh axes that split the stages."""
         return self._rules.spec(("activation_stage",))[0]

@@ -160,7 +160,6 @@ def loop(
     *,
     scan: bool,
 ) -> LoopState:
-    """Apply `step` for start ... start + length - 1, as one loop or as copies of its body."""
     if length and scan:
         indices = start + jnp.arange(length)
         return lax.scan(lambda state, i: (step(state, i), None), state, indices)[0]

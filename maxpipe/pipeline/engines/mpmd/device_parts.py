@@ -122,11 +122,9 @@ class DeviceParts:
         return jax.ShapeDtypeStruct((count, *part.shape), part.dtype)
 
     def stacked_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return the layout of such an array, given the partitioner's layout of a device's part."""
         return PartitionSpec(self._axes, *spec)
 
     def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Return the array with layout `spec`, given one device's part of it."""
         counts = split_counts(only(spec, self._axes), self._mesh, len(part.shape))
         shape = tuple(n * count for n, count in zip(part.shape, counts, strict=True))
         return jax.ShapeDtypeStruct(shape, part.dtype)

@@ -144,7 +144,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return tuple(self.layers_of(chunk, leaf) for chunk in range(self.table.num_chunks))
 
     def layers_of(self, chunk: int, leaf: jax.Array) -> jax.Array:
-        """Return the layers of one chunk of a parameter [N, ...] in model order."""
         index = self.model.layer_index[chunk]
         return leaf[int(index[0]) : int(index[-1]) + 1]
 
@@ -224,7 +223,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return training.compile(names)
 
     def texts(self) -> dict[UnitName, str]:
-        """Return the training step's computations in words and equations; see `dump`."""
         program, runner = self.training.program, self.training.runner
         inputs = [keystr(path) for path in self.training.paths]
         paths = self._trained_paths
@@ -253,7 +251,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return total
 
     def _sum(self, stage: int, total: jax.Array, part: jax.Array) -> jax.Array:
-        """Add two arrays on a stage; if it is another process's, `total` stands for the sum."""
         return self._add(total, part) if is_here(self.meshes[stage]) else total
 
     def _keys(self, key: jax.Array) -> list[jax.Array | None]:
@@ -323,7 +320,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         )
 
     def _param_specs(self) -> list[PartitionSpec]:
-        """Return the layouts of all parameters, in the order of their paths."""
         specs: dict[KeyPath, PartitionSpec] = {}
         for params in self._by_path(self.abstract):
             for path, p in params.items():
@@ -350,7 +346,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         ]
 
     def _on_stage(self, x: jax.Array, stage: int) -> jax.Array:
-        """Copy an array to another stage, in the same layout."""
         assert isinstance(x.sharding, NamedSharding)
         (copy,) = send([x], [NamedSharding(self.meshes[stage], x.sharding.spec)])
         return copy
@@ -367,7 +362,6 @@ def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
 
 
 def _of_all_stages(parts: Sequence[Params]) -> Params:
-    """Return the tree of all parameters, joined from what each stage owns."""
     tree = {name: part for of_stage in parts for name, part in of_stage.items()}
     # Several stages have chunks, but the line above keeps only those of the last.
     chunks = {c: layers for of_stage in parts for c, layers in of_stage["chunks"].items()}

@@ -17,7 +17,6 @@ from maxpipe.pipeline.schedules.table import Table
 
 
 def check_program(program: SlicedProgram, table: Table) -> None:
-    """Raise ValueError unless the program has the chunks and the kinds of units of the table."""
     if program.num_chunks != table.num_chunks:
         raise ValueError(
             f"the function has {program.num_chunks} stage marks, but the table ({table.name}, "
@@ -47,7 +46,6 @@ def check_program(program: SlicedProgram, table: Table) -> None:
 
 
 def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
-    """Raise ValueError unless each stage of the table has a mesh with its own devices."""
     if len(meshes) != table.num_stages:
         raise ValueError(
             f"there are {len(meshes)} meshes, but the table ({table.name}) has {table.num_stages} "
@@ -79,7 +77,6 @@ def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
 
 
 def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
-    """Raise ValueError if the program names a layout that some stage cannot have."""
     for eqn in _equations(program.jaxpr):
         if eqn.primitive.name == "sharding_constraint":
             mesh = getattr(eqn.params["sharding"], "mesh", None)
@@ -159,7 +156,6 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSp
 
 
 def _axes(entries: Sequence[str | tuple[str, ...] | None] | PartitionSpec) -> list[str]:
-    """Return the names of axes in the entries of a PartitionSpec."""
     axes: list[str] = []
     for entry in entries:
         axes += [entry] if isinstance(entry, str) else entry or ()

@@ -104,7 +104,6 @@ class MarkedModel:
         return self.owned(stage, specs["embed"], lambda chunk: specs["layers"], specs["head"])
 
     def abstract(self, stage: int, mesh: Mesh) -> Params:
-        """Return shapes, dtypes and shardings at rest of the parameters that a stage owns."""
         trees = [weights.abstract() for weights in self._weights]
 
         def on_stage(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -119,7 +118,6 @@ class MarkedModel:
         return jax.tree.map(on_stage, owned)
 
     def init(self, stage: int, key: jax.Array) -> Params:
-        """Return initial values of the parameters that a stage owns, independent of the layout."""
         # A value depends on seed, parameter and layer: no stage needs what others draw.
         specs = self._program.specs
         outer = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
@@ -152,14 +150,12 @@ class MarkedModel:
         return sum_of(metrics), metrics
 
     def cross_entropy(self, params: Params, micro: Batch) -> jax.Array:
-        """Return the sum of the cross-entropy over the tokens of a microbatch."""
         x, _ = self._forward(params, micro, None, remat=False)
         return self._head(params, x, micro)[1]
 
     def _forward(
         self, params: Params, micro: Batch, key: jax.Array | None, *, remat: bool
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        """Return (activations [B, T, D] after the last chunk, sums of auxiliary losses)."""
         outer, side = self._outer(params), microbatches.side_inputs(micro)
         x = self._rules.constrain(self._program.embed(outer, micro["tokens"]), AXES)
         first = outer["embed"].get("first", {})

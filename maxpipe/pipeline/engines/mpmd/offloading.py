@@ -79,13 +79,11 @@ class Offloading:
         self._unfinished: deque[list[jax.Array]] = deque()
 
     def away(self, values: Sequence[Var], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the arrays, copied to the host's memory if they are kept there."""
         stored = self._moved(values, arrays, HOST)
         self._leaving = [x for v, x in zip(values, stored, strict=True) if v in self._values]
         return stored
 
     def back(self, values: Sequence[Var], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the arrays on the device, those from the host's memory as new copies."""
         return self._moved(values, arrays, DEVICE)
 
     def wait(self) -> None:

@@ -109,7 +109,6 @@ class PipelinedProgram(Generic[ResultT]):
         return layout(settings.meshes[stage], entry.spec, entry.shape, entry.name, stage)
 
     def run(self, arguments: Arguments) -> ResultT:
-        """Return the function's results, reduced over all microbatches."""
         leaves = dict(zip(self.sliced.inputs, jax.tree.leaves(arguments), strict=True))
         fixed: list[ArraysByVar] = []
         varying: list[list[ArraysByVar]] = []
@@ -149,7 +148,6 @@ class PipelinedProgram(Generic[ResultT]):
         return jax.jit(prepare, out_shardings=(micro, zeros))
 
     def _part(self, v: Var, x: jax.Array, microbatch: int) -> jax.Array:
-        """Return the rows of one microbatch, or its PRNG keys."""
         if self._inputs[v].kind == "batch":
             # [B, ...] -> [B / M, ...]: neighbouring rows, as a caller would cut them.
             rows = x.shape[0] // self._num_microbatches
@@ -203,7 +201,6 @@ def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> i
 
 
 def _sum_dtype(dtype: jnp.dtype, *, is_mean: bool) -> jnp.dtype:
-    """Return the dtype in which results are summed over microbatches."""
     # In bfloat16 a sum soon swallows small terms.
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)

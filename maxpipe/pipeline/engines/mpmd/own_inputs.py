@@ -15,8 +15,6 @@ from maxpipe.pipeline.schedules.table import Table
 
 
 class Arguments(NamedTuple):
-    """Arguments of a call: trees of arrays, or of their shapes."""
-
     params: object
     batch: object
     shared: tuple[object, ...]
@@ -111,7 +109,6 @@ class Input(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Return whether its value differs between microbatches."""
         return self.kind in ("batch", "key")
 
 
@@ -153,8 +150,6 @@ def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
 
 
 def _specs(name: str, prefix: object, tree: object) -> list[PartitionSpec]:
-    """Return a spec for each leaf of a tree, from a prefix of the tree."""
-
     def is_spec(node: object) -> bool:
         return isinstance(node, PartitionSpec)
 

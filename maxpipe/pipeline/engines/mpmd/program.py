@@ -36,7 +36,6 @@ class UnitName(NamedTuple):
         return f"{self.kind}{self.chunk}"
 
     def runs(self, num_microbatches: int) -> int:
-        """Return how often a step runs it."""
         return num_microbatches if self.kind in KINDS else 1
 
 
@@ -78,22 +77,18 @@ class SlicedProgram:
 
     @property
     def inputs(self) -> Sequence[Var]:
-        """Return the inputs of the program, in its order."""
         return self.flat.jaxpr.invars
 
     @property
     def num_outputs(self) -> int:
-        """Return the number of outputs of the program."""
         return len(self.flat.jaxpr.outvars)
 
     @cached_property
     def constants(self) -> Mapping[Var, ArrayLike]:
-        """Return the values of the captured constants."""
         return dict(zip(self.flat.jaxpr.constvars, self.flat.consts, strict=True))
 
     @cached_property
     def producer(self) -> Mapping[Var, UnitName]:
-        """Return the computation that writes each value."""
         return {v: c.name for c in self.computations.values() for v in c.writes}
 
     def function(
@@ -120,13 +115,11 @@ class SlicedProgram:
 
 
 def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a variable or literal."""
     assert isinstance(atom.aval, ShapedArray)
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def used(computation: Computation) -> set[Var]:
-    """Return all variables that a computation's equations, writes and outputs name."""
     # Literals are part of the equations themselves.
     atoms = [v for eqn in computation.equations for v in eqn.invars]
     atoms += [*computation.writes, *(v for terms in computation.outputs.values() for v in terms)]

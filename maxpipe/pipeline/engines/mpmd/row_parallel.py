@@ -176,7 +176,6 @@ class Total(NamedTuple):
 
     @property
     def stacked(self) -> PartitionSpec:
-        """Return the layout of the running sum, with its dimension for devices if it has one."""
         return PartitionSpec(self.axes, *self.running) if self.axes else self.running
 
     def reduce(self, x: jax.Array) -> jax.Array:
@@ -213,7 +212,6 @@ def total_of(
 
 
 def split_counts(spec: PartitionSpec, mesh: AbstractMesh, ndim: int) -> list[int]:
-    """Return the number of parts into which each dimension is split."""
     # A spec may be shorter than the array: further dimensions are not split.
     entries = [*spec, *[None] * (ndim - len(spec))]
     names = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]

@@ -194,11 +194,9 @@ class LiveValues:
             self._uses_left[v, microbatch] = self._num_uses[v]
 
     def read(self, values: Sequence[Var], microbatch: int) -> list[jax.Array]:
-        """Return the arrays of one microbatch, on the device."""
         return self._offloading.back(values, [self.arrays[v, microbatch] for v in values])
 
     def count_use(self, values: Sequence[Var], microbatch: int) -> None:
-        """Count one use of each value and drop those that were used for the last time."""
         for v in values:
             self._uses_left[v, microbatch] -= 1
             if not self._uses_left[v, microbatch]:
@@ -386,7 +384,6 @@ class Runner:
     def _receive(
         self, stage: int, name: UnitName, microbatch: int, live: Sequence[LiveValues]
     ) -> None:
-        """Take part in another process's transfer, whether to a stage of this one or not."""
         receiver = self._receiver.get(name)
         if receiver is None or self._members[stage] == self._members[receiver]:
             return
@@ -414,14 +411,12 @@ class Runner:
                 self.reductions[chunk] = reduced, parts.reduction(mesh, reduced, f"reduce{chunk}")
 
     def _gathered(self, chunk: int, fixed: ArraysByVar) -> ArraysByVar:
-        """Return the inputs as the units of a chunk take them."""
         if chunk not in self.gathers:
             return fixed
         inputs, gather = self.gathers[chunk]
         return {**fixed, **dict(zip(inputs, gather([fixed[v] for v in inputs]), strict=True))}
 
     def _reduce(self, chunk: int, sums: dict[int, jax.Array]) -> None:
-        """Replace the running sums that are complete with the chunk's last unit."""
         if chunk in self.reductions:
             outputs, reduce = self.reductions[chunk]
             reduced = reduce([sums.pop(output) for output in outputs])

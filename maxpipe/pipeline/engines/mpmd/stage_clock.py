@@ -79,7 +79,6 @@ class StageClock:
         self._work.put(_Work(self._clock(), verdict, verdict, is_last=True))
 
     def abandon(self) -> None:
-        """End the step without a time, after an error."""
         self._work.put(None)
 
     def take_seconds(self) -> float:
@@ -120,5 +119,4 @@ def timed(clocks: Collection[StageClock]) -> Iterator[None]:
 
 @partial(jax.jit, keep_unused=True)
 def ready_after(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return a scalar that is ready when the arrays are."""
     return jnp.zeros(())

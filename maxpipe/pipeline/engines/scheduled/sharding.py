@@ -86,7 +86,6 @@ def check_rules(engine_inputs: EngineInputs) -> None:
 
 
 def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:
-    """Return the PartitionSpec of each array of a prepared batch."""
     spec = engine_inputs.rules.spec(("activation_batch", "activation_length"))
     return microbatches.specs(manual_part(spec))
 
@@ -142,7 +141,6 @@ def param_specs(engine_inputs: EngineInputs) -> Params:
 
 
 def _manual_axes(spec: PartitionSpec) -> set[str]:
-    """Return the manual mesh axes of a one-dimensional PartitionSpec."""
     (entry,) = manual_part(spec)
     if isinstance(entry, tuple):
         return set(entry)

@@ -38,7 +38,6 @@ class WeightTransfers:
 
     @jax.named_scope("gather")
     def gathered(self, chunk: PlanArray) -> Layers:
-        """Return the parameters of each layer of a chunk in full."""
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
