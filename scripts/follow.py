@@ -91,7 +91,7 @@ def follow_repeats() -> tuple[list[str], list[str]]:
     from maxpipe.config.files import Setting
     from maxpipe.config.options import Option
     from maxpipe.devices.mesh import build_mesh
-    from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan
+    from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan
     from maxpipe.pipeline.layout import StageLayout
     from maxpipe.pipeline.schedules.table import Table
 

@@ -33,8 +33,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.pipeline.engines.mpmd.fitting import check_meshes
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.engines.mpmd.own_function import PipelinedProgram
-from maxpipe.pipeline.engines.mpmd.own_inputs import Arguments, Settings
+from maxpipe.pipeline.engines.mpmd.own import Arguments, PipelinedProgram, Settings
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import Runner
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program

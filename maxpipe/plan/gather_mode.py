@@ -15,7 +15,7 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
-from maxpipe.pipeline.engines.circular.iterations import unfit_rules
+from maxpipe.pipeline.engines.circular.phases import unfit_rules
 from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, fullest_stage_bytes
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import axis_rules, on_platform

@@ -10,7 +10,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan, plan_text
+from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan, plan_text
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.plan.auto_stages import (
     PredictedStages,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from maxpipe.pipeline.collective_order import after, needs_order
+from maxpipe.pipeline.manual import after, needs_order
 
 
 def test_after_any_earlier_values_keeps_every_bit():

@@ -12,7 +12,7 @@ import numpy as np
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.model.layer_facts import is_local
-from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan
+from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan
 from maxpipe.pipeline.layout import build_layout
 
 ATTENTION = "attention"

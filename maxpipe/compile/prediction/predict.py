@@ -23,7 +23,7 @@ from maxpipe.compile.prediction.walk import TimesTaken, every_time, walk
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, devices_per_chip, slice_of
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.plan.simulate import simulate
 

@@ -17,7 +17,7 @@ from maxpipe.compile.prediction.timeline import (
 )
 from maxpipe.compile.prediction.units import unit_seconds
 from maxpipe.config import Config, replace, resolve
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.plan.simulate import simulate
 

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.pipeline.schedules import csv_cells
+from maxpipe.pipeline.schedules import csv_files
 from maxpipe.pipeline.schedules.csv_files import csv_sizes, load_csv, to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError
@@ -164,7 +164,7 @@ def test_load_schedule_by_name_or_by_file_is_the_same_table(path):
 
 
 def test_load_csv_of_more_cells_than_a_table_may_have_is_refused(path, monkeypatch):
-    monkeypatch.setattr(csv_cells, "MAX_SLOTS", 8)
+    monkeypatch.setattr(csv_files, "MAX_SLOTS", 8)
     text = "0F0,,,0B0\n,1F0,1B0,\n"
     read(path, text, 2, 1)
     with pytest.raises(ScheduleError, match="more than 8 cells are too many"):

@@ -42,13 +42,13 @@ from maxpipe.pipeline.engines.base import (
     sum_of,
 )
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
-from maxpipe.pipeline.engines.circular.iterations import (
+from maxpipe.pipeline.engines.circular.outside import OutsideLayers
+from maxpipe.pipeline.engines.circular.phases import (
     BatchSpecs,
     Iterations,
     StageInputs,
     unfit_rules,
 )
-from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, Gather

@@ -22,8 +22,7 @@ from maxpipe.pipeline.chunk import (
     remat_policy,
 )
 from maxpipe.pipeline.layout import StageLayout
-from maxpipe.pipeline.outside import for_use
-from maxpipe.pipeline.weights import Weights
+from maxpipe.pipeline.weights import Weights, for_use
 from maxpipe.sharding.rules import AxisRules
 
 

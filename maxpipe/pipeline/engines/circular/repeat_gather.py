@@ -43,11 +43,13 @@ from jax.sharding import PartitionSpec
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, with_trainable
 from maxpipe.pipeline.engines.circular.conveyor import State
-from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.phases import (
+    DeviceInputs,
     ForwardCarry,
     GradientSums,
     Index,
+    Iterations,
+    StageInputs,
     backward_phase,
     forward_phase,
     loop,

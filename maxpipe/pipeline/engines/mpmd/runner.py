@@ -17,11 +17,16 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from maxpipe.devices.transfers import absent, is_here, processes_of, send
-from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.offloading import Offloading
-from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
-from maxpipe.pipeline.engines.mpmd.routes import route
+from maxpipe.pipeline.engines.mpmd.program import (
+    Computation,
+    SlicedProgram,
+    UnitName,
+    route,
+    shape_of,
+)
+from maxpipe.pipeline.engines.mpmd.row_parallel import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.schedules.table import KINDS, Table
 

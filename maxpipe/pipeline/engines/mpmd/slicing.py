@@ -39,8 +39,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.pipeline import jaxprs
-from maxpipe.pipeline.engines.mpmd.mark_checks import check_marks_are_open, check_phases
-from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
+from maxpipe.pipeline.engines.mpmd.marks import (
+    BACKWARD,
+    FORWARD,
+    check_marks_are_open,
+    check_phases,
+    mark_p,
+)
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.jaxprs import (
     Atom,

@@ -26,10 +26,9 @@ from maxpipe.devices.transfers import absent, is_here, processes_of
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
-from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts
 from maxpipe.pipeline.engines.mpmd.offloading import named_residuals
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
-from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, total_of, tracer
+from maxpipe.pipeline.engines.mpmd.row_parallel import DeviceParts, RowParallel, total_of, tracer
 from maxpipe.pipeline.engines.mpmd.runner import (
     ArraysByVar,
     Observer,

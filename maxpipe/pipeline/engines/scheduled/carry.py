@@ -12,7 +12,7 @@ from jax import lax
 
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
-from maxpipe.pipeline.engines.scheduled.plan import PlanArray
+from maxpipe.pipeline.engines.scheduled.tick_plan import PlanArray
 from maxpipe.pipeline.split_vjp import Arrays
 
 Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a layer dimension

@@ -4,7 +4,7 @@
 activations in flight do not grow with the number of microbatches. Autodiff of a forward loop cannot
 express that order, so here the backward is written out. From a table to gradients:
 
-    plan            the table as indices of units and of buffer slots, per tick and stage
+    tick_plan       the table as indices of units and of buffer slots, per tick and stage
     split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
     ends            embedding and head, their work spread over the stages
     outside         layers before or after the pipeline, spread over them too
@@ -43,7 +43,6 @@ from maxpipe.pipeline.chunk import (
     layer_function,
     remat_policy,
 )
-from maxpipe.pipeline.collective_order import needs_order
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,
@@ -61,7 +60,6 @@ from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
-from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import (
     batch_specs,
     check_rules,
@@ -71,6 +69,7 @@ from maxpipe.pipeline.engines.scheduled.sharding import (
     with_first,
 )
 from maxpipe.pipeline.engines.scheduled.stage_program import Settings, StageProgram
+from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
@@ -80,13 +79,13 @@ from maxpipe.pipeline.manual import (
     gather_tree,
     is_manual,
     map_gathers,
+    needs_order,
     psum,
     sum_replicas,
 )
-from maxpipe.pipeline.outside import for_use, spec_for_use, with_outside
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
-from maxpipe.pipeline.weights import axes_in_use
+from maxpipe.pipeline.weights import axes_in_use, for_use, spec_for_use, with_outside
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")

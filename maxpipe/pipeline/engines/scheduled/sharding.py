@@ -14,7 +14,7 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import ROW_AXES, is_manual, manual_part
-from maxpipe.pipeline.outside import spec_for_use
+from maxpipe.pipeline.weights import spec_for_use
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.rules import AXIS_RULES_KEY
 

@@ -43,7 +43,6 @@ from jax import lax
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.collective_order import after
 from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.scheduled.carry import (
     Carry,
@@ -68,14 +67,14 @@ from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
-from maxpipe.pipeline.engines.scheduled.plan import (
+from maxpipe.pipeline.engines.scheduled.tick_plan import (
     BackwardSlot,
     LockstepPlan,
     PlanArray,
     WeightSlot,
 )
 from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
-from maxpipe.pipeline.manual import ring
+from maxpipe.pipeline.manual import after, ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp
 
 Result = TypeVar("Result")

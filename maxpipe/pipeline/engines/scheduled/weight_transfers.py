@@ -16,7 +16,7 @@ from jax import lax
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, read_layers
-from maxpipe.pipeline.engines.scheduled.plan import BackwardSlot, PlanArray, WeightSlot
+from maxpipe.pipeline.engines.scheduled.tick_plan import BackwardSlot, PlanArray, WeightSlot
 from maxpipe.pipeline.manual import Gather, GatherTree, map_gathers
 
 # Sums of gradients in flight at once. Libtpu has at most five transfers in flight, including those

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.engines.mpmd.program import UnitName
-from maxpipe.pipeline.engines.mpmd.routes import before, route
+from maxpipe.pipeline.engines.mpmd.program import UnitName, before, route
 from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots

@@ -21,8 +21,7 @@ from helpers.mpmd_programs import (
 from maxpipe.builder import build_trainer
 from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
-from maxpipe.pipeline.engines.mpmd.routes import route
+from maxpipe.pipeline.engines.mpmd.program import UnitName, dump, route
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
 

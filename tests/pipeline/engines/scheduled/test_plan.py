@@ -10,7 +10,7 @@ from hypothesis import given
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.scheduled import stage_program
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan, plan_text
+from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan, plan_text
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError, forward_only, from_ticks, phases
 from maxpipe.pipeline.schedules.validate import validate
