@@ -103,7 +103,6 @@ def layer_function(
     """Return the function with which engines apply one layer.
 
     Args:
-      program: the model.
       prepare: makes one layer's parameters ready for use: casts them to the compute dtype and
         gathers them over the storage axes.
       padded: whether some layers are padding (index = stacked_layers), which must return the
@@ -138,13 +137,10 @@ def apply_first_layers(
     """Apply the first dense layers, if the model has any.
 
     Args:
-      program: the model.
       layers: {"0": ..., "1": ...}, empty without such layers.
       prepare: as in `layer_function`.
       policy: what a layer saves besides its input.
       x: activations [B, T, D].
-      side: side inputs of the microbatch.
-      key: key of the step or None.
     """
 
     def apply(
@@ -179,8 +175,6 @@ def apply_layers(
       layers: parameters, leaves [L, ...]; without `scan` perhaps a tuple with one tree per layer.
       index: the layers' indices in model order, int32 [L].
       x: activations [B, T, D].
-      side: side inputs of the microbatch.
-      key: key of the step or None.
       scan: whether to compile one layer in a loop, not L copies.
 
     Returns:
@@ -246,7 +240,6 @@ def checkpoint(f: Function, policy: RematPolicy, *, prevent_cse: bool = True) ->
     """Return `f` with a backward that recomputes what the policy does not save.
 
     Args:
-      f: the function.
       policy: which tensors it saves, and where.
       prevent_cse: keep XLA from merging what the backward recomputes with the forward, which would
         save it after all. Not needed where the two are in different loops, or where the backward
@@ -273,8 +266,6 @@ class Remat:
     With neither, an iteration saves what the policy `none` does.
 
     Args:
-      config: the resolved `pipeline` section.
-      policy: what is saved where.
       prevent_cse: as in `checkpoint`.
     """
 
@@ -297,7 +288,6 @@ class Remat:
         """Wrap one layer, called as f(parameters, index, x, side inputs, key).
 
         Args:
-          f: the layer.
           is_only: whether an iteration has no other layer.
         """
         if not self._layers:

@@ -96,7 +96,6 @@ def execute_pipeline(
       x: batch [B, ...] for the first stage; B is a multiple of M. The other stages use its shape,
         and compute on it while they wait; those results are dropped.
       *args, **kwargs: passed to the module for every microbatch.
-      num_microbatches: M.
       model_axis_name: mesh axis of the stages.
 
     Returns:
@@ -190,7 +189,6 @@ class PipelineModule(nn.Module):
 
     Attributes:
       model_axis_name: mesh axis of the stages.
-      num_microbatches: M.
       module_fn: function that builds a stage, a Linen module from [B / M, ...] to an array like it.
 
     `__call__` takes and returns what `execute_pipeline` does, and raises the same errors.
@@ -269,10 +267,7 @@ def _pure(
     """Return `module` as a function without state of its own, which a loop can call.
 
     Args:
-      module: this device's stage.
       x: a microbatch [B / M, ...].
-      index: the index of this device's stage.
-      args, kwargs: further arguments of the module.
 
     Raises:
       ValueError: a Linen module is not bound or would change its own state.

@@ -57,7 +57,6 @@ def inline(
     Equations keep the scopes in which they were traced.
 
     Args:
-      program: the traced program.
       calls: names of primitives.
       make_jaxpr: function that traces another in the context in which `program` was traced.
     """

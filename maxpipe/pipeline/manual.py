@@ -65,7 +65,6 @@ class Gather:
       route: the machine's network, which decides the steps of gathers and scatters.
 
     Attributes:
-      spec: the parameter's PartitionSpec, as given.
       axes: the manual axes that split it.
       gathered_axes: the axes over which it is gathered.
     """

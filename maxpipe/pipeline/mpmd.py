@@ -109,10 +109,6 @@ class Pipelined(Generic[ResultT]):
       at every call. Gradients are returned where the parameters belong, in the parameters' dtype;
       sums over microbatches are kept in float32 at least.
     - The function is traced, cut and compiled at the first call with arguments of new shapes.
-
-    Attributes:
-      table: the schedule.
-      meshes: the mesh of each stage.
     """
 
     def __init__(
@@ -161,19 +157,12 @@ class Pipelined(Generic[ResultT]):
 
         It belongs on the first stage whose forward reads it. Later stages that read it as well,
         such as with tied weights, get a copy at each call.
-
-        Args:
-          params, batch, *shared: as in a call, arrays or `jax.ShapeDtypeStruct`s.
         """
         program = self._program(Arguments(params, batch, shared))
         return jax.tree.unflatten(jax.tree.structure(params), program.param_shardings)
 
     def sliced(self, params: object, batch: object, *shared: object) -> SlicedProgram:
-        """Return the parts into which the function is cut; `dump` shows them as text.
-
-        Args:
-          params, batch, *shared: as in a call, arrays or `jax.ShapeDtypeStruct`s.
-        """
+        """Return the parts into which the function is cut; `dump` shows them as text."""
         return self._program(Arguments(params, batch, shared)).sliced
 
     def by_stage(self, tree: TreeT) -> list[TreeT]:

@@ -35,7 +35,6 @@ class Weights:
     """Shardings of a model's live parameters, {"embed", "layers", "head"}.
 
     Args:
-      rules: logical axis rules.
       specs: the `ParamSpec`s of all parameters, `ModelProgram.specs`.
       layer_axes, layer_shape: logical axes and sizes of the leading dimensions of live layer
         parameters.
@@ -149,12 +148,6 @@ def for_use(rules: AxisRules, layout: StageLayout, specs: Params, layers: Params
     At rest they are the last E rows (see `layout`), which lie over the stages. For use every layer
     is split by its own dimensions instead, as embedding and head are, so that any device can gather
     one layer without its neighbours.
-
-    Args:
-      rules: logical axis rules.
-      layout: the assignment of layers to stages.
-      specs: the `ParamSpec`s of one layer.
-      layers: live parameters.
     """
 
     def split_by_dimensions(spec: ParamSpec, leaf: jax.Array) -> jax.Array:

@@ -34,11 +34,8 @@ class EngineInputs:
     """What every engine is built from.
 
     Attributes:
-      program: the model.
       rules: logical axis rules, bound to `mesh`, or for the mpmd engine to the abstract mesh of one
         stage.
-      config: the resolved `pipeline` section.
-      layout: the assignment of layers to stages.
       mesh: all devices.
       batch_shape: (B, T) of training batches.
       table: the schedule; None without a pipeline.

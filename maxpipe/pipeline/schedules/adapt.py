@@ -87,7 +87,6 @@ def fill(workload: Workload, queues: Orders, patience: float, level: bool) -> Or
     """Return orders with a W for each I, where their stages would wait or their memory is full.
 
     Args:
-      workload: the units to order, with their times and memory.
       queues: order of F and I on each stage; no more F than `max_in_flight` before their I.
       patience: share of a W's time by which the W may hold up the next unit.
       level: whether a W also runs if its stage would otherwise have waited longer than any other

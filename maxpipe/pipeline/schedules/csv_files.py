@@ -194,7 +194,6 @@ def load_csv(
     """Read and validate a table.
 
     Args:
-      path: the file.
       num_stages, num_microbatches, num_repeats: sizes that the table must have; any number of
         repeats if it is None.
       forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.

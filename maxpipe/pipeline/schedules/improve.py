@@ -99,7 +99,6 @@ def improve(
     """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
-      workload: the units to order, with their times and memory.
       orders: legal orders that fit the memory, where the search starts.
       max_trials: number of orders to time; the search is deterministic if it gets this far.
       until: time of `time.monotonic` at which the search stops.

@@ -83,7 +83,6 @@ def place(
     """Build a free-running table: each unit in the first tick that order and dependencies allow.
 
     Args:
-      name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
       orders: the order of units on each stage.
 
     Raises:
@@ -158,7 +157,6 @@ def _deadlock(
     Args:
       heads: by stage that has not ended, its next unit.
       needs: for each of these stages, the unit for which it waits.
-      stage_of: the stage of each global chunk.
     """
     stage = max(heads)
     seen: set[int] = set()

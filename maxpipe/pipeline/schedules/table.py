@@ -71,8 +71,6 @@ class Table:
 
     Attributes:
       name: the schedule's name, for messages and pictures.
-      num_stages: S.
-      num_microbatches: M.
       num_repeats: V, chunks per stage.
       microbatch: for each kind present, int32 [N, S]: the microbatch that runs there, `IDLE` (-1)
         if none.

@@ -21,7 +21,6 @@ def throttled(
     in the tick of its I.
 
     Args:
-      name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
       max_in_flight: most chunks in flight on a stage, at least `num_repeats`.
       splits_backward: whether backwards are I and W; otherwise B.
     """

@@ -66,8 +66,6 @@ class Workload:
     """Units to order, with their times and the memory.
 
     Attributes:
-      num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      times: times of the units.
       max_in_flight: chunks that may be in flight on a stage, at least V.
     """
 

@@ -142,10 +142,8 @@ class Conveyor:
         """Return the state after iteration t.
 
         Args:
-          state: the state before the iteration.
           y: the stages' outputs, [S, B, T, D].
           aux: their auxiliary losses, [S, ...] each.
-          t: the iteration.
         """
         if self.bubble_fill is not None:
             y = jnp.where(self._is_active(t), y, self.bubble_fill)
@@ -182,7 +180,6 @@ class Conveyor:
           io: the conveyor, [S, K, B, T, D].
           y: what leaves the stages, [S, B, T, D]; y[S-1] is stored in its microbatch's cell.
           shift: what `send` returns for `y`.
-          t: the iteration.
         """
         # 1. Turn the slot: every cell moves one stage down.
         turned = jnp.roll(self.read(io, t), -1, axis=0)  # [S, B, T, D]

@@ -191,8 +191,6 @@ class CircularEngine(SpmdEngine):
           layers: live layer parameters [V + E, S, L, ...].
           io: the conveyor with the inputs, [S, K, B, T, D].
           side: side inputs [M, B, ...].
-          key: key of the step or None.
-          conveyor: order of the units.
 
         Returns:
           (the conveyor with the outputs, auxiliary losses).

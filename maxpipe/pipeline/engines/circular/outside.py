@@ -27,11 +27,7 @@ from maxpipe.sharding.rules import AxisRules
 
 
 class OutsideLayers:
-    """The layers of a `StageLayout` that are not in its chunks.
-
-    Args:
-      program, rules, config, layout, weights: the engine's.
-    """
+    """The layers of a `StageLayout` that are not in its chunks."""
 
     def __init__(
         self,
@@ -57,7 +53,6 @@ class OutsideLayers:
           layers: live parameters [V + E, S, L, ...].
           io: activations [S, K, B, T, D].
           side: side inputs [S, K, B, ...].
-          key: key of the step or None.
 
         Returns:
           (activations like `io`, auxiliary losses summed over layers and sequences).

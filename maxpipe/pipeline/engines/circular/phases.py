@@ -218,7 +218,6 @@ def backward_phase(
     """Run iterations start + length - 1 ... start in reverse; see `forward_phase`.
 
     Args:
-      iterations, inputs, split: as in the forward.
       residuals: residuals of all iterations, [iterations, ...] each.
       gradients: gradient of the state after the phase, and sums so far.
       start, length: first iteration and number of iterations of the phase.

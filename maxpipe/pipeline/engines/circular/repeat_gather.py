@@ -111,7 +111,6 @@ def run_iterations(
     """Run all iterations; differentiable in `layers` and `io`.
 
     Args:
-      iterations: description of the iterations.
       layers: live layer parameters [V + E, S, L, ...].
       io: the conveyor with the inputs, [S, K, B, T, D].
       side: side inputs [M, B, ...].
@@ -261,7 +260,6 @@ def _backward(
     """Run all iterations in reverse.
 
     Args:
-      iterations, inputs: as in `_forward`.
       residuals: residuals of all iterations, [iterations, ...] each.
       io: cotangent of the conveyor with the outputs, [S, K, B, T, D].
       aux: cotangents of the auxiliary losses.

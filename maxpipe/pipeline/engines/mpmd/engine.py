@@ -52,8 +52,6 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
     them, and copied to the others for each call.
 
     Attributes:
-      table: the schedule.
-      meshes: sub-mesh of each stage.
       model: the program before slicing.
       batch_spec: layout of batches over the mesh of all stages.
       abstract: for each stage, shapes, dtypes and shardings of the parameters that it owns.

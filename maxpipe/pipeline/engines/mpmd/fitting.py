@@ -113,13 +113,6 @@ def layout(
 ) -> NamedSharding:
     """Return a layout on a stage that a caller has chosen.
 
-    Args:
-      mesh: the mesh of the stage.
-      spec: the layout that the caller has chosen.
-      x: the array.
-      name: the array's name, for messages.
-      stage: the stage's index, for messages.
-
     Raises:
       ValueError: the spec is not one for the array, the mesh has no such axis, or the axes do not
         divide the array.

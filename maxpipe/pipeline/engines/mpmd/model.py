@@ -44,7 +44,6 @@ class MarkedModel:
 
     Args:
       inputs: as for every engine; the rules are bound to the abstract mesh of a stage.
-      stage_of_chunk: the stage that holds each chunk.
       manual: mesh axes over which the losses are manual; their parameters are then one device's
         parts, or with `fsdp_gather=once` gathered already.
 
@@ -85,7 +84,6 @@ class MarkedModel:
         """Return the part of a tree like the parameters that a stage owns.
 
         Args:
-          stage: the stage's index.
           embed, head: the subtrees of embedding and head.
           chunk: function that returns the layers of a global chunk.
         """
@@ -138,7 +136,6 @@ class MarkedModel:
         """Return a microbatch's share of (training loss, metrics whose losses it is the sum of).
 
         Args:
-          params: the parameters of all stages.
           micro: the microbatch, arrays [B, T].
           scales: factors of the sum of token losses and of the sum of auxiliary losses.
           key: PRNG key of the step; None if the model draws no random numbers.

@@ -27,7 +27,6 @@ def named_residuals(program: SlicedProgram, names: Collection[str]) -> frozenset
     A value that another chunk reads as well stays on the device, from where it is sent.
 
     Args:
-      program: the sliced program.
       names: names given by `jax.ad_checkpoint.checkpoint_name`.
     """
     readers: dict[Var, set[UnitName]] = {}

@@ -92,7 +92,6 @@ class Settings(NamedTuple):
     """What `pipelined` was given.
 
     Attributes:
-      table: the schedule.
       meshes: the meshes of the stages, with automatic axes.
       param_specs, batch_specs: layouts, as prefixes of the trees of arrays.
       is_mean: whether results are averaged over microbatches instead of added up.
@@ -126,12 +125,7 @@ class Input(NamedTuple):
 
 
 def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
-    """Return the inputs, in the order of the traced program.
-
-    Args:
-      arguments: shapes with which the function is called.
-      settings: what `pipelined` was given.
-    """
+    """Return the inputs, in the order of the traced program."""
     entries = [
         Input(f"params{keystr(path)}", x, spec, "param")
         for (path, x), spec in zip(
@@ -181,11 +175,7 @@ def _specs(name: str, prefix: object, tree: object) -> list[PartitionSpec]:
 
 
 def check_results(results: object) -> None:
-    """Raise ValueError if a result has a dtype that cannot be added up over microbatches.
-
-    Args:
-      results: shapes of what the function returns.
-    """
+    """Raise ValueError if a result has a dtype that cannot be added up over microbatches."""
     for path, x in tree_leaves_with_path(results):
         if x.dtype == jax.dtypes.float0:  # jax.grad with allow_int
             what = "the gradient of integers, which has no values; pass these after the batch"
@@ -198,10 +188,6 @@ def check_results(results: object) -> None:
 
 def first_gradient(results: object, params: object) -> int:
     """Return the index among the results' leaves at which the gradients of `params` begin.
-
-    Args:
-      results: shapes of what the function returns.
-      params: shapes of its first argument.
 
     Raises:
       ValueError: the function does not return such gradients.
@@ -237,7 +223,6 @@ class PipelinedProgram(Generic[ResultT]):
     Args:
       function: the user's function of (params, microbatch, *shared).
       shapes: shapes of the arguments of a call, with the whole batch.
-      settings: what `pipelined` was given.
 
     Attributes:
       sliced: the program; its inputs are the leaves of the arguments.

@@ -44,7 +44,6 @@ class Computation:
     """One unit of work as a program.
 
     Attributes:
-      name: kind and chunk.
       equations: its equations, in order.
       reads: values computed by other computations.
       arguments: inputs of the program, such as weights and the microbatch.
@@ -97,7 +96,6 @@ class SlicedProgram:
         """Return a computation as a function from arrays to (`writes`, list of terms by output).
 
         Args:
-          computation: one of this program's.
           inputs: its `reads` and `arguments` in the order in which the function takes them.
         """
         # Constants are bound here, so that callers pass values and inputs only.
@@ -172,7 +170,6 @@ def dump(
     device's parts.
 
     Args:
-      program: the sliced program.
       input_names, output_names: names of the program's inputs and outputs; by default `input 0`
         and so on.
     """
@@ -248,10 +245,6 @@ def route(program: SlicedProgram, stage_of_chunk: Sequence[int]) -> Routes:
     Transfers run along the pipeline only. A value that a later stage reads passes through the
     stages in between, together with the activation, so that it is there when the schedule lets the
     later stage start.
-
-    Args:
-      program: the sliced program.
-      stage_of_chunk: the stage that holds each of the G chunks.
     """
     num_stages = max(stage_of_chunk) + 1
     routes = Routes({name: [] for name in program.computations}, [{} for _ in range(num_stages)])

@@ -63,9 +63,7 @@ class RowParallel:
         """Return one device's part of an input as units take it.
 
         Args:
-          mesh: the abstract mesh of a stage.
           specs: layouts in which units take inputs; inputs without one are whole on each device.
-          path: the path of the input.
           x: the array at rest.
         """
         if self.once and path in self.gathers:
@@ -84,7 +82,6 @@ def manual_axes(rules: AxisRules, *, once: bool) -> tuple[str, ...]:
     and, for `context`, tokens.
 
     Args:
-      rules: logical axis rules of a stage.
       once: whether parameters are prepared once a step; units are then manual even if each of
         these axes has one device.
     """
@@ -103,7 +100,6 @@ def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..
     """Return a counterpart of `jax.make_jaxpr` for functions of one device's parts.
 
     Args:
-      mesh: the abstract mesh of a stage.
       axes: mesh axes over which the functions are manual.
     """
 
@@ -142,11 +138,6 @@ def tracer(mesh: AbstractMesh, axes: Sequence[str]) -> Callable[..., Callable[..
 
 def check_gather(gather: str, axes: Sequence[str], rules: AxisRules) -> None:
     """Check that units are manual over the axis that splits weights, if one gather is to serve all.
-
-    Args:
-      gather: `pipeline.fsdp_gather`.
-      axes: the result of `manual_axes`.
-      rules: logical axis rules of a stage.
 
     Raises:
       ConfigError: fsdp is left to the partitioner, which gathers in every unit.
@@ -197,8 +188,6 @@ def total_of(
     Args:
       spec: layout of the reduced sum.
       gather: the `Gather` of the parameter whose gradient it is; None for a loss.
-      rows: how devices share rows.
-      mesh: the abstract mesh of a stage.
     """
     several = tuple(axis for axis in rows.axes if mesh.shape[axis] > 1)
     if gather is None:
@@ -228,15 +217,11 @@ class DeviceParts:
     """The arrays of a sliced program whose units are manual, and the programs at a chunk's ends.
 
     Args:
-      rows: how devices share rows.
-      mesh: the abstract mesh of a stage.
       inputs: layouts in which units take the inputs of the program.
       paths: the path of each input in the tree of arguments.
-      totals: how each output of the program is summed.
 
     Attributes:
       gathers: the `Gather` of each input that is cast and gathered once a step.
-      totals: how each output is summed, as given.
     """
 
     def __init__(
@@ -268,7 +253,6 @@ class DeviceParts:
 
         Args:
           run: the unit on a device's parts; it takes the arguments of `Executable.run`.
-          mesh: the mesh of the stage.
           outputs: indices of the program's outputs to which the unit adds.
           values: the values that it takes as donated and as retained, and those that it writes.
           arguments: the program's inputs that it takes as fixed and as varying.

@@ -60,8 +60,6 @@ def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> Part
     activations at the end of a chunk; without one, the value is whole on each device.
 
     Args:
-      program: the sliced program.
-      v: the value.
       parts: how devices' parts make up arrays; None for a program of whole arrays.
     """
     spec = PartitionSpec()
@@ -88,11 +86,8 @@ class Executable:
     `done` is a scalar, ready when the unit is finished.
 
     Args:
-      program: the sliced program.
-      computation: the computation to compile.
       dying: values that no unit uses after this computation.
       varying: inputs of the program that differ between microbatches.
-      mesh: the mesh of the stage.
       sum_shardings: sharding of the running sum of each output.
       parts: how devices' parts make up arrays; None for a program of whole arrays.
       offloaded: values that wait in the host's memory between units; units take copies of them.
@@ -213,7 +208,6 @@ class Runner:
 
     Args:
       program: the program, sliced into the kinds of units that the table has.
-      table: the schedule.
       meshes: sub-mesh of each stage; the axes have the same names, and sizes may differ.
       varying: inputs of the program that differ between microbatches.
       sum_shardings: for each stage, shardings of the running sums of the program's outputs.

@@ -50,8 +50,6 @@ class Arguments(TypedDict):
     """The argument of the traced function.
 
     Attributes:
-      params: parameters of the model, {"embed", "chunks", "head"}.
-      micro: the microbatch.
       scales: factors of the losses, see `MarkedModel.loss`; float32 scalars.
       key: data of the PRNG key of the step, or None.
     """
@@ -81,7 +79,6 @@ class CompiledUnit(NamedTuple):
 
     Attributes:
       stage: the stage that runs it.
-      name: kind and chunk.
       compiled: the executable, shared by chunks whose programs differ only in their devices.
       offloaded: bytes per device that it takes from the host's memory or leaves there.
     """
@@ -142,8 +139,6 @@ class StagedProgram:
       f: function from `Arguments` to a pytree of outputs, which are summed over microbatches.
       params: shapes of all parameters.
       batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
-      table: the schedule.
-      meshes: sub-mesh of each stage.
       batch_spec: layout of batches.
       param_specs: layouts of the parameters.
       output_specs: layouts of the outputs' sums.
@@ -153,7 +148,6 @@ class StagedProgram:
       offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
-      program: the sliced program.
       runner: the runner of `program`.
       paths: paths of the argument's leaves, in the order of the program's inputs.
     """
@@ -451,7 +445,6 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
 
     Args:
       x: an array over the mesh of all stages, replicated over `stage`.
-      mesh: the mesh of the stage.
     """
     assert isinstance(x.sharding, NamedSharding)
     # The array is replicated over stages, so its shards on this stage make up a whole copy.

@@ -21,7 +21,6 @@ class ChunkInputs(NamedTuple):
     Attributes:
       layer_index: the layers' indices in model order, int32 [L].
       side: side inputs of the microbatch, [B, ...] each.
-      key: key of the step or None.
       base: all parameters of the chunk if some are frozen, while its weights are the trained
         ones; else None.
     """
@@ -39,13 +38,7 @@ ChunkVjp = SplitVjp[Weights, ChunkInputs, ChunkOutputs]
 
 
 def with_base(specs: Params, weights: Weights, inputs: ChunkInputs) -> tuple[Weights, ChunkInputs]:
-    """Return the weights of a chunk's vjp, and its inputs, with all parameters if some are frozen.
-
-    Args:
-      specs: the `ParamSpec`s of one layer.
-      weights: all parameters of the chunk.
-      inputs: the chunk's other inputs.
-    """
+    """Return the weights and inputs of a chunk's vjp, with all parameters if some are frozen."""
     if not has_frozen(specs):
         return weights, inputs
     # The base holds the trained ones too, which nothing reads there: `all_weights` replaces them.

@@ -114,7 +114,6 @@ class ShardedHead:
     Args:
       head_loss: (outer parameters, x [P, D], targets [P], weights [P]) -> (loss sum, cross-entropy
         sum), differentiable in the first two.
-      num_stages: S.
       layers: the layers after the pipeline, if any; their parameters are `outer["outside"]`.
       trained: function that returns outer parameters with None for frozen ones.
     """
@@ -180,7 +179,6 @@ class ShardedHead:
           outer: what `head_loss` takes as parameters, and those of `layers`.
           y, targets, weights: as in `share`.
           scales: float32 scalars that multiply loss and auxiliary losses before differentiation.
-          inputs: the inputs of `layers`.
 
         Returns:
           (sums (loss, auxiliary losses) of this stage's share, gradient for y [B, T, D], gradients

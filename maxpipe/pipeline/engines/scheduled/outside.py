@@ -25,7 +25,6 @@ class LayerInputs(NamedTuple):
 
     Attributes:
       side: side inputs of the microbatch, [B, ...] each, on every stage.
-      key: key of the step or None.
     """
 
     side: SideInputs
@@ -56,9 +55,7 @@ class ShardedLayers:
         """Apply the layers to this stage's rows.
 
         Args:
-          weights: the layers' parameters.
           x: activations of this stage's rows, [R, T, D].
-          inputs: inputs for the whole microbatch.
 
         Returns:
           (activations [R, T, D], auxiliary losses summed over layers and sequences).
@@ -85,9 +82,7 @@ class ShardedLayers:
         """Apply the layers to a microbatch that every stage has.
 
         Args:
-          weights: the layers' parameters.
           x: activations [B, T, D].
-          inputs: inputs for the microbatch.
 
         Returns:
           (activations [B, T, D] on every stage, auxiliary losses of this stage's share).

@@ -29,7 +29,6 @@ class WeightTransfers:
     """Transfers of the weights of one stage's chunks, and of their gradients.
 
     Attributes:
-      gathers: the `Gather`s of one layer's parameters.
       layers: parameters of this stage [V, L, ...], this device's shards.
     """
 
