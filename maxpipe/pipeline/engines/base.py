@@ -17,7 +17,7 @@ from maxpipe.model.layers import COUNTS, AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.rules import AxisRules
@@ -137,12 +137,19 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
 
 
 class SpmdEngine(Engine[Params, jax.Array]):
-    """An engine whose methods are traced into one program that runs on all devices."""
+    """An engine whose methods are traced into one program that runs on all devices.
 
-    @abstractmethod
+    Live layers lie as `_layout` says, [V + E, S, L, ...], unless the engine has no stages.
+    """
+
+    layer_axes = LAYER_AXES
+    _layout: StageLayout
+
     def layer_index(self) -> np.ndarray:
-        """Return int32 over the dimensions of `layer_axes`: index in model order, N for padding."""
+        return self._layout.layer_index
 
-    @abstractmethod
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        """Convert one layer parameter from the live layout to [N, ...] in model order."""
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.from_canonical(leaf)

@@ -50,7 +50,6 @@ from maxpipe.pipeline.engines.circular.phases import (
     unfit_rules,
 )
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
-from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, Gather
 from maxpipe.pipeline.weights import Weights, axes_in_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
@@ -73,24 +72,19 @@ class CircularEngine(SpmdEngine):
         over all row axes, or split layers over some of them.
     """
 
-    layer_axes = LAYER_AXES
-
     def __init__(self, inputs: EngineInputs, *, bubble_fill: float | None = None):
-        program = inputs.program
-        rules = inputs.rules
-        config = inputs.config
-        layout = inputs.layout
-        self._program = program
-        self._rules = rules
-        self._config = config
-        self._layout = layout
+        self._program = program = inputs.program
+        self._rules = rules = inputs.rules
+        self._config = config = inputs.config
+        self._layout = layout = inputs.layout
         self._mesh = inputs.mesh
         self._context = inputs.context
         self._bubble_fill = bubble_fill
         self.weights = Weights(rules, program.specs, self.layer_axes, layout.shape)
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
-        if not self._gathers_in_iteration:
-            self._check_rules()
+        if not self._gathers_in_iteration and (reasons := unfit_rules(rules)):
+            mode = f"pipeline.fsdp_gather={config.fsdp_gather}"
+            raise ConfigError(*(Problem(AXIS_RULES_KEY, f"{mode} {text}") for text in reasons))
         # XLA inlines the body of a loop of one iteration.
         is_loop = config.scan_iterations and layout.num_stages * config.num_microbatches > 1
         self._remat = Remat(config, remat_policy(config), prevent_cse=not is_loop)
@@ -99,24 +93,10 @@ class CircularEngine(SpmdEngine):
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)
         self._delay = config.forwarding_delay
 
-    def _check_rules(self) -> None:
-        if reasons := unfit_rules(self._rules):
-            mode = f"pipeline.fsdp_gather={self._config.fsdp_gather}"
-            raise ConfigError(*(Problem(AXIS_RULES_KEY, f"{mode} {text}") for text in reasons))
-
     def _prepare_layer(self, layer: Params) -> Params:
         if not self._gathers_in_iteration:
             return layer  # gathered and cast already
         return self.weights.gather_layer(self._program.cast(layer))
-
-    def layer_index(self) -> np.ndarray:
-        return self._layout.layer_index
-
-    def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        return self._layout.to_canonical(leaf)
-
-    def from_canonical(self, leaf: jax.Array) -> jax.Array:
-        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array

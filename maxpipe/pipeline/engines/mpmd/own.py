@@ -365,18 +365,18 @@ class PipelinedProgram(Generic[ResultT]):
         """Return a program: sums of the results that belong to a stage -> these results."""
         outputs = [i for i, target in self._stage_of_result.items() if target == stage]
 
+        def result(output: int, total: jax.Array) -> jax.Array:
+            if self._is_mean:
+                total = total / self._num_microbatches
+            # Integers have the dtype of their sum, which holds means and larger counts.
+            dtype = self._result_shapes[output].dtype
+            return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
+
         def finish(totals: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            return {i: self._finished(i, total) for i, total in totals.items()}
+            return {i: result(i, total) for i, total in totals.items()}
 
         shardings = {i: self._sum_shardings[stage][i] for i in outputs}
         return jax.jit(finish, donate_argnums=0, out_shardings=shardings)
-
-    def _finished(self, output: int, total: jax.Array) -> jax.Array:
-        if self._is_mean:
-            total = total / self._num_microbatches
-        # Integers have the dtype of their sum, which holds means and larger counts.
-        dtype = self._result_shapes[output].dtype
-        return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 
 def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> int:

@@ -28,7 +28,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -71,7 +70,6 @@ from maxpipe.pipeline.engines.scheduled.sharding import (
 from maxpipe.pipeline.engines.scheduled.stage_program import Settings, StageProgram
 from maxpipe.pipeline.engines.scheduled.tick_plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.weight_transfers import WeightTransfers
-from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
     MANUAL_AXES,
@@ -106,8 +104,6 @@ class ScheduledEngine(SpmdEngine):
       ConfigError: the engine cannot work under the sharding rules.
       ScheduleError: the engine cannot run the table.
     """
-
-    layer_axes = LAYER_AXES
 
     def __init__(self, inputs: EngineInputs, *, idle_fill: float = 0.0):
         table = inputs.table
@@ -150,18 +146,6 @@ class ScheduledEngine(SpmdEngine):
         self._gathers_in_steps = inputs.gathers_in_steps and splits_layers
         # Layers that no axis splits are cast once: XLA would do so for every use, and hold all.
         self._layers_once = self._gather_once or not splits_layers
-
-    def layer_index(self) -> np.ndarray:
-        """Return int32 [V + E, S, L]: each layer's index in model order, N for padding."""
-        return self._layout.layer_index
-
-    def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        """Convert one layer parameter [V + E, S, L, ...] to [N, ...] in model order."""
-        return self._layout.to_canonical(leaf)
-
-    def from_canonical(self, leaf: jax.Array) -> jax.Array:
-        """Convert one layer parameter [N, ...] in model order to [V + E, S, L, ...]."""
-        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
