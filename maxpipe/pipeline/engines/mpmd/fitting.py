@@ -118,16 +118,7 @@ def layout(
         divide the array.
     """
     where = f"{name} {list(x.shape)} with {spec} on stage {stage}"
-    if PartitionSpec.UNCONSTRAINED in spec:
-        raise ValueError(f"{where}: give axes or None instead of UNCONSTRAINED")
-    if len(spec) > len(x.shape):
-        raise ValueError(
-            f"{where}: the spec has {len(spec)} entries for {len(x.shape)} dimensions; shorten it"
-        )
-    axes = _axes(spec)
-    if len({*axes}) < len(axes):
-        raise ValueError(f"{where}: the spec names an axis twice; name each once")
-    if any(axis not in mesh.axis_names for axis in axes):
+    if any(axis not in mesh.axis_names for axis in _axes(spec)):
         raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
     # The caller has asked for these axes, so none may be left out silently.
     if fitted(spec, x.shape, mesh) != spec:

@@ -174,18 +174,6 @@ def _specs(name: str, prefix: object, tree: object) -> list[PartitionSpec]:
     return specs
 
 
-def check_results(results: object) -> None:
-    """Raise ValueError if a result has a dtype that cannot be added up over microbatches."""
-    for path, x in tree_leaves_with_path(results):
-        if x.dtype == jax.dtypes.float0:  # jax.grad with allow_int
-            what = "the gradient of integers, which has no values; pass these after the batch"
-        elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            what = "a PRNG key, which microbatches cannot be reduced to; leave it out"
-        else:
-            continue
-        raise ValueError(f"result{keystr(path)} of the function is {what}")
-
-
 def first_gradient(results: object, params: object) -> int:
     """Return the index among the results' leaves at which the gradients of `params` begin.
 
@@ -240,7 +228,6 @@ class PipelinedProgram(Generic[ResultT]):
         traced, results = jax.make_jaxpr(function, return_shape=True)(
             micro.params, micro.batch, *micro.shared
         )
-        check_results(results)
         check_layouts(traced, settings.meshes)
         has_gradients = settings.table.kinds != ("F",)
         self.sliced = slice_program(traced, split_backwards="W" in settings.table.kinds)
