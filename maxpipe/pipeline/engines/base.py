@@ -142,7 +142,7 @@ class SpmdEngine(Engine[Params, jax.Array]):
     Live layers lie as `_layout` says, [V + E, S, L, ...], unless the engine has no stages.
     """
 
-    layer_axes = LAYER_AXES
+    layer_axes: tuple[str, ...] = LAYER_AXES
     _layout: StageLayout
 
     def layer_index(self) -> np.ndarray:
