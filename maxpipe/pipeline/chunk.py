@@ -18,13 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from maxpipe.config.catalog import (
-    EXPERT_CHOICE,
-    MLP,
-    NAMED,
-    REMAT_POLICIES,
-    RematPolicy,
-)
+from maxpipe.config.catalog import EXPERT_CHOICE, MLP, NAMED, REMAT_POLICIES, RematPolicy
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.devices.host_memory import DEVICE, HOST
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs

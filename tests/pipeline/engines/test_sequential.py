@@ -4,13 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import (
-    TOLERANCE,
-    EngineUnderTest,
-    canonical_params,
-    make_batch,
-    tiny,
-)
+from helpers.engines import TOLERANCE, EngineUnderTest, canonical_params, make_batch, tiny
 
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram

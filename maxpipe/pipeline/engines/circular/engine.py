@@ -18,21 +18,9 @@ from jax.sharding import PartitionSpec
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import (
-    Params,
-    ParamSpec,
-    map_specs,
-    trainable,
-    with_trainable,
-)
+from maxpipe.model.parameters import Params, ParamSpec, map_specs, trainable, with_trainable
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import (
-    Remat,
-    apply_layers,
-    checkpoint,
-    layer_function,
-    remat_policy,
-)
+from maxpipe.pipeline.chunk import Remat, apply_layers, checkpoint, layer_function, remat_policy
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,

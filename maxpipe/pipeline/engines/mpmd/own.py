@@ -15,12 +15,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from maxpipe.pipeline.engines.mpmd.fitting import (
-    check_layouts,
-    check_program,
-    fitted,
-    layout,
-)
+from maxpipe.pipeline.engines.mpmd.fitting import check_layouts, check_program, fitted, layout
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program

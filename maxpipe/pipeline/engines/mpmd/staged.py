@@ -29,13 +29,7 @@ from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.mpmd.offloading import named_residuals
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
 from maxpipe.pipeline.engines.mpmd.row_parallel import DeviceParts, RowParallel, total_of, tracer
-from maxpipe.pipeline.engines.mpmd.runner import (
-    ArraysByVar,
-    Observer,
-    Runner,
-    Sums,
-    sent_spec,
-)
+from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums, sent_spec
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.engines.mpmd.stage_clock import StageClock
 from maxpipe.pipeline.manual import Gather

@@ -17,13 +17,7 @@ from jax.typing import DTypeLike
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params, with_trainable
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
-from maxpipe.pipeline.manual import (
-    BATCH_AXES,
-    joined_shares,
-    manual_part,
-    own_share,
-    share_from,
-)
+from maxpipe.pipeline.manual import BATCH_AXES, joined_shares, manual_part, own_share, share_from
 
 HeadLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 

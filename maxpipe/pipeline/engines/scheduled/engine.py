@@ -42,13 +42,7 @@ from maxpipe.pipeline.chunk import (
     layer_function,
     remat_policy,
 )
-from maxpipe.pipeline.engines.base import (
-    Batch,
-    EngineInputs,
-    Metrics,
-    SpmdEngine,
-    metrics_of,
-)
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine, metrics_of
 from maxpipe.pipeline.engines.scheduled.carry import Carry, filled
 from maxpipe.pipeline.engines.scheduled.chunk_vjp import (
     ChunkInputs,

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers.engines import (
-    MpmdUnderTest,
-    assert_equals_one_device,
-    make_batch,
-    sequential,
-    tiny,
-)
+from helpers.engines import MpmdUnderTest, assert_equals_one_device, make_batch, sequential, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.options import update
