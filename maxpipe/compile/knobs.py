@@ -16,8 +16,8 @@ from maxpipe.plan.estimate import estimate
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import KEY as GATHER
 from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.layer_times import first_layers, layer_times
 from maxpipe.plan.memory_changes import memory_changes
-from maxpipe.plan.stage_times import first_layers, layer_times
 
 MOST_GAINS = 2
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import Collective
 from maxpipe.devices.chips import Chip, coordinates, devices_per_chip, slice_of
-from maxpipe.plan.search.links import links_of
+from maxpipe.plan.search.axis_links import links_of
 
 PERMUTE = "collective-permute"
 

@@ -22,11 +22,11 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
+from maxpipe.plan.layer_times import LayerTimes, layer_times
 from maxpipe.plan.memory_changes import memory_changes
 from maxpipe.plan.search.mpmd_memory import StageMemory
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
-from maxpipe.plan.stage_times import LayerTimes, layer_times
 
 LAYERS_KEY = "pipeline.layers_per_stage"
 TIMES_KEY = "pipeline.unit_times"

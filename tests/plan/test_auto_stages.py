@@ -29,7 +29,7 @@ from maxpipe.plan.auto_stages import (
     uniform_sizes,
     with_unit_times,
 )
-from maxpipe.plan.stage_times import layer_times
+from maxpipe.plan.layer_times import layer_times
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 

@@ -17,8 +17,8 @@ from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.flops import model_flops_per_token, parameter_count
 from maxpipe.plan.footprint import handed_over_width, layer_of, residual_width, stash_width
+from maxpipe.plan.layer_times import layer_times
 from maxpipe.plan.layer_trace import trace_model
-from maxpipe.plan.stage_times import layer_times
 from maxpipe.training import start
 
 D, MLP, T, LAYERS = 64, 96, 32, 4

@@ -53,8 +53,6 @@ class Parameters(NamedTuple):
 
     Attributes:
       at_rest: all parameters, as if layers divided evenly over the stages.
-      whole_over_experts: those that mesh axis `expert` does not divide.
-      whole_over_fsdp: those that mesh axis `fsdp` does not divide.
       layer_at_rest, layer_gathered: parameters of a layer, the second whole over all storage axes.
       outer_at_rest: parameters of embedding and head.
       embed_gathered, head_gathered: parameters of each, whole over all storage axes.
@@ -63,8 +61,6 @@ class Parameters(NamedTuple):
     """
 
     at_rest: float
-    whole_over_experts: float
-    whole_over_fsdp: float
     layer_at_rest: float
     layer_gathered: float
     outer_at_rest: float
@@ -210,11 +206,8 @@ class Facts:
         if key not in self._parameters:
             config, only_trained = self._on(key), self._only_trained
             part = partial(device_parameters, config, only_trained=only_trained)
-            at_rest = total_parameters(config, only_trained=only_trained)
             self._parameters[key] = Parameters(
-                at_rest=at_rest,
-                whole_over_experts=self._whole_over(EXPERT_AXIS, key, at_rest),
-                whole_over_fsdp=self._whole_over("fsdp", key, at_rest),
+                at_rest=total_parameters(config, only_trained=only_trained),
                 layer_at_rest=part("layers"),
                 layer_gathered=part("layers", whole_over=STORAGE_AXES),
                 outer_at_rest=part("embed") + part("head"),
@@ -225,16 +218,6 @@ class Facts:
                 parts=weights_of_parts(config, only_trained=only_trained),
             )
         return self._parameters[key]
-
-    def _whole_over(self, axis: str, axes: Axes, at_rest: float) -> float:
-        """Return how many of a device's parameters at rest an axis does not divide."""
-        at = MESH_AXES.index(axis)
-        size = axes[at]
-        if size == 1:
-            return at_rest
-        # At size 1 there are `size` times as many that it divides, and as many others.
-        unshared = self.parameters((*axes[:at], 1, *axes[at + 1 :])).at_rest
-        return (size * at_rest - unshared) / (size - 1)
 
     def layer(self, axes: Axes) -> LayerCosts:
         key = self._computing(axes)

@@ -22,7 +22,7 @@ from maxpipe.devices.chips import (
     Tpu,
     chip_of,
 )
-from maxpipe.plan.search.links import AxisLinks, axis_links
+from maxpipe.plan.search.axis_links import AxisLinks, axis_links
 from maxpipe.plan.search.space import Axes, Grid
 
 CPU = "cpu"

@@ -11,7 +11,7 @@ from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.seconds import Seconds, Units, Waits
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import once_seconds
-from maxpipe.plan.search.units import first_layers, units_of
+from maxpipe.plan.search.unit_seconds import first_layers, units_of
 from maxpipe.plan.search.waits import unit_waits, waits_of
 
 

@@ -9,7 +9,7 @@ from maxpipe.plan.search import timing
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.timing import step_seconds
-from maxpipe.plan.search.units import units_of
+from maxpipe.plan.search.unit_seconds import units_of
 from maxpipe.plan.search.waits import waits_of
 
 MACHINE = machine_of("v5p:2x2x2", 1, Config())

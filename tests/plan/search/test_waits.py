@@ -8,7 +8,7 @@ from maxpipe.config import Config
 from maxpipe.devices.chips import LINK_EFFICIENCY
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
-from maxpipe.plan.search.units import units_of
+from maxpipe.plan.search.unit_seconds import units_of
 from maxpipe.plan.search.waits import unit_waits, waits_of
 
 

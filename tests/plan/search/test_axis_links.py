@@ -11,7 +11,7 @@ from maxpipe.compile.links import links_along
 from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.plan.search.links import axis_links
+from maxpipe.plan.search.axis_links import axis_links
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
 from maxpipe.sharding.torus import line_length

@@ -13,7 +13,7 @@ from maxpipe.plan.search.candidate import candidate_of
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.traffic import residual_seconds
-from maxpipe.plan.search.units import units_of
+from maxpipe.plan.search.unit_seconds import units_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from maxpipe.config.options import update
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import map_specs, trainable, with_trainable
 from maxpipe.model.program import ModelProgram
-from maxpipe.plan.stage_times import first_layers, layer_times
+from maxpipe.plan.layer_times import first_layers, layer_times
 
 ROWS = 2
 
