@@ -8,14 +8,9 @@ from typing import overload
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
+from maxpipe.render.page import figures_html
 from maxpipe.render.request import read_request, simulate_schedules
-from maxpipe.render.terminal import (
-    FOOTNOTES,
-    HEADER,
-    comparison_rows,
-    comparison_text,
-    render_terminal,
-)
+from maxpipe.render.terminal import FOOTNOTES, comparison_text, render_terminal
 
 _COLUMNS = 120  # width of a schedule's text
 Value = str | float | bool | Sequence[float]
@@ -70,14 +65,8 @@ class Schedules(Sequence[Simulation]):
         ]
         if len(self) == 1:
             return charts[0]
-        rows = [f"<tr>{''.join(f'<th>{text}</th>' for text in HEADER)}</tr>"]
-        rows += [
-            f"<tr>{''.join(f'<td>{escape(value)}</td>' for value in row)}</tr>"
-            for row in comparison_rows(self._runs)
-        ]
         notes = "; ".join([*FOOTNOTES, escape(self._subtitle)])
-        table = f"<table>{''.join(rows)}</table><p>{notes}</p>"
-        return "\n".join([table, *charts])
+        return "\n".join([f"{figures_html(self._runs)}<p>{notes}</p>", *charts])
 
 
 def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:

@@ -99,7 +99,8 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
     names = ", ".join(run.table.name for run in runs)
     body = f"""<h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>
 <p>{escape(subtitle)}</p>
-{_figures(runs)}
+{figures_html(runs)}
+<p>{"<br>".join(FOOTNOTES)}</p>
 <div class="charts">
 {charts}
 </div>"""
@@ -109,10 +110,11 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
     return document(names, body, style, SCRIPT)
 
 
-def _figures(runs: Sequence[Simulation]) -> str:
+def figures_html(runs: Sequence[Simulation]) -> str:
+    """Return a table with a row for every run, the shortest first."""
     cells = ["".join(f"<th>{text}</th>" for text in HEADER)]
     cells += [
         "".join(f"<td>{escape(value)}</td>" for value in row) for row in comparison_rows(runs)
     ]
     rows = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table>{rows}</table>\n<p>{'<br>'.join(FOOTNOTES)}</p>"
+    return f"<table>{rows}</table>"
