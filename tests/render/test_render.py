@@ -14,6 +14,7 @@ from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.plan.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.colours import Rgb, ink, unit_colour
+from maxpipe.render.columns import columns
 from maxpipe.render.page import page_html
 from maxpipe.render.terminal import (
     HEADER,
@@ -174,6 +175,19 @@ def test_comparison_is_sorted_by_time_and_counts_whole_stages():
         "112",
         "scheduled",
     ]
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_the_first_is_to_the_left():
+    assert columns([["name", "s"], ["a", "1.25"], ["longer", "-"]]) == [
+        "name       s",
+        "a       1.25",
+        "longer     -",
+    ]
+
+    # Those to the left end without spaces.
+    assert columns([["a", "b", "why"], ["1", "22", ""]], left=(0, 2)) == ["a   b  why", "1  22"]
+    with pytest.raises(ValueError, match="argument 2"):
+        columns([["a", "b"], ["c"]])
 
 
 def test_the_page_needs_nothing_but_itself():
