@@ -14,12 +14,11 @@ from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import import_words
 from maxpipe.config.outputs import write_file
 from maxpipe.config.terminal import folded, terminal_width
-from maxpipe.plan.search.best import Plan, make_plan
+from maxpipe.plan.search.best import Plan, make_plan, smallest_plans
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.given import emptiness, given_text
 from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
-from maxpipe.plan.search.smallest import smallest_plans
 from maxpipe.plan.search.written import file_text
 from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
 from maxpipe.render.plan_page import page_html

@@ -8,14 +8,13 @@ from typing import NamedTuple
 from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.config.terminal import Note
-from maxpipe.plan.search.best import Plan, Remedies, problem_of
+from maxpipe.plan.search.best import Plan, Remedies, doubling, holds_state, problem_of
 from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.flags import MARGIN, largest_margin
 from maxpipe.plan.search.machine import CPU, MOST_GPUS
 from maxpipe.plan.search.pricing import fitting_of_blocks
 from maxpipe.plan.search.request import TOPOLOGY, Request
-from maxpipe.plan.search.smallest import doubling, holds_state
 
 POLICY = "pipeline.remat_policy"
 MOST_DOUBLINGS = 3  # of the number of slices, once there is no larger slice

@@ -8,11 +8,11 @@ import numpy as np
 
 from maxpipe.plan.number import Number
 from maxpipe.plan.search.machine import Machine
-from maxpipe.plan.search.seconds import Seconds, Units, Waits
+from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import once_seconds
-from maxpipe.plan.search.unit_seconds import first_layers, units_of
-from maxpipe.plan.search.waits import unit_waits, waits_of
+from maxpipe.plan.search.unit_seconds import Units, first_layers, units_of
+from maxpipe.plan.search.waits import Waits, unit_waits, waits_of
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:

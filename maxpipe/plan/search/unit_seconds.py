@@ -16,7 +16,6 @@ from maxpipe.plan.search.block import along
 from maxpipe.plan.search.facts import Facts, LayerCosts
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.memory import memory_bytes
-from maxpipe.plan.search.seconds import Units
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import layer_traffic
 
@@ -67,10 +66,24 @@ def attention_seconds(sizes: BlockSizes, machine: Machine, layer: LayerCosts) ->
 _LOGIT_BYTES = 16
 
 
-class _Layer(NamedTuple):
+class Units(NamedTuple):
+    """Seconds of one layer for one microbatch.
+
+    Attributes:
+      forward: F.
+      input_gradient: I, with what it computes again.
+      weight_gradient: W.
+      head: logits, loss and their gradients.
+    """
+
     forward: Number
     input_gradient: Number
     weight_gradient: Number
+    head: Number
+
+    @property
+    def layer(self) -> Number:
+        return self.forward + self.input_gradient + self.weight_gradient
 
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
@@ -78,7 +91,7 @@ def units_of(sizes: BlockSizes, machine: Machine) -> Units:
     layer = _layer(
         sizes, machine, sizes.facts, sizes.saving.recomputed, again, sizes.saving.residuals
     )
-    return Units(*layer, _head(sizes, machine))
+    return layer._replace(head=_head(sizes, machine))
 
 
 def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
@@ -90,7 +103,7 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
         stored = sizes.saving.first_kept / sizes.num_first - sizes.config.model.embed_dim
     layer = _layer(sizes, machine, facts, sizes.saving.first_recomputed, 0.0, stored)
     # A lockstep engine starts their backward from the tokens, with a forward of its own.
-    return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
+    return sizes.num_first * (layer.layer + sizes.engine.lockstep * layer.forward)
 
 
 def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
@@ -143,8 +156,8 @@ def _layer(
     recomputed: Number,
     again: Number,
     stored: Number,
-) -> _Layer:
-    """Return the times of a layer of a model.
+) -> Units:
+    """Return the times of a layer of a model, without the head.
 
     Args:
       recomputed: share of the forward that the backward computes again.
@@ -166,16 +179,15 @@ def _layer(
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     traffic = layer_traffic(sizes, machine, parameters, layer, stored)
     forward = products + attention.forward + between + traffic.keys + traffic.rows
-    return _Layer(
-        forward + traffic.written + traffic.forward,
-        products
-        + attention.backward
-        + (2 + again) * between
-        + traffic.keys
-        + traffic.row_gradients
+    backward = (2 + again) * between + attention.backward + traffic.keys + traffic.row_gradients
+    return Units(
+        forward=forward + traffic.written + traffic.forward,
+        input_gradient=products
+        + backward
         + recomputed * forward
         + traffic.read
         + traffic.stashed
         + traffic.backward,
-        np.maximum(products, written) + traffic.unstashed + traffic.gradients,
+        weight_gradient=np.maximum(products, written) + traffic.unstashed + traffic.gradients,
+        head=0.0,
     )

@@ -1,15 +1,39 @@
 """Compute the times of a block's transfers: of weights, gradients, activations and tokens."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.plan.number import FLOAT32, Number
 from maxpipe.plan.search.machine import Machine
-from maxpipe.plan.search.seconds import Units, Waits, exposed
 from maxpipe.plan.search.sizes import BlockSizes
+from maxpipe.plan.search.unit_seconds import Units
 from maxpipe.sharding.collectives import EXPERT_AXIS
+
+
+class Waits(NamedTuple):
+    """Seconds of transfers of one layer or one microbatch, as if nothing hid them.
+
+    Attributes:
+      gather: gather of a layer's weights.
+      scatter: sum of a layer's gradients over the devices that share its weights.
+      forward, backward: transfers of activations in a layer, which the next product waits for.
+      gradient: sum of a layer's gradients over copies of its weights, where every unit has one.
+      permute: transfer of activations to the next stage.
+      reduction: sum of the other gradients over copies of the parameters, once a step.
+      outer: gathers and sums of embedding and head, once.
+    """
+
+    gather: Number
+    scatter: Number
+    forward: Number
+    backward: Number
+    gradient: Number
+    permute: Number
+    reduction: Number
+    outer: Number
 
 
 class _Costs:
@@ -134,10 +158,10 @@ def unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, N
     moved = (1.0 - sizes.keeps_gathered) * waits.gather + waits.scatter
     backward = units.input_gradient + units.weight_gradient
     # Where weights are gathered in the unit that reads them, the transfers follow its computation.
-    before = in_steps * exposed(layers * waits.gather, 0.0, layers * units.forward)
+    before = in_steps * _exposed(layers * waits.gather, 0.0, layers * units.forward)
     before += (1.0 - in_steps) * layers * waits.gather * sizes.gathers_of_unit()
     # A backward ends with attention, when most of the last layer's gradients are on their way.
-    after = in_steps * exposed(layers * moved, 0.5 * waits.scatter, layers * backward)
+    after = in_steps * _exposed(layers * moved, 0.5 * waits.scatter, layers * backward)
     after += (1.0 - in_steps) * layers * moved
     in_backward = layers * (waits.backward + waits.gradient)
     return layers * waits.forward + each * before, in_backward + each * after
@@ -163,3 +187,14 @@ def _joint(*costs: Number) -> Number:
     """Return the seconds per byte in collectives along several axes, which use all their links."""
     rates = [1 / cost for cost in costs if np.any(cost)]
     return 1 / sum(rates) if rates else 0.0
+
+
+def _exposed(transfer: Number, last: Number, compute: Number) -> Number:
+    """Return the seconds that computation does not hide of transfers that run during it.
+
+    Args:
+      transfer: seconds of all of a unit's transfers.
+      last: the part of them that comes after all computation.
+      compute: seconds of the unit's computation.
+    """
+    return last + np.maximum(np.subtract(transfer - last, compute), 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.plan.search import best as plans
-from maxpipe.plan.search.smallest import smallest_plans
+from maxpipe.plan.search.best import smallest_plans
 
 
 def test_smallest_goes_on_where_what_fits_a_slice_does_not_pass_the_checks(
