@@ -34,8 +34,8 @@ from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg
-from maxpipe.render.page import page_html
-from maxpipe.render.request import (
+from maxpipe.render.schedule_page import page_html
+from maxpipe.render.schedule_request import (
     ScheduleKeys,
     in_own_keys,
     keys_help,
@@ -43,8 +43,8 @@ from maxpipe.render.request import (
     read_request,
     simulate_schedules,
 )
+from maxpipe.render.schedule_text import comparison_text, render_terminal
 from maxpipe.render.solver import SolveKeys, read_task, search, solution_text
-from maxpipe.render.terminal import comparison_text, render_terminal
 
 SOLVE = "solve"
 DEFAULT_SECONDS = 60.0

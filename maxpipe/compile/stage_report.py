@@ -25,7 +25,7 @@ from maxpipe.compile.programs import CompiledProgram, StagesTrainer, collectives
 from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
 from maxpipe.compile.step import OutOfMemory
 from maxpipe.compile.topology import neighbour_bandwidth
-from maxpipe.compile.units import time_unit
+from maxpipe.compile.unit_report import time_unit
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import Chip, chip_for, devices_per_chip, tpu_of

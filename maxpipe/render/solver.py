@@ -10,8 +10,14 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import install_command, is_installed
 from maxpipe.config.sections.fields import option
 from maxpipe.plan.solve import Solution, Task, solve
-from maxpipe.render.request import Keys, chunk_costs, read_keys, size_problems, time_problems
-from maxpipe.render.terminal import comparison_text
+from maxpipe.render.schedule_request import (
+    Keys,
+    chunk_costs,
+    read_keys,
+    size_problems,
+    time_problems,
+)
+from maxpipe.render.schedule_text import comparison_text
 
 REPEATS = {"loop": 1, "v": 2}
 SECONDS_BETWEEN_LINES = 5.0

@@ -11,7 +11,7 @@ from maxpipe.compile.collectives import Collective
 from maxpipe.compile.knobs import Knob, gains, knobs
 from maxpipe.compile.links import LinkUse
 from maxpipe.compile.prediction.prediction import Prediction
-from maxpipe.compile.prediction.units import UnitSeconds
+from maxpipe.compile.prediction.unit_times import UnitSeconds
 from maxpipe.compile.report import CompilerMemory, CompileTimes, Report, size
 from maxpipe.compile.step import growing_silences, progress
 from maxpipe.config import Config, replace, resolve

@@ -28,7 +28,7 @@ from maxpipe.compile.collectives import (
 )
 from maxpipe.compile.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
 from maxpipe.compile.links import PERMUTE, group_links
-from maxpipe.compile.prediction.attention import attention_flops, is_attention
+from maxpipe.compile.prediction.attention_flops import attention_flops, is_attention
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.devices.chips import Chip, devices_per_chip
 from maxpipe.model.experts.exchange import SPARSE_CALL

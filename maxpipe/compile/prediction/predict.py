@@ -18,7 +18,7 @@ from maxpipe.compile.prediction.prediction import (
     Speed,
 )
 from maxpipe.compile.prediction.timeline import OUTSIDE, Timeline
-from maxpipe.compile.prediction.units import unit_seconds
+from maxpipe.compile.prediction.unit_times import unit_seconds
 from maxpipe.compile.prediction.walk import TimesTaken, every_time, walk
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from helpers.hand_timed import BASIS, HLO, NANOSECOND, PROGRAM, TICK, walked
 
-from maxpipe.compile.prediction.page import page_html
 from maxpipe.compile.prediction.predict import parts_of
 from maxpipe.compile.prediction.prediction import Prediction
 from maxpipe.compile.prediction.profile import COMPUTATION, WAIT, spans, table
+from maxpipe.compile.prediction.profile_page import page_html
 from maxpipe.compile.prediction.trace import trace_json
 
 

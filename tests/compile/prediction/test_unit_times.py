@@ -15,7 +15,7 @@ from maxpipe.compile.prediction.timeline import (
     Spent,
     Timeline,
 )
-from maxpipe.compile.prediction.units import unit_seconds
+from maxpipe.compile.prediction.unit_times import unit_seconds
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.engines.scheduled.tick_plan import lockstep_plan
 from maxpipe.pipeline.schedules.load import build_table

@@ -6,7 +6,7 @@ from html import escape
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import STYLE, chart_svg, fit_frame
 from maxpipe.render.html import document
-from maxpipe.render.terminal import FOOTNOTES, HEADER, comparison_rows
+from maxpipe.render.schedule_text import FOOTNOTES, HEADER, comparison_rows
 
 PAGE_STYLE = """
 th:first-child,td:first-child{font-weight:600}
