@@ -9,6 +9,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
@@ -26,8 +27,8 @@ from maxpipe.supervision.messages import (
     Save,
     Start,
     Stopping,
-    Trained,
 )
+from maxpipe.supervision.progress import Progress
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 
@@ -131,6 +132,7 @@ class Council:
       policy: when to restart.
       job: name of the run's job, for the lease of its directory.
       free_port: function that returns a port for an attempt's coordinator.
+      progress: function that returns how far process 0's trainer is.
       log: function that receives a line for each event.
       clock: monotonic clock, in seconds.
     """
@@ -142,13 +144,14 @@ class Council:
         job: str,
         *,
         free_port: Callable[[], int],
+        progress: Callable[[], Progress],
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         # Replaced as a whole, so that any thread may read it.
         self.status = Status("waits for supervisors")
         self._count, self._policy, self._job = count, policy, job
-        self._free_port, self._log, self._clock = free_port, log, clock
+        self._free_port, self._progress, self._log, self._clock = free_port, progress, log, clock
         self._orders: list[Order] = []
         self._memories: dict[int, str] = {}  # member -> HOST:PORT of its memory
         self._word = secrets.token_hex(16)
@@ -180,9 +183,8 @@ class Council:
                 return self._stop(member, report.number)
             case Sizes():
                 self._learn(member, report)
-            case Trained() if report.attempt == self.status.attempt and self._is_in_attempt:
-                self._attempt.trained_at = min(self._attempt.trained_at, self._clock())
             case Ended() if report.attempt == self.status.attempt:
+                self._look()
                 self._end(member, report.code, describe(report.code))
         return None
 
@@ -203,6 +205,7 @@ class Council:
         if self._finished:
             pass
         elif self._is_in_attempt:
+            self._look()
             if not self._attempt.running:
                 self._decide()
             elif not self._attempt.ends and not self._stopped_by:
@@ -255,13 +258,24 @@ class Council:
         return Finish(_stop_code(number), "asked to stop")
 
     def _learn(self, member: int, sizes: Sizes) -> None:
-        """Note the sizes that process 0's trainer reports, or that an earlier council passed on."""
+        """Note sizes that process 0's trainer has told, or an earlier council has passed on."""
         fits = all(0 < number < self._count for number in sizes.counts)
         if not fits or not sizes.wait_seconds >= 0:
             raise Damaged(f"no sizes of {self._count} processes: {sizes}")
         if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
             self._sizes = sizes
             self._orders.append(sizes)
+
+    def _look(self) -> None:
+        """Note the sizes and the first step that process 0's trainer has told."""
+        progress = self._progress()
+        if progress.attempt != self.status.attempt:
+            return
+        if progress.sizes is not None:
+            with suppress(Damaged):
+                self._learn(0, progress.sizes)
+        if progress.at:
+            self._attempt.trained_at = min(self._attempt.trained_at, self._clock())
 
     def _leave(self, member: int) -> None:
         self._changed = self._clock()

@@ -25,13 +25,6 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trainer has finished its first step of an attempt."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
 class Ended:
     """A trainer has ended; negative codes are signals."""
 
@@ -84,12 +77,11 @@ class Finish:
 
 
 # Supervisors keep the sizes that the council passes on, for a new council that begins anew.
-Report = Joined | Trained | Ended | Stopping | Sizes
+Report = Joined | Ended | Stopping | Sizes
 Order = Start | Save | End | Finish | Sizes
 Message = Report | Order
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (Joined, Trained, Ended, Stopping, Sizes, Start, Save, End, Finish)
+    kind.__name__: kind for kind in (Joined, Ended, Stopping, Sizes, Start, Save, End, Finish)
 }
 
 

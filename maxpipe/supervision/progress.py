@@ -8,10 +8,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from maxpipe.devices.cluster import Sizes
+from maxpipe.devices.cluster import Sizes, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record, read_record
 
@@ -26,6 +26,7 @@ _WRITE_SECONDS = 1.0
 class Progress:
     """How far a trainer is."""
 
+    attempt: int = 0  # of its job
     run: str = ""  # the run's directory, once it is known
     step: int = 0  # number of finished steps; 0 before the first one of this process
     at: float = 0.0  # when that step was finished, by the machine's clock
@@ -47,12 +48,15 @@ class Downtime:
 class ProgressFile:
     """Writes the progress of this process for its supervisor; without one its calls do nothing."""
 
-    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        path: Path | None = None,
+        attempt: int = 0,
+        clock: Callable[[], float] = time.time,
+    ):
         self._path = path
+        self._progress = Progress(attempt)
         self._clock = clock
-        self._run = ""
-        self._sizes: Sizes | None = None
-        self._written = 0.0
 
     @property
     def is_read(self) -> bool:
@@ -61,22 +65,20 @@ class ProgressFile:
 
     def may_go_on(self, sizes: Sizes) -> None:
         """Report with how many processes the run may go on."""
-        self._sizes = sizes
-        self._write(Progress(sizes=sizes))
+        self._tell(replace(self._progress, sizes=sizes))
 
     def run_directory(self, run: Path) -> None:
         """Report the run's directory, once it exists."""
-        self._run = str(run.resolve())
-        self._write(Progress(self._run, sizes=self._sizes))
+        self._tell(replace(self._progress, run=str(run.resolve())))
 
     def finished(self, step: int) -> None:
         """Report that a step is finished; written once a second at most."""
         now = self._clock()
-        if now - self._written >= _WRITE_SECONDS:
-            self._written = now
-            self._write(Progress(self._run, step, now, self._sizes))
+        if now - self._progress.at >= _WRITE_SECONDS:
+            self._tell(replace(self._progress, step=step, at=now))
 
-    def _write(self, progress: Progress) -> None:
+    def _tell(self, progress: Progress) -> None:
+        self._progress = progress
         if self._path is not None:
             # A failed write is no reason to stop training: the supervisor only knows less.
             with suppress(OSError):
@@ -88,7 +90,7 @@ class ProgressFile:
 def progress_file_of_process() -> ProgressFile:
     """Return the progress file that this process's supervisor has named."""
     path = os.environ.get(PROGRESS)
-    return ProgressFile(Path(path) if path else None)
+    return ProgressFile(Path(path) if path else None, job_of_process()[1])
 
 
 def read_progress(path: Path) -> Progress:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -38,13 +39,13 @@ from maxpipe.supervision.messages import (
     Save,
     Start,
     Stopping,
-    Trained,
 )
 from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
     STATUS_FILE,
+    Progress,
     downtime_variable,
     read_progress,
 )
@@ -126,8 +127,6 @@ class Supervisor:
         self._took_part = 0  # the latest attempt in which this supervisor was to take part
         self._downtime = ""
         self._sizes: Sizes | None = None  # the council's, for a council that replaces it
-        self._is_told = True  # whether the council knows the trainer's sizes, if it has any
-        self._has_trained = True  # whether the council knows of the attempt's first step
 
     def greeting(self, host: str) -> Joined:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
@@ -181,7 +180,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def look(self) -> None:
-        """Start the trainer when its memory is ready; report how far it is, and its end."""
+        """Start the trainer when its memory is ready; report its end."""
         if self._memory is not None:
             with contextlib.suppress(OSError):  # reported when the next trainer starts
                 hold(self._memory)
@@ -189,21 +188,8 @@ class Supervisor:
             order, _ = self._starting
             self._starting = None
             self._start(order)
-        code = self._take_end()
-        if not (self._is_told and self._has_trained):
-            self._tell_progress()
-        if code is not None:
+        if (code := self._take_end()) is not None:
             self._report(Ended(self._attempt, code))
-
-    def _tell_progress(self) -> None:
-        """Report the run's sizes, and its first step, once the trainer has written them."""
-        progress = read_progress(self.progress_file)
-        if progress.sizes and not self._is_told:
-            self._report(progress.sizes)
-        self._is_told |= bool(progress.sizes or progress.run)  # sizes are written before the run
-        if progress.at and not self._has_trained:
-            self._has_trained = True
-            self._report(Trained(self._attempt))
 
     def _prepare(self, order: Start) -> None:
         """Start the trainer; with partners let `look` start it once lost replicas are fetched."""
@@ -247,7 +233,6 @@ class Supervisor:
             }
         if order.whole:
             environment[WHOLE] = order.whole
-        self._is_told = self._has_trained = self._place.index > 0
         self.progress_file.unlink(missing_ok=True)
         try:
             self._trainer = TrainerProcess(self._command, environment)
@@ -305,10 +290,13 @@ def supervise(
             partners = stack.enter_context(Partners(memory, place.index))
         supervisor = Supervisor(command, place, log, directory, memory, partners)
         if place.index == 0:
-            council = Council(place.count, policy, job, free_port=free_port, log=log)
+            progress = partial(read_progress, supervisor.progress_file)
+            council = Council(
+                place.count, policy, job, free_port=free_port, progress=progress, log=log
+            )
             hub = stack.enter_context(_hub(council, place, secret))
             address = hub.address
-            stack.enter_context(_writing_status(council, supervisor.progress_file))
+            stack.enter_context(_writing_status(council, progress))
         stack.callback(supervisor.end)
         return _follow(supervisor, place, address, secret, policy.wait_seconds, signals, log)
 
@@ -380,7 +368,7 @@ def _hub(council: Council, place: Place, secret: str) -> Hub:
 
 
 @contextlib.contextmanager
-def _writing_status(council: Council, progress_file: Path) -> Iterator[None]:
+def _writing_status(council: Council, progress: Callable[[], Progress]) -> Iterator[None]:
     """Write `supervisor.json` into the run's directory when the status changes, and now and then.
 
     A thread does so: a file system may stall for longer than the other supervisors tolerate
@@ -393,7 +381,7 @@ def _writing_status(council: Council, progress_file: Path) -> Iterator[None]:
         is_last = False
         while not is_last:
             is_last = closed.wait(_LOOK_SECONDS)
-            run = run or read_progress(progress_file).run
+            run = run or progress().run
             text = json.dumps(asdict(council.status))
             now = time.monotonic()
             if run and (text != written or now - at > _STATUS_SECONDS):

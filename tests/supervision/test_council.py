@@ -15,8 +15,8 @@ from maxpipe.supervision.messages import (
     Save,
     Start,
     Stopping,
-    Trained,
 )
+from maxpipe.supervision.progress import Progress
 
 
 class Supervised:
@@ -25,11 +25,13 @@ class Supervised:
     def __init__(self, count=2, **policy):
         self.now = 0.0
         self.log = []
+        self.progress = Progress()
         self.council = Council(
             count,
             Policy(**policy),
             "job",
             free_port=lambda: 7,
+            progress=lambda: self.progress,
             log=self.log.append,
             clock=lambda: self.now,
         )
@@ -57,7 +59,8 @@ class Supervised:
     def trained(self, seconds):
         """Let the attempt finish its first step some seconds from now."""
         self.now += seconds
-        self.council.receive(0, Trained(self.council.status.attempt))
+        self.progress = Progress(self.council.status.attempt, at=1.0)
+        self.council._look()
 
 
 @pytest.fixture
@@ -171,7 +174,7 @@ def test_status_that_was_read_stays_as_it_was_and_keeps_the_members_at_the_end(r
 @pytest.mark.parametrize("code", [75, 124, 134, -9, -6, -11])
 def test_council_restarts_all_after_a_pause(run, code):
     first = run.council.status.attempt
-    run.council.receive(0, Trained(first))
+    run.trained(0)
     ended = run.end((0, code), (1, 134))
     assert ended == [End(first, 1800.0 if code == 75 else 2.0)]
     assert run.orders(after=3) == []
@@ -478,7 +481,10 @@ def test_council_believes_sizes_of_process_0_against_the_others_and_passes_them_
     assert sizes in run.council.take_orders()
     run.council.receive(1, Sizes((1,), 1.0, "other"))
     assert run.council._sizes == Sizes((1, 2), 60.0, "whole")
-    run.council.receive(0, Sizes((2,), 60.0, "whole"))
+    for attempt in (1, run.council.status.attempt):  # the first is an earlier one
+        assert run.council._sizes == sizes
+        run.progress = Progress(attempt, sizes=Sizes((2,), 60.0, "whole"))
+        run.council.take_orders()
     assert run.council._sizes.counts == (2,)
     for counts in ((0,), (4,), (1, -1)):
         with pytest.raises(Damaged):

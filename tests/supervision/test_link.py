@@ -12,6 +12,7 @@ from maxpipe.supervision import link
 from maxpipe.supervision.council import Council, Policy
 from maxpipe.supervision.link import Hub
 from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, Stopping, decode, encode
+from maxpipe.supervision.progress import Progress
 from maxpipe.supervision.proof import CALLER, prove
 
 SECRET = "of this run"
@@ -55,7 +56,9 @@ def connect(hub, index):
 
 @pytest.fixture
 def council():
-    return Council(2, Policy(), "job", free_port=lambda: 7, log=lambda text: None)
+    return Council(
+        2, Policy(), "job", free_port=lambda: 7, progress=Progress, log=lambda text: None
+    )
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from maxpipe.supervision.progress import Progress, ProgressFile, read_progress
 
 def test_progress_written_is_read_back_once_a_second_at_most(tmp_path):
     now = [100.0]
-    file = ProgressFile(tmp_path / "progress.json", lambda: now[0])
+    file = ProgressFile(tmp_path / "progress.json", 3, lambda: now[0])
     file.run_directory(tmp_path)
-    assert read_progress(tmp_path / "progress.json") == Progress(str(tmp_path))
+    assert read_progress(tmp_path / "progress.json") == Progress(3, str(tmp_path))
     for now[0], step in ((101.0, 7), (101.5, 8)):
         file.finished(step)
-    assert read_progress(tmp_path / "progress.json") == Progress(str(tmp_path), 7, 101.0)
+    assert read_progress(tmp_path / "progress.json") == Progress(3, str(tmp_path), 7, 101.0)
 
 
 def test_progress_is_written_without_waiting_for_the_disk(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from helpers.training_process import inherited
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
 from maxpipe.supervision import link, supervisor
 from maxpipe.supervision.council import Policy
-from maxpipe.supervision.messages import Start, Trained
+from maxpipe.supervision.messages import Start
 from maxpipe.supervision.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
@@ -62,8 +62,9 @@ if act == "replica":
     (memory / "0a" / "5").mkdir(parents=True)
     (memory / "0a" / "5" / "data").write_text(index)
 if act == "elastic":
-    sizes = '{"sizes": {"counts": [1], "wait_seconds": 0.5, "whole": "all"}, "step": 1, "at": 1.0}'
-    pathlib.Path(os.environ["MAXPIPE_PROGRESS"]).write_text(sizes)
+    sizes = '"sizes": {"counts": [1], "wait_seconds": 0.5, "whole": "all"}, "step": 1, "at": 1.0'
+    told = '{"attempt": %s, %s}' % (os.environ["MAXPIPE_ATTEMPT"], sizes)
+    pathlib.Path(os.environ["MAXPIPE_PROGRESS"]).write_text(told)
 count, whole = (os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "MAXPIPE_WHOLE"))
 print("one of", count, "of", whole, flush=True)
 print("ready", flush=True)
@@ -333,22 +334,6 @@ class Heard:
 
     def send(self, report):
         self.reports.append(report)
-
-
-def test_supervisor_tells_the_council_of_the_first_step_of_each_attempt_once(tmp_path):
-    here, line = supervisor_in(tmp_path, "sleep", "100"), Heard()
-    here.join(line)
-    for attempt in (1, 2):
-        here.handle(Start(attempt, 7, ""))
-        here.look()
-        here.progress_file.write_text(json.dumps({"run": "r", "step": 0, "at": 0.0}))
-        here.look()
-        assert Trained(attempt) not in line.reports
-        here.progress_file.write_text(json.dumps({"run": "r", "step": 3, "at": 9.0}))
-        here.look()
-        here.look()
-        here.end()
-    assert line.reports == [Trained(1), Trained(2)]
 
 
 def test_supervisor_says_what_an_earlier_council_had_told(tmp_path):
