@@ -190,5 +190,9 @@ def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     if keys:
         right = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
         return f"{word}: keys are written without dashes: {right}"
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    flags = [
+        flag
+        for flag, action in parser._option_string_actions.items()
+        if flag.startswith("--") and action.help != argparse.SUPPRESS
+    ]
     return f"there is no flag {word}; the flags are {', '.join(flags)}{nearest(word, flags)}"
