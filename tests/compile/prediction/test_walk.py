@@ -245,51 +245,53 @@ def attention_program(kernel, mask, blocks):
     return text.replace(call, f"{call}, frontend_attributes={{kernel_metadata={named}}}")
 
 
-def attention_seconds(channels, pairs):
-    """Return the time of products over so many channels for so many queries and keys."""
-    return pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
+HALF = 1024 * 1024 / 2  # pairs of a query and a key, without the masked half of blocks
+SIZES = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128)}
+ALL_BLOCKS = {
+    f"block_{side}{'' if kernel == 'fwd' else f'_{kernel}'}": size
+    for kernel, pair in SIZES.items()
+    for side, size in zip(("q", "kv"), pair, strict=True)
+}
+SMALL = {"block_q": 128, "block_kv": 128, "block_q_dq": 128, "block_kv_dq": 128}
+SMALL |= {"block_q_dkv": 128, "block_kv_dkv": 128}
+NARROW_VALUES = {
+    "m: s8": "v: bf16[2,2,1024,64], m: s8",
+    "%m = ": "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ",
+    "%k, %k)": "%k, %v)",
+}
+PART = {
+    "q: bf16[2,4,1024,128]": "q: bf16[2,4,256,128]",
+    "%q = bf16[2,4,1024,128]": "%q = bf16[2,4,256,128]",
+}
 
 
-def test_prices_of_attention_kernels_count_the_blocks_that_they_name():
-    sizes = {"fwd": (128, 256), "dq": (1024, 512), "dkv": (128, 128)}
-    all_blocks = {
-        f"block_{side}{'' if word == 'fwd' else f'_{word}'}": size
-        for word, pair in sizes.items()
-        for side, size in zip(("q", "kv"), pair, strict=True)
-    }
-    for kernel, products, (block_q, block_kv), blocks in (
-        ("fwd", 2, sizes["fwd"], all_blocks),
-        ("dq", 3, sizes["dq"], all_blocks),
-        ("dkv", 4, sizes["dkv"], all_blocks),
-        ("fwd", 2, (512, 512), {"block_q_dq": 1024}),  # which names none of its own
-    ):
-        mask = f"s8[1,{1024 // block_q},{1024 // block_kv}]"
-        pairs = 1024 * 1024 / 2 + 1024 * max(block_q, block_kv) / 2
-        timeline = walked(attention_program(kernel, mask, blocks))
-        assert timeline.seconds == attention_seconds(products * 128, pairs), kernel
-
-
-def test_prices_of_attention_kernels_count_the_channels_of_values():
-    pairs = 1024 * 1024 / 2 + 1024 * 512 / 2
-    for kernel, channels in (("fwd", 128 + 64), ("dq", 2 * 128 + 64), ("dkv", 2 * 128 + 2 * 64)):
-        text = attention_program(kernel, "s8[1,2,2]", {})
-        text = text.replace("m: s8", "v: bf16[2,2,1024,64], m: s8")
-        text = text.replace("%m = ", "%v = bf16[2,2,1024,64] parameter(3)\n  %m = ")
-        timeline = walked(text.replace("%k, %k)", "%k, %v)"))
-        assert timeline.seconds == attention_seconds(channels, pairs), kernel
-
-
-def test_prices_of_attention_kernels_with_a_window_count_the_blocks_that_it_reaches():
-    for kernel, products, mask in (
-        ("fwd", 2, "s8[1,8,2]"),
-        ("dq", 3, "s8[1,8,2]"),
-        ("dkv", 4, "s8[1,2,8]"),
-    ):
-        suffix = "" if kernel == "fwd" else f"_{kernel}"
-        blocks = {f"block_q{suffix}": 128, f"block_kv{suffix}": 128}
-        timeline = walked(attention_program(kernel, mask, blocks))
-        # Each of eight blocks of queries visits two of keys, the first one only its own.
-        assert timeline.seconds == attention_seconds(products * 128, (1 + 7 * 2) * 128 * 128)
+@pytest.mark.parametrize(
+    ("kernel", "mask", "blocks", "edits", "channels", "pairs"),
+    [
+        # The blocks that the kernel names; the default where it names none of its own.
+        ("fwd", "s8[1,8,4]", ALL_BLOCKS, {}, 2 * 128, HALF + 1024 * 256 / 2),
+        ("dq", "s8[1,1,2]", ALL_BLOCKS, {}, 3 * 128, HALF + 1024 * 1024 / 2),
+        ("dkv", "s8[1,8,8]", ALL_BLOCKS, {}, 4 * 128, HALF + 1024 * 128 / 2),
+        ("fwd", "s8[1,2,2]", {"block_q_dq": 1024}, {}, 2 * 128, HALF + 1024 * 512 / 2),
+        # Values with fewer channels than queries and keys.
+        ("fwd", "s8[1,2,2]", {}, NARROW_VALUES, 128 + 64, HALF + 1024 * 512 / 2),
+        ("dq", "s8[1,2,2]", {}, NARROW_VALUES, 2 * 128 + 64, HALF + 1024 * 512 / 2),
+        ("dkv", "s8[1,2,2]", {}, NARROW_VALUES, 2 * 128 + 2 * 64, HALF + 1024 * 512 / 2),
+        # A window: each of eight blocks of queries visits two of keys, the first one only its own.
+        ("fwd", "s8[1,8,2]", SMALL, {}, 2 * 128, (1 + 7 * 2) * 128 * 128),
+        ("dq", "s8[1,8,2]", SMALL, {}, 3 * 128, (1 + 7 * 2) * 128 * 128),
+        ("dkv", "s8[1,2,8]", SMALL, {}, 4 * 128, (1 + 7 * 2) * 128 * 128),
+        # A part of the queries visits a block of keys entirely, so that there is no window.
+        ("dkv", "s8[1,2,8]", SMALL, PART, 4 * 128, 256 * (1024 + 128) / 2),
+    ],
+)
+def test_prices_of_attention_kernels_count_the_blocks_that_they_visit(
+    kernel, mask, blocks, edits, channels, pairs
+):
+    text = attention_program(kernel, mask, blocks)
+    for old, new in edits.items():
+        text = text.replace(old, new)
+    assert walked(text).seconds == pytest.approx(2 * channels * (2 * 4) * pairs / (0.5 * 1e12))
 
 
 def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
@@ -317,16 +319,6 @@ def test_walk_of_layers_of_two_kinds_costs_either_attention_by_its_share():
     blocks = 0.75 * 2 + 0.25 * 3
     assert timeline.seconds == pytest.approx(blocks * 4 * 8 * 512 * 512 * 128 / (0.5 * 1e12))
     assert [c[:4] for c in timeline.conditionals] == [("attention", OUTSIDE, 1, 0.25)]
-
-
-def test_price_of_the_gradient_of_keys_for_a_part_of_the_queries_is_causal_without_a_window():
-    blocks = {"block_q_dkv": 128, "block_kv_dkv": 128}
-    text = attention_program("dkv", "s8[1,2,8]", blocks)
-    part = text.replace("q: bf16[2,4,1024,128]", "q: bf16[2,4,256,128]").replace(
-        "%q = bf16[2,4,1024,128]", "%q = bf16[2,4,256,128]"
-    )
-    flops = 2 * 4 * (2 * 4 * 128) * 256 * (1024 + 128) / 2
-    assert walked(part).seconds == pytest.approx(flops / (0.5 * 1e12))
 
 
 def test_kernel_with_a_name_like_those_of_attention_is_priced_by_what_it_states():
