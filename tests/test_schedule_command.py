@@ -73,8 +73,9 @@ def test_compare_lists_every_schedule_at_equal_sizes(capsys):
 
 
 def test_schedule_with_costs_uses_them_per_stage_and_per_backward_half(capsys):
-    slow = output(capsys, "1f1b", "stages=2", "microbatches=4", "forward=1,3", "backward=2")
-    assert "makespan        23\n" in slow
+    for times in ("forward=1,3", "forward=[1,3]"):
+        slow = output(capsys, "1f1b", "stages=2", "microbatches=4", times, "backward=2")
+        assert "makespan        23\n" in slow
     split = output(capsys, "zb_h1", "stages=2", "microbatches=4", "backward=1.5")
     assert "bubble          1 " in split
     parts = output(
