@@ -14,7 +14,6 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -24,30 +23,14 @@ from maxpipe.api import schedules
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import check_flags, print_problems
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import repeated_words
 from maxpipe.config.imports import add_import_flag, import_variants
-from maxpipe.config.outputs import is_device, output_problems, write_file
+from maxpipe.config.outputs import is_device, output_problems
 from maxpipe.config.rules.layout import is_csv
-from maxpipe.config.shipped import names_config
-from maxpipe.config.terminal import no_tracebacks, terminal_width, wants_colour
-from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.plan.simulate import Simulation
-from maxpipe.render.chart import chart_svg
-from maxpipe.render.schedule_page import page_html
-from maxpipe.render.schedule_request import (
-    ScheduleKeys,
-    in_own_keys,
-    keys_help,
-    problems_of,
-    read_request,
-    simulate_schedules,
-)
-from maxpipe.render.schedule_text import comparison_text, render_terminal
-from maxpipe.render.solver import SolveKeys, read_task, search, solution_text
+from maxpipe.config.terminal import no_tracebacks
+from maxpipe.render.draw import draw
+from maxpipe.render.schedule_request import ScheduleKeys, keys_help, problems_of
+from maxpipe.render.solver import SolveKeys
 
-SOLVE = "solve"
-DEFAULT_SECONDS = 60.0
 _OWN_KEYS = keys_help(SolveKeys, besides=ScheduleKeys)
 KEYS_HELP = f"""\
 keys:
@@ -90,12 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _arguments(argv)
         _check_files(arguments)
-        if arguments.words[:1] == [SOLVE]:
-            _solve(arguments)
-        elif arguments.words and names_config(arguments.words[0]):
-            _draw_configuration(arguments)
-        else:
-            _draw_schedules(arguments)
+        draw(arguments)
     except ConfigError as error:
         print_problems(error)
         return 2
@@ -103,100 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(ConfigError(*problems_of(error)))
         return 2
     return 0
-
-
-def _draw_schedules(arguments: argparse.Namespace) -> None:
-    problems = _without_seconds(arguments)
-    names = [word for word in arguments.words if "=" not in word]
-    for option in ("csv", "svg"):
-        if getattr(arguments, option) and (arguments.compare or len(names) > 1):
-            problems.append(Problem(f"--{option}", "name one schedule; it holds no more"))
-    request = read_request(arguments.words, arguments.compare, problems)
-    runs = simulate_schedules(request)
-    for run in runs:
-        if run.table.note:
-            print(in_own_keys(run.table.note), file=sys.stderr)
-    _write_files(arguments, runs, request.subtitle(runs))
-    if arguments.compare and not arguments.plan:
-        sys.stdout.write(comparison_text(runs))
-    elif not _names_files(arguments):
-        _print(runs, arguments.plan)
-
-
-def _solve(arguments: argparse.Namespace) -> None:
-    problems = []
-    if arguments.compare:
-        message = "solve compares with named schedules anyway; leave it out"
-        problems.append(Problem("--compare", message))
-    seconds = DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds
-    if not 0 <= seconds < math.inf:
-        problems.append(Problem("--seconds", f"must be a number, at least 0; got {seconds:g}"))
-    task = read_task(arguments.words[1:], problems)
-    solution = search(task, seconds)
-    sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
-    _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
-    if not _names_files(arguments):
-        _print([solution.run], arguments.plan)
-        sys.stdout.write("\n")
-    sys.stdout.write(solution_text(solution))
-
-
-def _draw_configuration(arguments: argparse.Namespace) -> None:
-    problems = _without_seconds(arguments)
-    if arguments.compare:
-        message = "is for schedules by name; a configuration is compared with uniform stages anyway"
-        problems.append(Problem("--compare", message))
-    path, *words = arguments.words
-    if problems := [*problems, *repeated_words(words)]:
-        raise ConfigError(*problems)
-    try:
-        drawing = _with_jax().draw_configuration(path, words)
-    except ScheduleError as error:
-        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from None
-    _write_files(arguments, drawing.runs, drawing.subtitle)
-    if not _names_files(arguments):
-        _print(drawing.runs[:1], arguments.plan)
-        sys.stdout.write("\n" + drawing.text)
-
-
-def _with_jax() -> ModuleType:
-    # Drawing schedules by name needs no JAX, which is slow to import.
-    import maxpipe.render.stage_times as module
-
-    return module
-
-
-def _without_seconds(arguments: argparse.Namespace) -> list[Problem]:
-    if arguments.seconds is None:
-        return []
-    return [Problem("--seconds", "is for solve; a schedule that is given needs no search")]
-
-
-def _names_files(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.csv or arguments.svg or arguments.html) and not arguments.plan
-
-
-def _write_files(arguments: argparse.Namespace, runs: Sequence[Simulation], subtitle: str) -> None:
-    if arguments.csv:
-        _write("--csv", arguments.csv, to_csv(runs[0].table))
-    if arguments.svg:
-        _write("--svg", arguments.svg, chart_svg(runs[0]))
-    if arguments.html:
-        _write("--html", arguments.html, page_html(runs, subtitle))
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    write_file(flag, path, text)
-    print(f"wrote {path}", file=sys.stderr)  # stdout may be the file
-
-
-def _print(runs: Sequence[Simulation], plan: bool) -> None:
-    if plan:
-        sys.stdout.write(_with_jax().plans_text(runs))
-        return
-    width = terminal_width(sys.stdout) or 120
-    colour = wants_colour(sys.stdout)
-    sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
