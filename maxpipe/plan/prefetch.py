@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import Device, Tpu, tpu_of
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
-from maxpipe.pipeline.schedules.load import build_table
 
 KEY = "pipeline.fsdp_prefetch"
 IDLE_SHARE = 0.5  # whole weights and cheap values are held if a step takes less of a device
@@ -93,14 +92,6 @@ def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
         f"{KEY}=true: transfers between the {ring} devices of mesh axis fsdp run during computation"
     )
     return True
-
-
-def splits_backward(config: Config) -> bool:
-    """Return whether weight gradients are units of their own, also in a table from a file."""
-    if not ENGINES[config.pipeline.engine].has_stages:
-        return False
-    facts = SCHEDULES.get(config.pipeline.schedule)
-    return facts.splits_backward if facts else "W" in build_table(config).kinds
 
 
 def _can_gather_in_steps(config: Config) -> bool:

@@ -6,16 +6,17 @@ latter takes less memory, but on TPUs it costs more than the operations themselv
 all weights and saved tensors that the layer reads from their stores.
 """
 
+import numpy as np
+
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
-from maxpipe.pipeline.chunk import remat_policy
-from maxpipe.pipeline.layout import build_layout
-from maxpipe.plan.estimate import estimate
-from maxpipe.plan.footprint import cheap_width, itemsize, microbatch_tokens, on_platform
-from maxpipe.plan.prefetch import IDLE_SHARE, splits_backward
+from maxpipe.plan.number import Number
+from maxpipe.plan.prefetch import IDLE_SHARE
+from maxpipe.plan.search.memory import memory_bytes
+from maxpipe.plan.search.sizes import BlockSizes, sizes_of_configuration
 
 KEY = "pipeline.remat_cheap"
 
@@ -32,39 +33,49 @@ def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
         return update(config, {KEY: "true"})
     if config.pipeline.remat_cheap != "auto":
         return config
-    does = tpu is None or not _has_choice(config) or _is_scarce(config, tpu, note)
+    sizes = sizes_of_configuration(config, tpu, on_tpus=tpu is not None)
+    does = True
+    if tpu is not None and _has_choice(sizes) and np.any(_several(sizes)):
+        does = bool(np.all(_is_scarce(sizes, tpu)))
+        held = float(np.ravel(_cheap_bytes(sizes))[0])
+        note(
+            f"{KEY}={str(does).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
+            f"a step takes {'over' if does else 'at most'} {IDLE_SHARE:.0%} of a device's "
+            f"{tpu.memory / GIB:.3g} GiB"
+        )
     return update(config, {KEY: str(does).lower()})
 
 
-def _has_choice(config: Config) -> bool:
-    """Return whether chunks have several layers, not in a loop, that are recomputed together.
-
-    Split backwards hold cheap values either way.
-    """
-    pipeline = config.pipeline
-    return (
-        build_layout(config).layers_per_stage > 1
-        and not pipeline.scan_layers_per_stage
-        and pipeline.remat_iterations
-        and not pipeline.remat_layers
-        and not remat_policy(pipeline).everything
-        and not splits_backward(config)
-    )
+def computes_cheap_again(sizes: BlockSizes, tpu: Tpu | None) -> Number:
+    """Return 1 where a backward of several layers computes cheap values once more, else 0."""
+    if not sizes.engine.has_stages or not np.any(several := _several(sizes)):
+        return 0.0
+    chosen = sizes.config.pipeline.remat_cheap if sizes.engine.takes(KEY) else "true"
+    if chosen == "true" or not _has_choice(sizes):
+        return several
+    if chosen == "false":
+        return 0.0
+    return several if tpu is None else several * _is_scarce(sizes, tpu)
 
 
-def _is_scarce(config: Config, tpu: Tpu, note: Note) -> bool:
-    """Return whether cheap values of all layers but one would take more memory than is idle."""
-    others = build_layout(config).layers_per_stage - 1
-    cheap = (
-        cheap_width(on_platform(config, "tpu"))
-        * itemsize(config.model.dtype)
-        * microbatch_tokens(config)
-    )
-    held = others * cheap
-    is_scarce = estimate(config, tpu).total + held > IDLE_SHARE * tpu.memory
-    note(
-        f"{KEY}={str(is_scarce).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
-        f"a step takes {'over' if is_scarce else 'at most'} {IDLE_SHARE:.0%} of a device's "
-        f"{tpu.memory / GIB:.3g} GiB"
-    )
-    return is_scarce
+def _several(sizes: BlockSizes) -> Number:
+    """Return 1 where chunks have several layers that are recomputed together, else 0."""
+    saving = sizes.saving
+    is_recomputed = np.greater(saving.held, saving.residuals) * (1.0 - saving.saves_all)
+    return (sizes.layers > 1) * is_recomputed
+
+
+def _has_choice(sizes: BlockSizes) -> bool:
+    """Return whether a backward may hold cheap values or not; split ones hold them either way."""
+    by_layer = sizes.config.pipeline.scan_layers_per_stage or sizes.config.pipeline.remat_layers
+    return not (by_layer or sizes.splits_backward)
+
+
+def _cheap_bytes(sizes: BlockSizes) -> Number:
+    """Return the bytes of cheap values of all layers of a chunk but one."""
+    return (sizes.layers - 1) * sizes.saving.cheap * sizes.itemsize * sizes.tokens
+
+
+def _is_scarce(sizes: BlockSizes, tpu: Tpu) -> Number:
+    """Return whether holding cheap values would take more memory than is idle."""
+    return np.greater(memory_bytes(sizes) + _cheap_bytes(sizes), IDLE_SHARE * tpu.memory)

@@ -10,6 +10,8 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import NAMED
 from maxpipe.config.terminal import ignore_note
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.plan.estimate import Memory, estimate, traffic
 from maxpipe.plan.footprint import (
     device_parameters,
@@ -20,6 +22,7 @@ from maxpipe.plan.footprint import (
     total_parameters,
     weights_of_parts,
 )
+from maxpipe.plan.search.sizes import sizes_of_configuration
 
 ONE_REPEAT = {"pipeline.num_repeats": 1}
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
@@ -121,6 +124,18 @@ def test_split_backwards_are_priced_with_their_stash():
     delayed = activations("lockstep_zb", **delay) - activations("lockstep_1f1b", **delay)
     # One slot for what is masked, and d(S-1)+1 for units.
     assert delayed / extra == pytest.approx((1 + 7) / (1 + 4))
+
+
+def test_a_table_from_a_file_is_estimated_as_the_schedule_of_a_name(tmp_path):
+    for schedule, splits in (("lockstep_1f1b", False), ("lockstep_zb", True)):
+        values = {"pipeline.remat_policy": "minimal", "pipeline.num_microbatches": 8}
+        named = config_of(**values, **{"pipeline.schedule": schedule})
+        path = tmp_path / "own.csv"
+        path.write_text(to_csv(build_table(named)))
+        config = config_of(**values, **{"pipeline.schedule": str(path)})
+        assert estimate(config, None) == estimate(named, None), schedule
+        sizes = sizes_of_configuration(config, None, on_tpus=False)
+        assert sizes.splits_backward is splits
 
 
 def test_activations_against_the_policy():

@@ -3,8 +3,6 @@
 from helpers.fsdp_stages import V5P, Device, config_of
 
 from maxpipe.devices.chips import tpu_of
-from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.plan import prefetch
 
 
@@ -66,14 +64,3 @@ def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
     whole = {"mesh.ici.fsdp": 1, "mesh.ici.data": 2, "pipeline.num_microbatches": 4}
     assert noted(**circular, **whole) == [note]
     assert noted(**circular, **whole | {"mesh.ici.data": 1}) == []
-
-
-def test_a_table_from_a_file_tells_whether_backwards_are_split(tmp_path):
-    minimal = {"pipeline.remat_policy": "minimal"}
-    for schedule, splits in (("lockstep_1f1b", False), ("lockstep_zb", True)):
-        path = tmp_path / "own.csv"
-        path.write_text(
-            to_csv(build_table(config_of(**{"pipeline.schedule": schedule, **minimal})))
-        )
-        config = config_of(**{"pipeline.schedule": str(path), **minimal})
-        assert prefetch.splits_backward(config) is splits

@@ -10,12 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.plan.number import FLOAT32, Number
-from maxpipe.plan.prefetch import IDLE_SHARE
-from maxpipe.plan.remat_cheap import KEY as REMAT_CHEAP
+from maxpipe.plan.remat_cheap import computes_cheap_again
 from maxpipe.plan.search.block import along
 from maxpipe.plan.search.facts import Facts, LayerCosts
 from maxpipe.plan.search.machine import Machine
-from maxpipe.plan.search.memory import memory_bytes
 from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.traffic import layer_traffic
 
@@ -87,7 +85,7 @@ class Units(NamedTuple):
 
 
 def units_of(sizes: BlockSizes, machine: Machine) -> Units:
-    again = _computes_cheap_again(sizes, machine)
+    again = computes_cheap_again(sizes, machine.tpu)
     layer = _layer(
         sizes, machine, sizes.facts, sizes.saving.recomputed, again, sizes.saving.residuals
     )
@@ -104,26 +102,6 @@ def first_layers(sizes: BlockSizes, machine: Machine) -> Number:
     layer = _layer(sizes, machine, facts, sizes.saving.first_recomputed, 0.0, stored)
     # A lockstep engine starts their backward from the tokens, with a forward of its own.
     return sizes.num_first * (layer.layer + sizes.engine.lockstep * layer.forward)
-
-
-def _computes_cheap_again(sizes: BlockSizes, machine: Machine) -> Number:
-    """Return 1 where a backward of several layers computes cheap values once more, else 0.
-
-    It then holds only the results of products, see `plan.remat_cheap`.
-    """
-    pipeline, engine = sizes.config.pipeline, sizes.engine
-    several = (sizes.layers > 1) * (sizes.saving.held > sizes.saving.residuals)
-    if not engine.has_stages or not np.any(several):
-        return 0.0
-    chosen = pipeline.remat_cheap if engine.takes(REMAT_CHEAP) else "true"
-    by_layer = pipeline.scan_layers_per_stage or pipeline.remat_layers
-    has_choice = chosen != "true" and not by_layer and not sizes.splits_backward
-    if has_choice and chosen == "false":
-        return 0.0
-    if not has_choice or machine.tpu is None:
-        return several
-    held = (sizes.layers - 1) * sizes.saving.cheap * sizes.itemsize * sizes.tokens
-    return several * (memory_bytes(sizes) + held > IDLE_SHARE * machine.tpu.memory)
 
 
 def _head(sizes: BlockSizes, machine: Machine) -> Number:
