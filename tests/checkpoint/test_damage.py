@@ -104,6 +104,7 @@ def rewrite_record(step_directory, change):
 
 RECORDS = {
     "no leaves": lambda c: c.pop("leaves"),
+    "no iterator": lambda c: c["leaves"].pop("iterator"),
     "shape is negative": lambda c: c["leaves"]["params.scale"].update(shape=[-33]),
     "dtype is unknown": lambda c: c["leaves"]["params.scale"].update(dtype="object"),
     "config is text": lambda c: c["meta"].update(config="x"),
