@@ -9,7 +9,7 @@ from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg, fit_frame
 from maxpipe.render.schedule_page import figures_html
-from maxpipe.render.schedule_request import read_request, simulate_schedules
+from maxpipe.render.schedule_request import simulate_words
 from maxpipe.render.schedule_text import FOOTNOTES, comparison_text, render_terminal
 
 _COLUMNS = 120  # width of a schedule's text
@@ -85,9 +85,7 @@ def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:
     """
     words = [fspath(name) for name in names]
     words += [f"{key}={_word(value)}" for key, value in options.items()]
-    request = read_request(words)
-    runs = simulate_schedules(request)
-    return Schedules(runs, request.subtitle(runs))
+    return Schedules(*simulate_words(words))
 
 
 def _word(value: Value) -> str:

@@ -16,7 +16,7 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.schedule_page import page_html
-from maxpipe.render.schedule_request import in_own_keys, read_request, simulate_schedules
+from maxpipe.render.schedule_request import in_own_keys, simulate_words
 from maxpipe.render.schedule_text import comparison_text, render_terminal
 from maxpipe.render.solver import read_task, search, solution_text
 
@@ -47,12 +47,11 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
     for option in ("csv", "svg"):
         if getattr(arguments, option) and (arguments.compare or len(names) > 1):
             problems.append(Problem(f"--{option}", "name one schedule; it holds no more"))
-    request = read_request(arguments.words, arguments.compare, problems)
-    runs = simulate_schedules(request)
+    runs, subtitle = simulate_words(arguments.words, arguments.compare, problems)
     for run in runs:
         if run.table.note:
             print(in_own_keys(run.table.note), file=sys.stderr)
-    _write_files(arguments, runs, request.subtitle(runs))
+    _write_files(arguments, runs, subtitle)
     if arguments.compare and not arguments.plan:
         sys.stdout.write(comparison_text(runs))
     elif not _names_files(arguments):

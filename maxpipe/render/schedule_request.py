@@ -3,9 +3,8 @@
 Times are of a whole stage, all its chunks, for one microbatch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,9 @@ from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.sections.fields import option
 from maxpipe.config.values import Raw, Scalar, as_written, check_bounds, convert, nearest
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
-from maxpipe.pipeline.schedules.load import check_named, is_timed, load_schedule
+from maxpipe.pipeline.schedules.load import is_timed, load_schedule
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 
 TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
@@ -87,141 +88,113 @@ class ScheduleKeys(Keys):
         return replace(super().costs(), collectives=self.collectives)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a command line names.
-
-    Attributes:
-      schedules: names or CSV files.
-      keys: the values of all keys.
-      given: names of the keys that the command line has.
-      is_lenient: whether to leave out options that a schedule does not have.
-    """
-
-    schedules: Sequence[str]
-    keys: ScheduleKeys
-    given: frozenset[str]
-    is_lenient: bool
-
-    def keys_of(self, name: str) -> ScheduleKeys:
-        """Return the keys for one schedule or CSV file.
-
-        Raises:
-          ValueError: the file cannot be read.
-        """
-        keys = self.keys
-        if is_csv(name):
-            sizes = zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True)
-            own: dict[str, Any] = {key: n for key, n in sizes if key not in self.given}
-            return replace(keys, **own)
-        facts = SCHEDULES.get(name)
-        if facts and (self.is_lenient or "repeats" not in self.given):
-            keys = replace(keys, repeats=facts.repeats_for(keys.repeats))
-        if facts and self.is_lenient:
-            delays = keys.delay_activation_forwarding and facts.delays
-            overlaps = keys.overlap_slots and facts.overlaps
-            return replace(keys, delay_activation_forwarding=delays, overlap_slots=overlaps)
-        return keys
-
-    def subtitle(self, runs: Sequence[Simulation]) -> str:
-        """Return sizes and times in words."""
-        table, costs = runs[0].table, self.keys.costs()
-        words = [f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
-        words += ["delay activation forwarding"] * self.keys.delay_activation_forwarding
-        words += ["overlap slots"] * self.keys.overlap_slots
-        times = {"forward": costs.forward, "backward": costs.backward}
-        if any("I" in run.table.kinds for run in runs):
-            times["input gradient"] = costs.input_gradient
-            times["weight gradient"] = costs.weight_gradient
-        times |= {"comm": costs.communication, "head": costs.head}
-        for key, time in times.items():
-            words.append(f"{key} " + "/".join(f"{value:g}" for value in np.atleast_1d(time)))
-        return ", ".join(words) + "; times are of a whole stage and one microbatch"
-
-
-def read_request(
+def simulate_words(
     words: Sequence[str], compare: bool = False, problems: Sequence[Problem] = ()
-) -> Request:
-    """Read names of schedules and `key=value` words, and check what needs no table to be built.
+) -> tuple[list[Simulation], str]:
+    """Simulate the schedules that a command line names.
 
     Args:
-      words: words of the command line.
+      words: names of schedules, CSV files, and `key=value` words.
       compare: whether to take all schedules if none is named.
       problems: what is wrong with the command line besides.
 
+    Returns:
+      A simulation of each schedule, and their sizes and times in words.
+
     Raises:
-      ConfigError: with these problems and those of the words.
+      ConfigError: with these problems, and all those of the words.
     """
     names = [word for word in words if "=" not in word]
     values, found = read_keys(ScheduleKeys, [word for word in words if "=" in word])
     found = [*problems, *found]
     if not names and not compare:
         message = f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file"
-        found.append(Problem("", message))
-    is_lenient = compare or len(names) > 1
-    request = Request(names or [*SCHEDULES], ScheduleKeys(**values), frozenset(values), is_lenient)
+        raise ConfigError(*found, Problem("", message))
+    keys, is_lenient = ScheduleKeys(**values), compare or len(names) > 1
     # How many times there must be is not known while the number of stages is wrong.
     counts_times = not any(problem.key == "stages" for problem in found)
-    for name in request.schedules:
-        found += _schedule_problems(name, request, counts_times)
+    runs = []
+    for name in names or SCHEDULES:
+        try:
+            own = _keys_of(name, keys, values.keys(), is_lenient)
+            too_large = [*size_problems(own)]
+            found += too_large
+            found += time_problems(own) if counts_times else ()
+            if too_large:
+                continue
+            table = _build(name, own)
+            if not found:
+                follows_times = is_timed(name) and not values.keys().isdisjoint(TIMES)
+                runs.append(_simulated(name, own, table, follows_times))
+        except ValueError as error:
+            found += problems_of(error)
     if found:
         raise ConfigError(*dict.fromkeys(found))
-    return request
+    return runs, _subtitle(keys, runs)
 
 
-def simulate_schedules(request: Request) -> list[Simulation]:
-    """Build and simulate all schedules of a request.
+def _keys_of(
+    name: str, keys: ScheduleKeys, given: Collection[str], is_lenient: bool
+) -> ScheduleKeys:
+    """Return the keys for one schedule or CSV file.
+
+    Args:
+      name: schedule or CSV file.
+      keys: values of all keys.
+      given: names of the keys that the command line has.
+      is_lenient: whether to leave out options that the schedule does not have.
 
     Raises:
-      ConfigError: some cannot be built; with all reasons.
+      ValueError: the file cannot be read.
     """
-    runs, problems = [], []
-    for name in request.schedules:
-        try:
-            runs.append(_simulated(name, request))
-        except ValueError as error:
-            problems += problems_of(error)
-    if problems:
-        raise ConfigError(*problems)
-    return runs
+    if is_csv(name):
+        sizes = zip(("stages", "microbatches", "repeats"), csv_sizes(name), strict=True)
+        own: dict[str, Any] = {key: n for key, n in sizes if key not in given}
+        return replace(keys, **own)
+    facts = SCHEDULES.get(name)
+    if facts and (is_lenient or "repeats" not in given):
+        keys = replace(keys, repeats=facts.repeats_for(keys.repeats))
+    if facts and is_lenient:
+        delays = keys.delay_activation_forwarding and facts.delays
+        overlaps = keys.overlap_slots and facts.overlaps
+        return replace(keys, delay_activation_forwarding=delays, overlap_slots=overlaps)
+    return keys
 
 
-def _simulated(name: str, request: Request) -> Simulation:
-    keys = request.keys_of(name)
-    build = partial(
-        load_schedule,
+def _build(name: str, keys: ScheduleKeys, times: UnitTimes | None = None) -> Table:
+    return load_schedule(
         name,
         keys.stages,
         keys.microbatches,
         keys.repeats,
         forwarding_delay=1 + keys.delay_activation_forwarding,
         slack=int(keys.overlap_slots),
+        times=times,
     )
-    table = build()
+
+
+def _simulated(name: str, keys: ScheduleKeys, table: Table, follows_times: bool) -> Simulation:
     costs = chunk_costs(keys.costs(), table.num_stages, table.num_repeats)
-    if is_timed(name) and not request.given.isdisjoint(TIMES):  # its order follows the times
+    if follows_times:
         times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
-        table = build(times=times)
+        table = _build(name, keys, times)
     return simulate(table, costs)
 
 
-def _schedule_problems(name: str, request: Request, counts_times: bool) -> Iterator[Problem]:
-    try:
-        keys = request.keys_of(name)
-    except ValueError as error:
-        yield from problems_of(error)
-        return
-    if too_large := [*size_problems(keys)]:
-        yield from too_large
-        return
-    if not is_csv(name):
-        options = 1 + keys.delay_activation_forwarding, int(keys.overlap_slots)
-        try:
-            check_named(name, keys.stages, keys.microbatches, keys.repeats, *options)
-        except ValueError as error:
-            yield from problems_of(error)
-    if counts_times and (is_csv(name) or name in SCHEDULES):
-        yield from time_problems(keys)
+def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:
+    """Return sizes and times in words."""
+    table, costs = runs[0].table, keys.costs()
+    words = [f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
+    words += ["delay activation forwarding"] * keys.delay_activation_forwarding
+    words += ["overlap slots"] * keys.overlap_slots
+    times = {"forward": costs.forward, "backward": costs.backward}
+    if any("I" in run.table.kinds for run in runs):
+        times["input gradient"] = costs.input_gradient
+        times["weight gradient"] = costs.weight_gradient
+    times |= {"comm": costs.communication, "head": costs.head}
+    for key, time in times.items():
+        words.append(f"{key} " + "/".join(f"{value:g}" for value in np.atleast_1d(time)))
+    return ", ".join(words) + "; times are of a whole stage and one microbatch"
 
 
 def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
