@@ -6,7 +6,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TextIO
 
@@ -15,30 +14,6 @@ from tqdm import tqdm
 from maxpipe.config.terminal import emit, folded, terminal_width
 
 WINDOW = 20  # steps of the running median
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The values of one finished step that the console shows.
-
-    Attributes:
-      step: number of the step, counted from 1.
-      loss: training loss of the step, nats per token.
-      learning_rate: learning rate of the step.
-      step_seconds: wall-clock seconds of the step.
-      auxiliary: other losses of the step by name.
-      expert_loads: for each layer, the largest load of an expert divided by the mean; NaN for a
-        layer without experts. Empty for a model without experts.
-      dropped: for each layer, the share of assignments to experts that is dropped, likewise.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    step_seconds: float
-    auxiliary: Mapping[str, float] = field(default_factory=dict)
-    expert_loads: Sequence[float] = ()
-    dropped: Sequence[float] = ()
 
 
 class Console:
@@ -74,29 +49,34 @@ class Console:
         self._stream = stream or sys.stdout
         self._start_step = start_step
         self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._unprinted: Progress | None = None
+        self._unprinted: Mapping[str, Any] | None = None
         self._has_bar = bool(log_every) and self._stream.isatty()
         self._bar: tqdm | None = None  # from the first step on, below what is printed before
 
-    def step(self, progress: Progress) -> None:
-        """Show a finished step."""
-        is_first = progress.step == self._start_step + 1
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show a finished step: a row of `metrics.jsonl`, in which numbers may be not finite.
+
+        Besides the loss and the learning rate it shows other losses, whose names end in `_loss`,
+        and the largest of the layers' `expert_load_max` and `dropped_assignments`.
+        """
+        step = row["step"]
+        is_first = step == self._start_step + 1
         if not is_first:
-            self._recent.append(progress.step_seconds)
+            self._recent.append(row["step_seconds"])
         if self._bar is not None:
-            self._bar.set_description_str(self._line(progress), refresh=False)
+            self._bar.set_description_str(self._line(row), refresh=False)
             self._bar.update(1)
         elif self._has_bar:
             self._bar = open_bar(
                 self._stream,
-                desc=self._line(progress),
+                desc=self._line(row),
                 total=self._total,
-                initial=progress.step,
+                initial=step,
                 bar_format="{desc} |{bar}|",
             )
         elif self._log_every:
-            self._unprinted = progress
-            if is_first or progress.step % self._log_every == 0 or progress.step == self._total:
+            self._unprinted = row
+            if is_first or step % self._log_every == 0 or step == self._total:
                 self._print_step()
 
     def print_line(self, text: str) -> None:
@@ -122,19 +102,18 @@ class Console:
         emit(self._line(self._unprinted), self._stream)
         self._unprinted = None
 
-    def _line(self, progress: Progress) -> str:
-        parts = [
-            f"step {progress.step:>{len(str(self._total))}}/{self._total}",
-            f"loss {progress.loss:.4f}",
-        ]
+    def _line(self, row: Mapping[str, Any]) -> str:
+        step = row["step"]
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", f"loss {row['loss']:.4f}"]
+        loads, dropped = (row.get(key, ()) for key in ("expert_load_max", "dropped_assignments"))
         details = [
-            *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
-            *(f"max load {load:.2f}x (layer {i})" for load, i in _largest(progress.expert_loads)),
-            *(f"dropped {x:.1%} (layer {i})" for x, i in _largest(progress.dropped) if x),
-            f"lr {progress.learning_rate:.2e}",
+            *(f"{name} {value:.3g}" for name, value in row.items() if name.endswith("_loss")),
+            *(f"max load {load:.2f}x (layer {i})" for load, i in _largest(loads)),
+            *(f"dropped {share:.1%} (layer {i})" for share, i in _largest(dropped) if share),
+            f"lr {row['learning_rate']:.2e}",
         ]
         if not self._recent:
-            first = format_step_time(progress.step_seconds)
+            first = format_step_time(row["step_seconds"])
             return self._fitting(parts, details, [f"{first} for the first step", "left ?"])
         seconds = median(self._recent)
         speed = [
@@ -143,7 +122,7 @@ class Console:
         ]
         if self._peak_seconds is not None:
             speed.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
-        left = format_seconds(seconds * (self._total - progress.step))
+        left = format_seconds(seconds * (self._total - step))
         return self._fitting(parts, details, [*speed, f"left {left}"])
 
     def _fitting(self, start: list[str], details: list[str], end: list[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import printable
-from maxpipe.telemetry.console import Console, Progress
+from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.slow_process import SlowProcess
@@ -123,8 +123,7 @@ class Recorder:
           stage_seconds: seconds of each stage without its waiting for others, if known. A process
             whose stages take much longer than the others' is named on the console.
           **extra: more values of the step, written under their own names; a list has a number for
-            each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
-            console as well, and so are the largest `expert_load_max` and `dropped_assignments`.
+            each layer after the first dense ones. See `Console.step` for what the console shows.
         """
         row: dict[str, Value] = {
             "step": step,
@@ -145,9 +144,7 @@ class Recorder:
         if not self._is_main:
             return row
         self._metrics.use(lambda file: file.write(row))
-        auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
-        by_layer = layers.get("expert_load_max", ()), layers.get("dropped_assignments", ())
-        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, *by_layer))
+        self._console.step(row)
         if self._slow_process and (line := self._slow_process.after_step(step, stage_seconds)):
             self._console.print_line(line)
         self._step = step

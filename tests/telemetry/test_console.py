@@ -6,7 +6,6 @@ import termios
 
 from maxpipe.telemetry.console import (
     Console,
-    Progress,
     format_count,
     format_seconds,
     format_step_time,
@@ -16,6 +15,10 @@ from maxpipe.telemetry.console import (
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def row(step, seconds):
+    return {"step": step, "loss": 2.5, "learning_rate": 3e-4, "step_seconds": seconds}
 
 
 def run(
@@ -37,7 +40,7 @@ def run(
         stream=stream,
     )
     for step in range(start_step + 1, start_step + steps + 1):
-        console.step(Progress(step, 2.5, 3e-4, compile_seconds if step == start_step + 1 else 0.5))
+        console.step(row(step, compile_seconds if step == start_step + 1 else 0.5))
     return console
 
 
@@ -79,7 +82,7 @@ def test_console_on_terminal_draws_no_bar_before_the_first_step():
     console = run(stream, 0)
     console.print_line("devices     4")
     assert stream.getvalue() == "devices     4\n"
-    console.step(Progress(1, 2.5, 3e-4, 60.0))
+    console.step(row(1, 60.0))
     console.print_line("eval loss 2.0")
     console.close()
     assert "step   1/100  loss 2.5000" in stream.getvalue()
@@ -116,7 +119,7 @@ def test_console_goes_on_without_its_terminal(capsys):
     console = run(stream, 2)
     os.close(reader)  # as when a session is logged out of
     for step in (3, 4):
-        console.step(Progress(step, 2.5, 3e-4, 0.5))
+        console.step(row(step, 0.5))
         console.print_line("eval loss 2.0")
     console.close()
     with contextlib.suppress(OSError):
