@@ -30,7 +30,8 @@ def comparison_text(runs: Sequence[Recorded]) -> str:
     across = [("key", *(run.name for run in runs))]
     across += [(key, *(value_text(run, key) for run in runs)) for key in keys]
     down = [("run", *keys), *((run.name, *(value_text(run, key) for key in keys)) for run in runs)]
-    return f"{text}\n{min(_columns(down), _columns(across), key=_width)}"
+    tables = _columns(down), _columns(across)
+    return f"{text}\n{min(tables, key=lambda table: max(map(len, table.splitlines())))}"
 
 
 def run_text(run: Recorded) -> str:
@@ -109,10 +110,6 @@ def _mfu(value: Number) -> str:
 
 def _rate(value: Number) -> str:
     return "-" if value is None else format_count(value)
-
-
-def _width(text: str) -> int:
-    return max(map(len, text.splitlines()))
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

@@ -148,7 +148,8 @@ class Recorder:
         if self._slow_process and (line := self._slow_process.after_step(step, stage_seconds)):
             self._console.print_line(line)
         self._step = step
-        if self._tensorboard is not None and self._is_logged(step):
+        is_end = step in (self._first_step, self._last_step)
+        if self._tensorboard is not None and (is_end or step % self._log_every == 0):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}
             hidden |= {*layers, "stage_seconds"}
@@ -258,9 +259,6 @@ class Recorder:
                 closing.callback(self._tensorboard.close, TensorBoard.close)
             closing.callback(self._metrics.close, MetricsFile.close)
             closing.callback(self._console.close)
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self._log_every == 0 or step in (self._first_step, self._last_step)
 
 
 def _numbered(name: str, values: Sequence[float]) -> dict[str, Value]:

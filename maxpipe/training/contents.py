@@ -76,10 +76,6 @@ def _model_digest(key: str, value: str) -> str:
     return open_folder(value, key).digest()
 
 
-def _schedule_digest(key: str, value: str) -> str:
-    return _file_digest(key, value) if is_csv(value) else value
-
-
 def _file_digest(key: str, value: str) -> str:
     return sampled_digest(value, Path(value).stat().st_size)
 
@@ -88,7 +84,7 @@ def _file_digest(key: str, value: str) -> str:
 _PATHS: Mapping[str, Callable[[str, str], str]] = {
     "model.from_hf": _model_digest,
     "init_from": _model_digest,
-    "pipeline.schedule": _schedule_digest,
+    "pipeline.schedule": lambda key, name: _file_digest(key, name) if is_csv(name) else name,
     "compile.load": _file_digest,
 }
 
