@@ -212,13 +212,30 @@ def of(notes, *words):
     return [note for note in notes if note.startswith(words)]
 
 
-def test_loop_with_saves_stores_state_and_data_position_after_the_step(run, notes):
-    assert run(**{"checkpoint.every": 2}) == DONE
-    assert of(notes, "save") == [
-        "save 2: state 2, batch 2",
-        "save 4: state 4, batch 4",
-        "save 6: state 6, batch 6",
-    ]
+@pytest.mark.parametrize(
+    ("bad", "late", "values", "steps"),
+    [
+        ((), (), {"checkpoint.every": 2}, (2, 4, 6)),
+        ((), (), {"steps": 5, "checkpoint.every": 2, "eval.every": 3}, (2, 4, 5)),
+        ((), (), {"stop_after": 4, "checkpoint.every": 3}, (3, 4)),
+        # A step that is not finite is not saved, but the next finite one; the last one is.
+        ((2, 3), (), {"checkpoint.every": 2, "steps": 9}, (4, 6, 8, 9)),
+        ((4, 5), (), {"checkpoint.every": 4, "steps": 9}, (6, 8, 9)),
+        ((2, 6), (), {"checkpoint.every": 2}, (3, 4, 6)),
+        ((2,), (2, 5), {"checkpoint.every_minutes": 1}, (3, 5, 6)),  # due by time
+        ((5, 6), (), {"checkpoint.every": 9, "optimizer.max_consecutive_skips": 0}, (6,)),
+        ((5, 6), (), {"checkpoint.every": 9, "optimizer.max_consecutive_skips": 3}, (6,)),
+        ((1, 3, 5), (), {"checkpoint.every": 9, "optimizer.max_consecutive_skips": 2}, (6,)),
+        ((1, 2, 3, 4, 5, 6), (), {"optimizer.max_consecutive_skips": 0}, ()),
+    ],
+)
+def test_loop_saves_states_with_the_data_position_after_these_steps(
+    run, notes, bad, late, values, steps
+):
+    assert run(bad=bad, late=late, **values) == DONE
+    assert of(notes, "save") == [f"save {step}: state {step}, batch {step}" for step in steps]
+    skipped = [note.partition(":")[0] for note in notes if "skipped" in note]
+    assert skipped == [f"step {step}" for step in bad]
 
 
 def test_loop_logs_every_step_once_with_a_delay_of_one_step(run, notes):
@@ -235,7 +252,6 @@ def test_loop_logs_a_step_before_its_evaluation_and_save(run, notes):
     notes.clear()
     run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
-    assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
 
 
 def test_loop_gives_later_rows_up_when_its_first_save_sets_steps_aside(run, notes):
@@ -245,28 +261,6 @@ def test_loop_gives_later_rows_up_when_its_first_save_sets_steps_aside(run, note
     notes.clear()
     run(not_finite={2}, **{"checkpoint.every": 2})
     assert of(notes, "give") == []
-
-
-def test_loop_whose_step_to_save_is_bad_saves_the_next_finite_one(run, notes):
-    assert run(bad={2, 3}, **{"checkpoint.every": 2, "steps": 9}) == DONE
-    assert [note.partition(":")[0] for note in of(notes, "save")] == [
-        "save 4",
-        "save 6",
-        "save 8",
-        "save 9",
-    ]
-    notes.clear()
-    run(bad={4, 5}, **{"checkpoint.every": 4, "steps": 9})
-    assert [note.partition(":")[0] for note in of(notes, "save")] == ["save 6", "save 8", "save 9"]
-
-
-def test_loop_with_a_save_due_by_time_waits_for_a_finite_step(run, notes):
-    assert run(late={2, 5}, bad={2}, **{"checkpoint.every_minutes": 1}) == DONE
-    assert of(notes, "save") == [
-        "save 3: state 3, batch 3",
-        "save 5: state 5, batch 5",
-        "save 6: state 6, batch 6",
-    ]
 
 
 def test_loop_with_replicas_writes_one_where_nothing_is_saved(run, notes):
@@ -317,10 +311,9 @@ def test_loop_with_every_0_never_saves_or_evaluates_and_checks_the_last_state(ru
     assert of(notes, "save", "evaluate", "check") == ["check 6: 6"]
 
 
-def test_loop_with_stop_after_saves_without_evaluation(run, notes):
-    assert run(**{"stop_after": 4, "checkpoint.every": 3, "eval.every": 3}) == DONE
+def test_loop_with_stop_after_does_not_evaluate_at_its_end(run, notes):
+    assert run(**{"stop_after": 4, "eval.every": 3}) == DONE
     assert of(notes, "step") == ["step 1", "step 2", "step 3", "step 4"]
-    assert of(notes, "save") == ["save 3: state 3, batch 3", "save 4: state 4, batch 4"]
     assert of(notes, "evaluate") == ["evaluate 3"]
 
 
@@ -329,12 +322,6 @@ def test_loop_takes_the_steps_that_are_left(run, notes):
     assert notes == []
     run(start=4)
     assert of(notes, "step") == ["step 5", "step 6"]
-
-
-def test_loop_with_bad_steps_logs_them_and_saves_the_last_one(run, notes):
-    assert run(bad={2, 6}, **{"checkpoint.every": 2}) == DONE
-    assert [note.partition(":")[0] for note in of(notes, "save")] == ["save 3", "save 4", "save 6"]
-    assert [note.partition(":")[0] for note in notes if "skipped" in note] == ["step 2", "step 6"]
 
 
 def test_loop_names_a_step_without_targets(run, notes):
@@ -347,27 +334,21 @@ def test_loop_names_a_step_without_targets(run, notes):
 
 
 def test_loop_with_too_many_bad_steps_ends_diverged_without_a_save(run, notes):
-    assert (
-        run(bad={2, 3, 4}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1})
-        == DIVERGED
-    )
-    assert of(notes, "save") == ["save 1: state 1, batch 1"]
-    assert "optimizer.max_consecutive_skips" in notes[-1]
-    assert "They began with what is saved as step 1" in notes[-1]
-    run(bad={3, 4, 5}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1, "steps": 9})
-    assert "saved as step 2" in notes[-1]
-    run(bad={4, 5, 6}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 2, "steps": 9})
-    assert "They began" not in notes[-1]
-
-
-def test_loop_with_bad_steps_at_its_end_saves_unless_it_has_diverged(run, notes):
-    for limit in (0, 3):
-        limits = {"optimizer.max_consecutive_skips": limit, "checkpoint.every": 100}
-        assert run(bad={5, 6}, **limits) == DONE
-        assert of(notes, "save") == ["save 6: state 6, batch 6"]
+    for bad, every, saved, remedy in [
+        ({2, 3, 4}, 1, [1], "They began with what is saved as step 1"),
+        ({3, 4, 5}, 1, [1, 2], "They began with what is saved as step 2"),
+        ({4, 5, 6}, 2, [2], ""),
+        ({4, 5, 6}, 100, [], ""),
+    ]:
         notes.clear()
-    assert run(bad={4, 5, 6}, **limits) == DIVERGED
-    assert of(notes, "save") == []
+        limits = {"optimizer.max_consecutive_skips": 3, "checkpoint.every": every}
+        assert run(bad=bad, **limits) == DIVERGED
+        assert [note.partition(":")[0] for note in of(notes, "save")] == [
+            f"save {step}" for step in saved
+        ]
+        assert "optimizer.max_consecutive_skips" in notes[-1]
+        assert remedy in notes[-1]
+        assert ("They began" in notes[-1]) == bool(remedy)
 
 
 def test_loop_that_goes_on_counts_the_bad_steps_before_it(run, notes):
@@ -382,11 +363,6 @@ def test_loop_that_goes_on_counts_the_bad_steps_before_it(run, notes):
             assert f"{skips + 1} steps in a row were not finite" in notes[-1]
             assert "They began with what is saved as step 4" in notes[-1]
         assert len(of(notes, "save")) == (code == DONE)
-
-
-def test_loop_with_bad_steps_below_the_limit_ends_done(run):
-    assert run(bad={1, 3, 5}, **{"optimizer.max_consecutive_skips": 2}) == DONE
-    assert run(bad={1, 2, 3, 4, 5, 6}, **{"optimizer.max_consecutive_skips": 0}) == DONE
 
 
 def test_loop_with_a_state_that_is_not_finite_ends_diverged(run, notes):
