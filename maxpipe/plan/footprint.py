@@ -266,15 +266,15 @@ def weights_of_parts(config: Config, *, only_trained: bool = False) -> WeightsOf
 
     projection, first = head(STORAGE_AXES)
     return WeightsOfParts(
-        part(config, "layers"),
-        part(config, "layers", whole_over=("fsdp",)),
-        part(config, "layers", whole_over=STORAGE_AXES),
-        part(config, "outside"),
-        ends(),
-        ends(("fsdp",)),
-        projection,
-        sum(head()),
-        projection + first,
+        layer_at_rest=part(config, "layers"),
+        layer_over_fsdp=part(config, "layers", whole_over=("fsdp",)),
+        layer_gathered=part(config, "layers", whole_over=STORAGE_AXES),
+        outside_layer=part(config, "outside"),
+        ends=ends(),
+        ends_over_fsdp=ends(("fsdp",)),
+        projection=projection,
+        shared_at_rest=sum(head()),
+        shared=projection + first,
     )
 
 

@@ -94,17 +94,17 @@ class WeightsOfParts(NamedTuple):
         outside_at_rest = layers.outside * self.outside_layer
         outside = layers.outside * self.layer_gathered
         return ParameterCounts(
-            self.ends + in_chunks + layers.in_rows * self.layer_at_rest,
-            self.ends + in_chunks + outside_at_rest,
-            in_chunks,
-            self.ends_over_fsdp + layers.in_chunks * self.layer_over_fsdp,
-            self.layer_at_rest,
-            self.layer_gathered,
-            self.projection,
-            self.shared_at_rest + outside_at_rest,
-            self.shared + outside,
-            outside_at_rest,
-            outside,
+            stored=self.ends + in_chunks + layers.in_rows * self.layer_at_rest,
+            at_rest=self.ends + in_chunks + outside_at_rest,
+            layers_at_rest=in_chunks,
+            gathered=self.ends_over_fsdp + layers.in_chunks * self.layer_over_fsdp,
+            layer_at_rest=self.layer_at_rest,
+            layer_gathered=self.layer_gathered,
+            projection=self.projection,
+            shared_at_rest=self.shared_at_rest + outside_at_rest,
+            shared=self.shared + outside,
+            outside_at_rest=outside_at_rest,
+            outside=outside,
         )
 
 
@@ -179,12 +179,12 @@ def _sequential(weights: ParameterCounts, trained: ParameterCounts, use: Use) ->
     # A loop over layers allocates all gradients at its start.
     late = use.unrolled * np.where(several, use.stored, FLOAT32) * trained.layers_at_rest
     return Held(
-        _cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
-        FLOAT32 * trained.at_rest + waiting,
-        late,
+        copies=_cast_layers(weights, use) + use.keeps_gathered * use.size * whole,
+        gradients=FLOAT32 * trained.at_rest + waiting,
+        late=late,
         # A layer and its gradient.
-        use.size * (weights.layer_gathered + trained.layer_gathered),
-        use.size * (weights.projection + trained.projection),
+        unit=use.size * (weights.layer_gathered + trained.layer_gathered),
+        head=use.size * (weights.projection + trained.projection),
     )
 
 
@@ -215,14 +215,14 @@ def _lockstep(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     whole_chunk = use.in_steps * use.layers * trained.layer_gathered
     return Held(
         # If weights are gathered in steps, XLA casts all shards before the loop, too.
-        np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
+        copies=np.maximum(use.in_steps, each * is_whole) * _cast_layers(weights, use)
         + use.once * use.size * (weights.layers_gathered + weights.shared)
         # Layers outside the pipeline are laid out for use.
         + use.stored * weights.outside_at_rest,
-        FLOAT32 * (each * trained.at_rest + use.once * whole_sums),
-        0.0,
-        each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
-        each * use.size * weights.projection + FLOAT32 * trained.projection,
+        gradients=FLOAT32 * (each * trained.at_rest + use.once * whole_sums),
+        late=0.0,
+        unit=each * (1.0 - is_whole) * use.size * (chunk + whole_chunk) + FLOAT32 * gradients,
+        head=each * use.size * weights.projection + FLOAT32 * trained.projection,
     )
 
 
@@ -241,14 +241,14 @@ def _circular(weights: ParameterCounts, trained: ParameterCounts, use: Use) -> H
     is_outside = np.greater(weights.outside_at_rest, 0)
     at_once = np.maximum(each * chunk, is_outside * weights.layer_gathered)
     return Held(
-        each * _cast_layers(weights, use)
+        copies=each * _cast_layers(weights, use)
         + use.size * (sets * chunk + use.once * weights.gathered)
         # Gradients of the projection: the logits of all microbatches are made at once.
         + use.size * trained.projection
         + use.stored * weights.outside_at_rest,
-        FLOAT32 * ((1.0 - use.once) * done + whole + rows),
-        0.0,
+        gradients=FLOAT32 * ((1.0 - use.once) * done + whole + rows),
+        late=0.0,
         # A chunk's weights, or those of a layer outside, and a layer's gradient before it is added.
-        use.size * (at_once + trained.layer_gathered),
-        use.size * weights.projection,
+        unit=use.size * (at_once + trained.layer_gathered),
+        head=use.size * weights.projection,
     )

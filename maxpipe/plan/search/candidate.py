@@ -108,19 +108,19 @@ def candidate_of(
     repeats, layers = int(block.repeats[v]), facts.config.model.stacked_layers
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)
     return Candidate(
-        block.grid,
-        block.engine,
-        block.schedule,
-        block.batch,
-        int(block.microbatches[m]),
-        repeats,
-        block.policies[policy],
-        block.gathers[gather],
-        int(block.tiles[tiles]),
-        block.scans,
-        layout.updates(layers),
-        float(memory[index]),
-        Seconds(*(float(np.asarray(part)[index]) for part in seconds)),
+        grid=block.grid,
+        engine=block.engine,
+        schedule=block.schedule,
+        batch=block.batch,
+        microbatches=int(block.microbatches[m]),
+        repeats=repeats,
+        policy=block.policies[policy],
+        gather=block.gathers[gather],
+        tiles=int(block.tiles[tiles]),
+        scans=block.scans,
+        layout=layout.updates(layers),
+        memory=float(memory[index]),
+        seconds=Seconds(*(float(np.asarray(part)[index]) for part in seconds)),
     )
 
 

@@ -193,19 +193,13 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
         simulated = str(max(1, config.mesh.simulated_devices))
         count = _count_of(topology, number if ":" in topology else simulated, "devices", CPU)
         _check_one_machine(topology, count, slices, MOST_SIMULATED, "simulated devices")
-        return Machine(
-            f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype],
-            _NOMINAL.hbm_bandwidth, None, False,
-        )  # fmt: skip
+        return _one_host(f"{CPU}:{count}", _NOMINAL, count, dtype)
     gpu = next((chip for chip in _GPUS if chip.name.lower() == name.lower()), None)
     if gpu is not None:
         count = _count_of(topology, number, "GPUs", gpu.name)
         what = "GPUs, those of one host: what is between hosts has no price"
         _check_one_machine(topology, count, slices, MOST_GPUS, what)
-        return Machine(
-            f"{gpu.name}:{count}", gpu, (count,), count, 1, 1,
-            gpu.peak_flops[dtype], gpu.hbm_bandwidth, gpu.hbm_bytes, True,
-        )  # fmt: skip
+        return _one_host(f"{gpu.name}:{count}", gpu, count, dtype)
     if not names_kind(topology):
         gpus = ", ".join(chip.name for chip in _GPUS)
         raise ValueError(
@@ -225,10 +219,33 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     per_chip = num_devices(canonical) // num_chips(canonical)
     sizes: Axes = tuple(int(size) for size in canonical.partition(":")[2].split("x"))
     return Machine(
-        canonical, chip, sizes, num_devices(canonical) * slices, slices,
-        hosts_of(canonical) * slices, chip.peak_flops[dtype] / per_chip,
-        chip.hbm_bandwidth / per_chip, chip.hbm_bytes / per_chip, True,
-    )  # fmt: skip
+        topology=canonical,
+        chip=chip,
+        grid=sizes,
+        devices=num_devices(canonical) * slices,
+        slices=slices,
+        hosts=hosts_of(canonical) * slices,
+        peak=chip.peak_flops[dtype] / per_chip,
+        hbm=chip.hbm_bandwidth / per_chip,
+        capacity=chip.hbm_bytes / per_chip,
+        is_timed=True,
+    )
+
+
+def _one_host(topology: str, chip: Chip, count: int, dtype: str) -> Machine:
+    is_timed = chip is not _NOMINAL
+    return Machine(
+        topology=topology,
+        chip=chip,
+        grid=(count,),
+        devices=count,
+        slices=1,
+        hosts=1,
+        peak=chip.peak_flops[dtype],
+        hbm=chip.hbm_bandwidth,
+        capacity=chip.hbm_bytes if is_timed else None,
+        is_timed=is_timed,
+    )
 
 
 def _count_of(topology: str, number: str, what: str, name: str) -> int:

@@ -148,9 +148,17 @@ def request_of(arguments: Arguments) -> Request:
         )
         raise ConfigError(Problem(MARGIN, message))
     request = Request(
-        arguments.path, config, shared, machine, batches, choices, margin, smallest,
-        tuple(flags.imports), tuple(key for key in fixed if key in choices),
-    )  # fmt: skip
+        path=arguments.path,
+        written=config,
+        config=shared,
+        machine=machine,
+        batches=batches,
+        choices=choices,
+        margin=margin,
+        smallest=smallest,
+        imports=tuple(flags.imports),
+        fixed=tuple(key for key in fixed if key in choices),
+    )
     if not smallest and is_empty(request.space()):
         raise ConfigError(emptiness(request.space()))
     return request
