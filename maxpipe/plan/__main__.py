@@ -12,10 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxpipe.compile.compilable import compiler_problems, number_compiled
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError
-from maxpipe.plan.search.flags import file_problems, flag_problems
+from maxpipe.plan.search.flags import (
+    compiler_problems,
+    file_problems,
+    flag_problems,
+    number_compiled,
+)
 from maxpipe.plan.search.request import request_of
 from maxpipe.plan.search.space import UNDECIDED
 

@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from maxpipe.compile import compilable, proof
-from maxpipe.compile.compilable import FINALISTS, compiler_problems, number_compiled
+from maxpipe.compile import proof
 from maxpipe.config import Config
 from maxpipe.plan import __main__ as command
+from maxpipe.plan.search import flags as plan_flags
 from maxpipe.plan.search.candidate import Proof
+from maxpipe.plan.search.flags import FINALISTS, compiler_problems, number_compiled
 from maxpipe.plan.search.machine import machine_of
 
 WORDS = [
@@ -37,7 +38,7 @@ def compilers(monkeypatch):
         calls.append(imports)
         return Proof(1e9, float(len(calls)), True, "", 1.0)
 
-    monkeypatch.setattr("maxpipe.compile.compilable.is_installed", lambda name: True)
+    monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda name: True)
     monkeypatch.setattr(proof, "compile_configuration", compile_whole)
     return calls
 
@@ -79,12 +80,12 @@ def test_what_nothing_compiles_for_is_refused_where_it_is_asked_for(monkeypatch)
         flags = argparse.Namespace(**{"compile": None, "closed": False} | given)
         return [str(p) for p in compiler_problems(flags, machine_of(topology, 1, Config()))]
 
-    monkeypatch.setattr(compilable, "is_installed", lambda name: True)
+    monkeypatch.setattr(plan_flags, "is_installed", lambda name: True)
     for topology in ("cpu:4", "H100:4"):
         assert problems_of(topology) == problems_of(topology, compile=0) == []
         (problem,) = problems_of(topology, compile=2)
         assert problem == f"--compile: there is no compiler at hand for {topology}; leave it out"
-    monkeypatch.setattr(compilable, "is_installed", lambda name: False)
+    monkeypatch.setattr(plan_flags, "is_installed", lambda name: False)
     (problem,) = problems_of("v5p:2x2x1")
     assert problem.startswith("--compile: needs libtpu: pip install ")
     assert problems_of("v5p:2x2x1", closed=True) == problems_of("cpu:4") == []

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import Problem
+from maxpipe.config.imports import install_command, is_installed
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.outputs import output_problems
 from maxpipe.config.sections import Config
 from maxpipe.config.values import Scalar, check_bounds, convert
+from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.space import BATCH
+
+FINALISTS = 3  # compiled by default
 
 
 def flag_problems(flags: argparse.Namespace) -> Iterator[Problem]:
@@ -27,6 +31,28 @@ def file_problems(arguments: Arguments) -> Iterator[Problem]:
     flags = arguments.flags
     files = {"--write": flags.write, "--json": flags.json, "--html": flags.html}
     yield from output_problems(files, arguments.files)
+
+
+def number_compiled(flags: argparse.Namespace) -> int:
+    """Return how many rows are compiled."""
+    if flags.compile is not None:
+        return int(flags.compile)
+    return 0 if flags.closed else FINALISTS
+
+
+def compiler_problems(flags: argparse.Namespace, machine: Machine) -> Iterator[Problem]:
+    """Yield why --compile has no compiler.
+
+    Args:
+      flags: the command's flags; `compile` is None if it was not given.
+      machine: the devices to plan for.
+    """
+    if flags.compile and not machine.is_compilable:
+        missing = f"there is no compiler at hand for {machine.topology}; leave it out"
+        yield Problem("--compile", missing)
+    if number_compiled(flags) and machine.is_compilable and not is_installed("libtpu"):
+        remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
+        yield Problem("--compile", f"needs libtpu: {remedy}")
 
 
 TOKENS, LARGEST, MARGIN = "--tokens-per-step", "--max-global-batch", "--memory-margin"
