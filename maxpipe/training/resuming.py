@@ -12,7 +12,6 @@ import numpy as np
 from maxpipe.checkpoint.errors import CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import AUTO, NEWEST, RESUME, Job, step_since, step_to_resume
-from maxpipe.checkpoint.reader import Restored
 from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed, shape_refusals
@@ -78,21 +77,12 @@ def step_to_continue(config: Config, checkpointer: Checkpointer) -> int | None:
     return step_to_resume(resume, steps, checkpointer.place)
 
 
-def restore(
-    config: Config,
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    step: int,
-    changed: Sequence[Change],
-) -> Restored[TrainState]:
-    """Return the newest sound step, or `step` if the configuration asks for that one.
+def optional_parts(changed: Sequence[Change]) -> list[str]:
+    """Return the parts of a state that are not read if the checkpoint has them in another form.
 
-    Parts of the state that the checkpoint has in another form keep their initial values: the spike
-    filter's history, and the state of another optimizer.
+    The spike filter may be switched on or off, or have another window, in any start.
     """
-    optional = ["history", "opt_state"] if _has_other_optimizer(changed) else ["history"]
-    exact_step = None if config.checkpoint.resume in NEWEST else step
-    return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional)
+    return ["history", "opt_state"] if _has_other_optimizer(changed) else ["history"]
 
 
 def live_state(trainer: Trainer[StateT], saved: TrainState, changed: Sequence[Change]) -> StateT:

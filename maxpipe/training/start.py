@@ -84,7 +84,7 @@ from maxpipe.training.resuming import (
     followed_once,
     live_state,
     naming_shapes,
-    restore,
+    optional_parts,
     step_to_continue,
     version_changes,
 )
@@ -403,8 +403,10 @@ def _restore(
     claim_run_directory(config, directory, is_new=False)
     if config.init_from:
         log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
+    exact_step = None if config.checkpoint.resume in NEWEST else step
+    like, optional = trainer.abstract_canonical(), optional_parts(changed)
     with supervision.time.phase("restore"), naming_shapes(changed, directory):
-        restored = restore(config, trainer, checkpointer, step, changed)
+        restored = checkpointer.restore(like, exact_step, optional)
     # This may not be the step checked above, if that one was damaged.
     place = checkpointer.place
     return restored, check_continuity(config, fingerprint, restored.meta, directory, place)
