@@ -268,7 +268,7 @@ def test_what_the_plan_decides_need_not_be_legal_in_the_file(tmp_path, capsys):
 def request_of(monkeypatch):
     """Return what is searched by some words, without a search."""
     requests = []
-    monkeypatch.setattr("maxpipe.compile.finalists.launch", lambda r, *_: requests.append(r) or 0)
+    monkeypatch.setattr("maxpipe.compile.plan_launch.launch", lambda r, *_: requests.append(r) or 0)
 
     def of(*words):
         assert plan.main([*FROM, *words]) == 0
@@ -362,14 +362,14 @@ MISTAKES = {
 
 
 def test_mistakes_are_errors_before_anything_is_searched(capsys, monkeypatch):
-    monkeypatch.setattr("maxpipe.compile.finalists.launch", lambda *a: 0)
+    monkeypatch.setattr("maxpipe.compile.plan_launch.launch", lambda *a: 0)
     monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda package: True)
     said = {}
     for words, message in MISTAKES.items():
         first, *others = shlex.split(words)
         with monkeypatch.context() as context, contextlib.suppress(SystemExit):
             if message is not None:
-                context.setitem(sys.modules, "maxpipe.compile.finalists", None)  # an import of JAX
+                context.setitem(sys.modules, "maxpipe.compile.plan_launch", None)  # it needs JAX
             said[words] = plan.main([*{"SMALL": SMALL, "FROM": FROM}.get(first, [first]), *others])
         said.setdefault(words, capsys.readouterr().err)
     wrong = {w: said[w] for w, m in MISTAKES.items() if (m not in said[w] if m else said[w] != 0)}

@@ -1,122 +1,113 @@
-"""Run what a command line of `maxpipe.plan` asks for, and print and write the result."""
+"""Prove the best rows of a plan: compile each in a process of its own, and rank them again."""
 
-import argparse
-import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
+from maxpipe.compile.compile_process import compile_configuration
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.terminal import Note
+from maxpipe.devices.chips import GIB
+from maxpipe.plan.search.best import Plan, with_misfit_reasons
+from maxpipe.plan.search.candidate import Row, loss_of, with_reasons
+from maxpipe.plan.search.written import BASES, file_text
 
-from maxpipe.compile.proof import prove
-from maxpipe.config.errors import ConfigError, Problem, redacted
-from maxpipe.config.imports import import_words
-from maxpipe.config.outputs import write_file
-from maxpipe.config.terminal import folded, terminal_width
-from maxpipe.plan.search.best import Plan, make_plan, smallest_plans
-from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.given import emptiness, given_text
-from maxpipe.plan.search.remedies import remedies
-from maxpipe.plan.search.request import TOPOLOGY, Request
-from maxpipe.plan.search.written import file_text
-from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
-from maxpipe.render.plan_page import page_html
-from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
-
-FITS, NOTHING_FITS = 0, 3
+# By how much closed forms may misjudge one engine against another, as a share of a step.
+ENGINES_APART = 0.2
 
 
-def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Plan, prove, print and write.
+def prove(plan: Plan, count: int, note: Note) -> Plan:
+    """Compile the finalists until `count` of them fit, and the user's own configuration.
 
     Args:
-      request: what to plan.
-      flags: the command's flags compile, compare, write, json and html.
-      words: the command line after the command, for the file that is written.
+      plan: a plan with at least one row.
+      count: number of rows that shall fit; at most twice as many are compiled.
+      note: function that prints a line.
 
     Returns:
-      The exit code, see `maxpipe.plan`.
+      The plan with the proved rows first, by the compiler's prediction. Rows that were not compiled
+      follow; those that do not fit are among its misfits.
 
     Raises:
-      ConfigError: a file cannot be written, the choices leave nothing on any slice, or none of
-        the best could be compiled.
+      ConfigError: none of the rows could be compiled.
     """
-    # The host's own accelerator is not needed, and may be in use.
-    jax.config.update("jax_platforms", "cpu")
-    facts = Facts(request.config)
-    if request.smallest:
-        plan = _smallest(request, flags, facts)
-    else:
-        plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
-    if plan.winner is None:
-        plan = replace(plan, remedies=remedies(plan, facts, _print))
-    _print(*basis_lines(plan))
-    print(*table_lines(plan, terminal_width(sys.stdout)), sep="\n", flush=True)
-    if plan.winner is None:
-        _print(*nothing_fits_lines(plan))
-    if flags.json:
-        write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
-    if flags.html:
-        write_file("--html", flags.html, redacted(page_html(plan, words)))
-    if plan.winner is None:
-        if flags.write:
-            print(f"not written {flags.write}: nothing fits")
-        return NOTHING_FITS
-    if flags.write:
-        write_file("--write", flags.write, file_text(plan, plan.winner, words))
-        train = ["python", "-m", "maxpipe.train", flags.write, *import_words(request.imports)]
-        print(f"written     {flags.write}: {shlex.join(train)}")
-    return FITS
+    rows = finalists(plan.rows) if count > 1 else [*plan.rows]
+    proved: list[Row] = []
+    for number, row in enumerate(rows[: 2 * count], 1):
+        proved.append(_proved(plan, row, f"{number} of up to {min(2 * count, len(rows))}", note))
+        if sum(_fits(row) for row in proved) == count:
+            break
+    good = [row for row in proved if _fits(row)]
+    bad = [row for row in proved if not _fits(row)]
+    failures = [row.proof.failure for row in bad if row.proof and row.proof.failure]
+    if not good and failures and len(failures) == len(bad):
+        raise ConfigError(Problem("--compile", failures[0]))
+    own = plan.own
+    if isinstance(own, Row):
+        own = _proved(plan, own, own.name, note)
+    tried = {id(row) for row in rows[: len(proved)]}
+    uncompiled = [row for row in plan.rows if id(row) not in tried]
+    if not good:
+        return replace(plan, rows=(), misfits=bad, own=own, uncompiled=len(uncompiled))
+    ranked = with_reasons(good, plan.request)
+    uncompiled = [replace(row, reason=loss_of(row, ranked[0])) for row in uncompiled]
+    if isinstance(own, Row) and _fits(own):
+        own = replace(own, reason=loss_of(own, ranked[0]))
+    return replace(
+        plan,
+        rows=[*ranked, *uncompiled],
+        misfits=[*with_misfit_reasons(plan.misfits, ranked[0], plan.request), *bad],
+        own=own,
+        uncompiled=len(uncompiled),
+    )
 
 
-def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan:
-    """Return the proved plan of the smallest slice that trains the model.
+def finalists(rows: Sequence[Row]) -> list[Row]:
+    """Return ranked rows in the order in which they are compiled.
 
-    The costs of larger slices are printed. If nothing fits on any, return the plan of the last one.
+    The second one is the best of another engine, if it is less than `ENGINES_APART` slower: closed
+    forms err alike on rows of one engine, so its next rows would be no second opinion. For the same
+    reason a row that differs from a better one only in its loop over layers comes after all others
+    that are as near.
     """
-    plans = smallest_plans(request, facts, _print)
-    costs = [plan.cost() for plan in plans if plan.winner is not None]
-    if costs:
-        print("by closed forms:", *slice_lines(costs), "", sep="\n", flush=True)
-    *smaller, last = (replace(plan, slices=costs) for plan in plans)
-    for plan in smaller:
-        proved = _proved(plan, flags)
-        if proved.winner is not None:
-            return proved
-        topology = proved.request.machine.topology
-        print(f"nothing that was compiled fits {topology}: the next slice\n", flush=True)
-    return _proved(last, flags)
+    best, *others = rows
+    limit = (1 + ENGINES_APART) * best.per_sequence
+    engine = best.candidate.engine
+    second = next((row for row in others if row.candidate.engine != engine), None)
+    near, twins, far = [best], [], []
+    if second is not None and second.per_sequence < limit:
+        near.append(second)
+        others = [row for row in others if row is not second]
+    for row in others:
+        if row.per_sequence >= limit:
+            far.append(row)
+        elif any(row.candidate.is_twin(better.candidate) for better in near):
+            twins.append(row)
+        else:
+            near.append(row)
+    return [*near, *twins, *far]
 
 
-def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
-    """Return the plan with its best rows compiled; print what was searched.
-
-    Raises:
-      ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
-    """
-    outcome, space = plan.outcome, plan.request.space()
-    if not outcome.tried:
-        raise ConfigError(emptiness(space))
-    _print(*summary_lines(plan))
-    if outcome.least is None:
-        raise ConfigError(_nothing_legal(plan))
-    if flags.compile and plan.request.machine.is_compilable and plan.rows:
-        plan = prove(plan, flags.compile, _print)
-    return plan
+def _fits(row: Row) -> bool:
+    return row.proof is not None and row.proof.fits
 
 
-def _nothing_legal(plan: Plan) -> Problem:
-    """Return why most candidates were left out where none is legal, and what to change."""
-    space, devices = plan.request.space(), plan.request.machine.devices
-    ((reason, _),) = plan.outcome.fallen.most_common(1)
-    if space.choices:
-        given, remedy = given_text(space, space.choices), "give other values, or leave some out"
-    else:
-        given, remedy = f"{devices} devices", f"give {TOPOLOGY} another number of them"
-    return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        print(folded(line, terminal_width(sys.stdout)), flush=True)
+def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
+    candidate = row.candidate
+    note(
+        f"compiling   {title}: {candidate.mesh_text()} {candidate.schedule_text()}, by "
+        f"{BASES[row.basis]} {row.seconds:.3g} s and {row.memory / GIB:.3g} GiB"
+    )
+    proof = compile_configuration(file_text(plan, row, ()), note, plan.request.imports)
+    if proof.failure:
+        note(f"            {proof.failure}")
+    elif proof.memory is not None:
+        seconds = "no step time" if proof.seconds is None else f"{proof.seconds:.4g} s"
+        fits = "fits" if proof.fits else "does NOT fit"
+        took = f"compiled in {proof.compiled_in:.0f} s"
+        note(f"            {fits}: {seconds}, {proof.memory / GIB:.3g} GiB, {took}")
+    reason = proof.failure
+    if not reason and not proof.fits:
+        assert proof.memory is not None
+        needed = f"{proof.memory / GIB:.3g} GiB"
+        reason = f"does not fit: the program needs {needed}, says the compiler"
+    return replace(row, proof=proof, reason=reason)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(*problems)
     flags.compile = number_compiled(flags)
     # JAX, which reads the model, is imported here, once all input is known to be good.
-    from maxpipe.compile.finalists import launch
+    from maxpipe.compile.plan_launch import launch
 
     return launch(request, flags, words)
 

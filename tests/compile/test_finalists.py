@@ -1,98 +1,193 @@
-"""A plan's command line, with compilers that answer from a list."""
+"""Finalists are compiled in processes of their own and ranked again."""
 
 import argparse
-import json
+import dataclasses
+import re
 
 import pytest
+from helpers.small_plan import scaled
 
-from maxpipe.compile import proof
-from maxpipe.config import Config
-from maxpipe.plan import __main__ as command
-from maxpipe.plan.search import flags as plan_flags
+from maxpipe.compile import finalists as proving
+from maxpipe.compile.finalists import finalists, prove
+from maxpipe.compile.plan_launch import launch
+from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.plan.search.best import make_plan
 from maxpipe.plan.search.candidate import Proof
-from maxpipe.plan.search.flags import FINALISTS, compiler_problems, number_compiled
+from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
+from maxpipe.plan.search.request import Request, placed
+from maxpipe.plan.search.seconds import Seconds
+from maxpipe.render.plan_notes import basis_lines
+from maxpipe.render.plan_table import as_json, reason_text
 
-WORDS = [
-    "configs/base.yml",
-    "model.num_layers=8",
-    "data.global_batch_size=32",
-    "--fix",
-    "pipeline.remat_policy=minimal",
-    "--fix",
-    "pipeline.num_microbatches=8",
-    "--fix",
-    "mesh.ici.stage=2",
-    "--fix",
-    "mesh.ici.fsdp=1",
-]
-TOPOLOGY = ["--topology", "v5p:2x2x1"]
+SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
+SIZES |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}  # of 128 channels
 
 
-@pytest.fixture
-def compilers(monkeypatch):
-    """Answer what is compiled; a list of what was, with the modules that it imports."""
-    calls = []
-
-    def compile_whole(text, note, imports):
-        calls.append(imports)
-        return Proof(1e9, float(len(calls)), True, "", 1.0)
-
-    monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda name: True)
-    monkeypatch.setattr(proof, "compile_configuration", compile_whole)
-    return calls
-
-
-def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compilers, tmp_path):
-    file, best = tmp_path / "plan.json", tmp_path / "best.yml"
-    words = ["--compile", "1", "--json", str(file), "--write", str(best)]
-    assert command.main([*WORDS, *TOPOLOGY, *words]) == 0
-    assert compilers == [()]
-    first, *others = json.loads(file.read_text())["rows"]
-    assert first["basis"] == "compiled"
-    assert {row["basis"] for row in others} == {"closed"}
-    assert all(row["reason"].startswith("not compiled; by closed forms ") for row in others)
-    assert "by the compiled program" in best.read_text()
+@pytest.fixture(scope="module")
+def plan():
+    config = replace(Config(), **SIZES)
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    machine = machine_of("v5p:2x2x1", 1, config)
+    config = placed(config, machine)
+    choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
+    choices["pipeline.fsdp_gather"] = ["per_iteration"]
+    own = update(config, {"compile.topology": "v6e:2x2", "mesh.ici.fsdp": 4})
+    request = Request("base", own, config, machine, (16,), choices, 0.1)
+    return make_plan(request, Facts(config), compare=True)
 
 
-SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]
+def compiled(monkeypatch, answers):
+    """Answer compilations with these proofs, in their order; the last one again and again."""
+    left = [*answers]
+
+    def answer(text, note, imports):
+        assert "topology: v5p:2x2x1" in text
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(proving, "compile_configuration", answer)
 
 
-def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
-    compilers, monkeypatch, tmp_path, capsys
+def proved(seconds, *, fits=True, failure="", parts=None):
+    return Proof(1e9, seconds, fits, failure, 1.0, parts)
+
+
+def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
+    compiled(monkeypatch, [proved(3.0), proved(1.0), proved(2.0)])
+    ranked = prove(plan, 3, lambda line: None)
+    assert [row.seconds for row in ranked.rows[:3]] == [1.0, 2.0, 3.0]
+    assert ranked.winner.candidate == plan.rows[1].candidate
+    assert ranked.winner.reason == ""
+    assert ranked.rows[1].reason.startswith("+100.0%")
+    assert all(
+        re.match(r"not compiled; by closed forms (\+|as fast)", reason_text(ranked, row))
+        for row in ranked.rows[3:]
+    )
+
+
+def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_alone(
+    plan, monkeypatch
 ):
-    texts, file = [], tmp_path / "best.yml"
-
-    def compile_whole(text, note, imports):
-        texts.append(text)
-        return Proof(2e10, 1.0, "topology: v5e:2x4" in text, "", 1.0)
-
-    monkeypatch.setattr(proof, "compile_configuration", compile_whole)
-    assert command.main([*WORDS, *SMALLEST, "--compile", "1", "--write", str(file)]) == 0
-    assert ["topology: v5e:2x2" in text for text in texts] == [True, True, False]
-    assert "topology: v5e:2x4" in file.read_text()
-    printed = capsys.readouterr().out
-    assert "nothing that was compiled fits v5e:2x2: the next slice" in printed
+    compiled(monkeypatch, [proved(1000.0), proved(999.0)])
+    ranked = prove(plan, 2, lambda line: None)
+    assert ranked.winner.candidate == plan.rows[1].candidate
+    rows = as_json(ranked)["rows"]
+    assert rows[1]["relative_time"] == pytest.approx(1000 / 999)
+    closed = ranked.winner.candidate.per_sequence
+    for row, data in zip(ranked.rows[2:], rows[2:], strict=True):
+        assert data["relative_time"] == pytest.approx(row.candidate.per_sequence / closed)
+        (share,) = re.findall(r"([+-][\d.]+)%", data["reason"]) or ["0"]
+        assert float(share) == pytest.approx(100 * (data["relative_time"] - 1), abs=0.051)
 
 
-def test_what_nothing_compiles_for_is_refused_where_it_is_asked_for(monkeypatch):
-    def problems_of(topology, **given):
-        flags = argparse.Namespace(**{"compile": None, "closed": False} | given)
-        return [str(p) for p in compiler_problems(flags, machine_of(topology, 1, Config()))]
-
-    monkeypatch.setattr(plan_flags, "is_installed", lambda name: True)
-    for topology in ("cpu:4", "H100:4"):
-        assert problems_of(topology) == problems_of(topology, compile=0) == []
-        (problem,) = problems_of(topology, compile=2)
-        assert problem == f"--compile: there is no compiler at hand for {topology}; leave it out"
-    monkeypatch.setattr(plan_flags, "is_installed", lambda name: False)
-    (problem,) = problems_of("v5p:2x2x1")
-    assert problem.startswith("--compile: needs libtpu: pip install ")
-    assert problems_of("v5p:2x2x1", closed=True) == problems_of("cpu:4") == []
+def of_engine(row, engine):
+    return dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, engine=engine))
 
 
-def test_three_are_compiled_by_default():
-    numbers = {(None, False): 3, (None, True): 0, (5, False): 5}
-    assert FINALISTS == 3
-    for (given, closed), number in numbers.items():
-        assert number_compiled(argparse.Namespace(compile=given, closed=closed)) == number
+def test_the_best_of_another_engine_is_compiled_second_unless_it_is_far_slower(plan):
+    def order(slower):
+        rows = [
+            dataclasses.replace(of_engine(plan.rows[0], "scheduled"), reason=str(number))
+            for number in range(5)
+        ]
+        for number, scale in slower.items():
+            rows[number] = scaled(of_engine(rows[number], "circular"), scale)
+        return [int(row.reason) for row in finalists(rows)]
+
+    assert order({}) == order({4: 1.3}) == [0, 1, 2, 3, 4]
+    assert order({3: 1.1, 4: 1.1}) == [0, 3, 1, 2, 4]
+
+
+def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_near(plan):
+    def order(slower):
+        rows = [row for row in plan.rows if row.candidate.engine == "scheduled"][:4]
+        scales = [(1 + n / 1000) / row.candidate.seconds.step for n, row in enumerate(rows)]
+        rows = [
+            dataclasses.replace(scaled(row, scales[n]), reason=str(n)) for n, row in enumerate(rows)
+        ]
+        assert len({row.candidate.sort for row in rows}) == 4
+        twin = dataclasses.replace(rows[0].candidate, scans=not rows[0].candidate.scans)
+        rows[1] = dataclasses.replace(rows[0], candidate=twin, reason="1")
+        for number, scale in slower.items():
+            rows[number] = scaled(rows[number], scale)
+        rows.sort(key=lambda row: row.per_sequence)
+        return [int(row.reason) for row in finalists(rows)]
+
+    assert order({}) == [0, 2, 3, 1]
+    assert order({3: 1.3}) == [0, 2, 1, 3]
+    assert order({2: 1.3}) == [0, 3, 1, 2]
+
+
+def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
+    rows = [of_engine(row, "scheduled") for row in plan.rows]
+    scale = rows[0].seconds / rows[3].seconds
+    moved = rows[3] = scaled(of_engine(rows[3], "circular"), scale)
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
+    assert ranked.rows[0].candidate is moved.candidate
+    assert ranked.uncompiled == len(rows) - 2
+    # A single one is the best that fits.
+    compiled(monkeypatch, [proved(2.0, fits=False), proved(1.0)])
+    one = prove(dataclasses.replace(plan, rows=rows), 1, lambda line: None)
+    assert one.winner.candidate is rows[1].candidate
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
+    assert [row.candidate for row in ranked.rows[2:]] == [
+        row.candidate for row in [*rows[1:3], *rows[4:]]
+    ]
+
+
+def test_compiled_rows_show_the_compilers_parts_and_lose_by_them(plan, monkeypatch):
+    answers = [proved(1.0, parts=Seconds(0.8, 0.1, 0.1)), proved(1.5, parts=Seconds(0.8, 0.1, 0.6))]
+    compiled(monkeypatch, answers)
+    ranked = prove(plan, 2, lambda line: None)
+    assert [row.parts for row in ranked.rows[:2]] == [answer.parts for answer in answers]
+    assert ranked.rows[1].reason == "+50.0%: bubble"
+    assert as_json(ranked)["rows"][0]["proof"]["parts"]["communication"] == 0.1
+    # What was not compiled is compared by closed forms, which know other losses.
+    closed = ranked.rows[2]
+    assert closed.parts == closed.candidate.seconds
+
+
+def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeypatch):
+    compiled(
+        monkeypatch,
+        [proved(0.1, fits=False), proved(2.0), proved(None, fits=False, failure="broken")],
+    )
+    ranked = prove(plan, 1, lambda line: None)
+    assert ranked.winner.seconds == 2.0
+    assert "the program needs" in ranked.misfits[-1].reason
+
+
+def test_rows_fit_without_the_compilers_estimate_of_time(plan, monkeypatch):
+    compiled(monkeypatch, [proved(None), proved(None)])
+    ranked = prove(plan, 1, lambda line: None)
+    assert ranked.winner.memory == 1e9
+    assert ranked.winner.seconds == plan.rows[0].seconds
+    assert basis_lines(ranked)[0].startswith("no compiler's estimate of time for this chip")
+
+
+def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, monkeypatch):
+    assert plan.own.config.compile.topology == "v5p:2x2x1"
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    assert prove(plan, 1, lambda line: None).own.reason == "50.0% faster"
+
+
+def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch):
+    broken = proved(None, fits=False, failure="not compiled: broken")
+    compiled(monkeypatch, [proved(0.1, fits=False), broken])
+    ranked = prove(plan, 1, lambda line: None)
+    assert ranked.winner is None
+    assert [row.reason for row in ranked.misfits][-1] == "not compiled: broken"
+    compiled(monkeypatch, [broken])
+    with pytest.raises(ConfigError, match="--compile: not compiled: broken"):
+        prove(plan, 1, lambda line: None)
+
+
+def test_offloading_is_said_to_have_no_price(plan, capsys):
+    choices = {**plan.request.choices, "pipeline.remat_policy": ["minimal_offloaded"]}
+    flags = argparse.Namespace(compile=0, probe=0, compare=False, json=None, html=None, write=None)
+    assert launch(dataclasses.replace(plan.request, choices=choices), flags, []) == 0
+    assert "transfers to the host's memory are not in these seconds" in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""Run what a command line of `maxpipe.plan` asks for, and print and write the result."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from maxpipe.compile.finalists import prove
+from maxpipe.config.errors import ConfigError, Problem, redacted
+from maxpipe.config.imports import import_words
+from maxpipe.config.outputs import write_file
+from maxpipe.config.terminal import folded, terminal_width
+from maxpipe.plan.search.best import Plan, make_plan, smallest_plans
+from maxpipe.plan.search.facts import Facts
+from maxpipe.plan.search.given import emptiness, given_text
+from maxpipe.plan.search.remedies import remedies
+from maxpipe.plan.search.request import TOPOLOGY, Request
+from maxpipe.plan.search.written import file_text
+from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
+from maxpipe.render.plan_page import page_html
+from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
+
+FITS, NOTHING_FITS = 0, 3
+
+
+def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) -> int:
+    """Plan, prove, print and write.
+
+    Args:
+      request: what to plan.
+      flags: the command's flags compile, compare, write, json and html.
+      words: the command line after the command, for the file that is written.
+
+    Returns:
+      The exit code, see `maxpipe.plan`.
+
+    Raises:
+      ConfigError: a file cannot be written, the choices leave nothing on any slice, or none of
+        the best could be compiled.
+    """
+    # The host's own accelerator is not needed, and may be in use.
+    jax.config.update("jax_platforms", "cpu")
+    facts = Facts(request.config)
+    if request.smallest:
+        plan = _smallest(request, flags, facts)
+    else:
+        plan = _proved(make_plan(request, facts, compare=flags.compare), flags)
+    if plan.winner is None:
+        plan = replace(plan, remedies=remedies(plan, facts, _print))
+    _print(*basis_lines(plan))
+    print(*table_lines(plan, terminal_width(sys.stdout)), sep="\n", flush=True)
+    if plan.winner is None:
+        _print(*nothing_fits_lines(plan))
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
+    if flags.html:
+        write_file("--html", flags.html, redacted(page_html(plan, words)))
+    if plan.winner is None:
+        if flags.write:
+            print(f"not written {flags.write}: nothing fits")
+        return NOTHING_FITS
+    if flags.write:
+        write_file("--write", flags.write, file_text(plan, plan.winner, words))
+        train = ["python", "-m", "maxpipe.train", flags.write, *import_words(request.imports)]
+        print(f"written     {flags.write}: {shlex.join(train)}")
+    return FITS
+
+
+def _smallest(request: Request, flags: argparse.Namespace, facts: Facts) -> Plan:
+    """Return the proved plan of the smallest slice that trains the model.
+
+    The costs of larger slices are printed. If nothing fits on any, return the plan of the last one.
+    """
+    plans = smallest_plans(request, facts, _print)
+    costs = [plan.cost() for plan in plans if plan.winner is not None]
+    if costs:
+        print("by closed forms:", *slice_lines(costs), "", sep="\n", flush=True)
+    *smaller, last = (replace(plan, slices=costs) for plan in plans)
+    for plan in smaller:
+        proved = _proved(plan, flags)
+        if proved.winner is not None:
+            return proved
+        topology = proved.request.machine.topology
+        print(f"nothing that was compiled fits {topology}: the next slice\n", flush=True)
+    return _proved(last, flags)
+
+
+def _proved(plan: Plan, flags: argparse.Namespace) -> Plan:
+    """Return the plan with its best rows compiled; print what was searched.
+
+    Raises:
+      ConfigError: nothing was searched, nothing is legal, or none of the best could be compiled.
+    """
+    outcome, space = plan.outcome, plan.request.space()
+    if not outcome.tried:
+        raise ConfigError(emptiness(space))
+    _print(*summary_lines(plan))
+    if outcome.least is None:
+        raise ConfigError(_nothing_legal(plan))
+    if flags.compile and plan.request.machine.is_compilable and plan.rows:
+        plan = prove(plan, flags.compile, _print)
+    return plan
+
+
+def _nothing_legal(plan: Plan) -> Problem:
+    """Return why most candidates were left out where none is legal, and what to change."""
+    space, devices = plan.request.space(), plan.request.machine.devices
+    ((reason, _),) = plan.outcome.fallen.most_common(1)
+    if space.choices:
+        given, remedy = given_text(space, space.choices), "give other values, or leave some out"
+    else:
+        given, remedy = f"{devices} devices", f"give {TOPOLOGY} another number of them"
+    return Problem("", f"{given}: nothing is legal; most are left out for: {reason}; {remedy}")
+
+
+def _print(*lines: str) -> None:
+    for line in lines:
+        print(folded(line, terminal_width(sys.stdout)), flush=True)

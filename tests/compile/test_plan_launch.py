@@ -1,0 +1,98 @@
+"""A plan's command line, with compilers that answer from a list."""
+
+import argparse
+import json
+
+import pytest
+
+from maxpipe.compile import finalists as proving
+from maxpipe.config import Config
+from maxpipe.plan import __main__ as command
+from maxpipe.plan.search import flags as plan_flags
+from maxpipe.plan.search.candidate import Proof
+from maxpipe.plan.search.flags import FINALISTS, compiler_problems, number_compiled
+from maxpipe.plan.search.machine import machine_of
+
+WORDS = [
+    "configs/base.yml",
+    "model.num_layers=8",
+    "data.global_batch_size=32",
+    "--fix",
+    "pipeline.remat_policy=minimal",
+    "--fix",
+    "pipeline.num_microbatches=8",
+    "--fix",
+    "mesh.ici.stage=2",
+    "--fix",
+    "mesh.ici.fsdp=1",
+]
+TOPOLOGY = ["--topology", "v5p:2x2x1"]
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Answer what is compiled; a list of what was, with the modules that it imports."""
+    calls = []
+
+    def compile_whole(text, note, imports):
+        calls.append(imports)
+        return Proof(1e9, float(len(calls)), True, "", 1.0)
+
+    monkeypatch.setattr("maxpipe.plan.search.flags.is_installed", lambda name: True)
+    monkeypatch.setattr(proving, "compile_configuration", compile_whole)
+    return calls
+
+
+def test_rows_that_were_not_compiled_are_compared_by_closed_forms(compilers, tmp_path):
+    file, best = tmp_path / "plan.json", tmp_path / "best.yml"
+    words = ["--compile", "1", "--json", str(file), "--write", str(best)]
+    assert command.main([*WORDS, *TOPOLOGY, *words]) == 0
+    assert compilers == [()]
+    first, *others = json.loads(file.read_text())["rows"]
+    assert first["basis"] == "compiled"
+    assert {row["basis"] for row in others} == {"closed"}
+    assert all(row["reason"].startswith("not compiled; by closed forms ") for row in others)
+    assert "by the compiled program" in best.read_text()
+
+
+SMALLEST = ["--topology", "v5e", "--smallest", "--fix", "pipeline.schedule=lockstep_1f1b"]
+
+
+def test_smallest_slice_is_the_first_on_which_what_is_compiled_fits(
+    compilers, monkeypatch, tmp_path, capsys
+):
+    texts, file = [], tmp_path / "best.yml"
+
+    def compile_whole(text, note, imports):
+        texts.append(text)
+        return Proof(2e10, 1.0, "topology: v5e:2x4" in text, "", 1.0)
+
+    monkeypatch.setattr(proving, "compile_configuration", compile_whole)
+    assert command.main([*WORDS, *SMALLEST, "--compile", "1", "--write", str(file)]) == 0
+    assert ["topology: v5e:2x2" in text for text in texts] == [True, True, False]
+    assert "topology: v5e:2x4" in file.read_text()
+    printed = capsys.readouterr().out
+    assert "nothing that was compiled fits v5e:2x2: the next slice" in printed
+
+
+def test_what_nothing_compiles_for_is_refused_where_it_is_asked_for(monkeypatch):
+    def problems_of(topology, **given):
+        flags = argparse.Namespace(**{"compile": None, "closed": False} | given)
+        return [str(p) for p in compiler_problems(flags, machine_of(topology, 1, Config()))]
+
+    monkeypatch.setattr(plan_flags, "is_installed", lambda name: True)
+    for topology in ("cpu:4", "H100:4"):
+        assert problems_of(topology) == problems_of(topology, compile=0) == []
+        (problem,) = problems_of(topology, compile=2)
+        assert problem == f"--compile: there is no compiler at hand for {topology}; leave it out"
+    monkeypatch.setattr(plan_flags, "is_installed", lambda name: False)
+    (problem,) = problems_of("v5p:2x2x1")
+    assert problem.startswith("--compile: needs libtpu: pip install ")
+    assert problems_of("v5p:2x2x1", closed=True) == problems_of("cpu:4") == []
+
+
+def test_three_are_compiled_by_default():
+    numbers = {(None, False): 3, (None, True): 0, (5, False): 5}
+    assert FINALISTS == 3
+    for (given, closed), number in numbers.items():
+        assert number_compiled(argparse.Namespace(compile=given, closed=closed)) == number
