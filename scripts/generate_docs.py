@@ -51,7 +51,8 @@ def legal_values(option: Option) -> str:
     """Return the type, or the closed list of choices, with bounds."""
     bounds = option.bounds
     if option.choices:
-        return ", ".join(f"`{choice}`" for choice in option.choices)
+        listed = "list of " if isinstance(option.default, list) else ""
+        return listed + ", ".join(f"`{choice}`" for choice in option.choices)
     kinds = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}
     limits = [("≥", bounds.minimum), (">", bounds.above), ("≤", bounds.maximum)]
     ranges = " and ".join(f"{sign} {value}" for sign, value in limits if value is not None)

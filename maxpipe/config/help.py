@@ -45,7 +45,9 @@ def _facts(option: Option) -> str:
     facts = dict(_value_lines(option))
     if len(facts["default"]) > LONGEST_DEFAULT:
         facts["default"] = "see --print-config"
-    kind = f"one of {facts['choices']}" if "choices" in facts else facts["type"]
+    kind = facts["type"]
+    if "choices" in facts:
+        kind = f"{'list' if isinstance(option.default, list) else 'one'} of {facts['choices']}"
     legal = f", {facts['legal']}" if "legal" in facts else ""
     return f"{kind}; default {facts['default']}{legal}"
 

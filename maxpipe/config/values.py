@@ -90,11 +90,11 @@ def check_bounds(option: Option, value: Any) -> None:
     """Raise ValueError, with the legal values, if a value of the right type breaks the bounds."""
     bounds = option.bounds
     choices = option.choices
-    if choices and value not in choices:
-        own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
-        raise ValueError(
-            f"{value!r} is not one of {', '.join(choices)}{own}{nearest(str(value), choices)}"
-        )
+    for item in value if isinstance(value, list) else [value]:
+        if choices and item not in choices:
+            own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
+            legal = f"{', '.join(choices)}{own}{nearest(str(item), choices)}"
+            raise ValueError(f"{item!r} is not one of {legal}")
     if bounds.derived and value == -1:
         return
     broken = []

@@ -13,7 +13,6 @@ from maxpipe.config.rules.rule import (
     rules_in,
 )
 from maxpipe.config.sections import MESH_AXES, Config
-from maxpipe.config.sections.model import LAYER_KINDS
 from maxpipe.config.sections.model_parts import (
     ALL_LINEAR,
     ATTENTION_PROJECTIONS,
@@ -116,12 +115,8 @@ def derive_rope_scaling(c: Config) -> Derived:
 
 @check
 def check_layer_pattern(c: Config) -> Wrong:
-    """Check the kinds of layers, and that local layers and a window go together."""
+    """Check that local layers and a window go together."""
     pattern, window, key = c.model.layer_pattern, c.model.attention_window, "model.layer_pattern"
-    for kind in dict.fromkeys(pattern):
-        if kind not in LAYER_KINDS:
-            legal = f"{', '.join(LAYER_KINDS)}{nearest(kind, LAYER_KINDS)}"
-            yield key, f"{kind!r} is not one of {legal}"
     has_local = any(kind.startswith("local") for kind in pattern)
     if has_local and not window:
         yield key, "has local layers, which need model.attention_window, the tokens they see"
@@ -137,16 +132,12 @@ def check_layer_pattern(c: Config) -> Wrong:
 def check_lora(c: Config) -> Wrong:
     """Check which projections have adapters, and that their rank is below the projections' own."""
     m, lora, key = c.model, c.model.lora, "model.lora.targets"
-    legal = (*PROJECTIONS, ALL_LINEAR)
-    unknown = [name for name in dict.fromkeys(lora.targets) if name not in legal]
     if not lora.rank:
         return
-    for name in unknown:
-        yield key, f"{name!r} is not one of {', '.join(legal)}{nearest(name, legal)}"
     if m.is_latent:
         message = "model.attention_kind=mla has no adapters; use 0, which trains all parameters"
         yield "model.lora.rank", message
-    elif not m.adapted and not unknown:
+    elif not m.adapted:
         choices = ATTENTION_PROJECTIONS if m.moe.experts else PROJECTIONS
         yield key, f"names none of {', '.join(choices)}; name one, or {ALL_LINEAR}"
     elif m.moe.experts and (names := [n for n in lora.targets if n in MLP_PROJECTIONS]):
@@ -155,7 +146,7 @@ def check_lora(c: Config) -> Wrong:
             f"experts have no adapters: leave out {', '.join(names)}, or use [{ALL_LINEAR}], which "
             "are those of attention and of the first dense layers",
         )
-    elif m.adapted:
+    else:
         outer = dict.fromkeys(MLP_PROJECTIONS, m.mlp_dim)
         outer |= dict.fromkeys(("query", "out"), m.num_query_heads * m.head_dim)
         outer |= dict.fromkeys(("key", "value"), m.num_kv_heads * m.head_dim)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.model_places import (
     CHATML,
     LEAST_PLAIN_IDS,
@@ -255,15 +254,6 @@ def check_resume(c: Config) -> Wrong:
     if value not in words and not (value.isascii() and value.isdigit()):
         legal = f"auto, never, must or the number of a step{nearest(value, words)}"
         yield "checkpoint.resume", f"{value!r} is not one of {legal}"
-
-
-@check
-def check_accept_changes(c: Config) -> Wrong:
-    """Check that the changes to accept are groups of keys."""
-    for name in c.checkpoint.accept_changes:
-        if name not in GROUPS:
-            legal = f"{', '.join(GROUPS)}{nearest(name, [*GROUPS])}"
-            yield ACCEPT, f"{name!r} is not one of {legal}"
 
 
 @check

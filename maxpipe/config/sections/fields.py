@@ -15,7 +15,7 @@ class Bounds:
 
     Attributes:
       help: one line for users, printed by `--help KEY`.
-      choices: legal values, or None for any of the field's type.
+      choices: legal values, of a list the legal items; None for any of the field's type.
       variants: table of the catalogue whose names are legal values.
       also: legal values besides the variants.
       minimum, above: inclusive and exclusive lower bounds.

@@ -162,9 +162,9 @@ class ModelConfig:
     )
     layer_pattern: list[str] = option(  # noqa: RUF009
         [],
-        f"kinds of consecutive layers ({', '.join(LAYER_KINDS)}; nope = without rotary "
-        "embedding), repeated until the last layer; empty = all layers local if attention_window "
-        "is set, else all global",
+        "kinds of consecutive layers (nope = without rotary embedding), repeated until the last "
+        "layer; empty = all layers local if attention_window is set, else all global",
+        choices=LAYER_KINDS,
     )
     attention: str = option(
         "auto", "attention kernel; auto picks by backend", variants=KERNELS, also=("auto",)

@@ -154,8 +154,8 @@ class LoRAConfig:
     alpha: float = option(16.0, "adapters are multiplied by alpha / rank", above=0)
     targets: list[str] = option(  # noqa: RUF009
         [ALL_LINEAR],
-        f"projections that have an adapter: {', '.join(PROJECTIONS)}; {ALL_LINEAR} = all of them, "
-        "without those of experts",
+        f"projections that have an adapter; {ALL_LINEAR} = all of them, without those of experts",
+        choices=(*PROJECTIONS, ALL_LINEAR),
     )
     dropout: float = option(0.0, "dropout rate on the input of adapters", minimum=0, maximum=0.99)
 

@@ -231,8 +231,9 @@ class CheckpointConfig:
     )
     accept_changes: list[str] = option(  # noqa: RUF009
         [],
-        "what may differ from the checkpoint that a run resumes from: a list of model, seed, "
-        "optimizer, data, tokenizer; the latter also from the base model that it starts from",
+        "what may differ from the checkpoint that a run resumes from; tokenizer also from the "
+        "base model that it starts from",
+        choices=("model", "seed", "optimizer", "data", "tokenizer"),
     )
 
 

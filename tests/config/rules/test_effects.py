@@ -7,6 +7,7 @@ import pytest
 from maxpipe.config import catalog
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.help import describe
+from maxpipe.config.identity import GROUPS
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.rules.layout import engines_of
 
@@ -90,6 +91,7 @@ def test_declarations_name_keys_that_exist():
     assert named - {*OPTIONS, *SECTIONS} == set()
     assert {policy.on_device for policy in REMAT_POLICIES.values()} - {""} <= {*REMAT_POLICIES}
     assert all(engines_of(name) for name in [*SCHEDULES, "file.csv"])
+    assert OPTIONS["checkpoint.accept_changes"].choices == [*GROUPS]
 
 
 def test_every_pipeline_key_is_read_by_an_engine_that_the_help_names():
