@@ -5,7 +5,6 @@ of the catalogue (`unused`, `refused`: keys of its section), or with an engine (
 `refusals`). Errors, notes, `--help` and docs/configuration.md are made from that.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -51,7 +50,8 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
     bounds = OPTIONS[key].bounds
     for needs, is_refused in ((bounds.needs, True), (bounds.acts_with, False)):
         for condition in needs.split(" and ") if needs else ():
-            if not any(_holds(config, condition) for config in (c, before or c)):
+            alternatives = condition.split(" or ")
+            if not any(_is_met(config, a) for config in (c, before or c) for a in alternatives):
                 return Idleness(f"without {_shown(condition)}", is_refused)
     for switch, table in _tables_of(key):
         if fact := _leaves_out(switch, table.get(get(c, switch)), key):
@@ -159,29 +159,15 @@ def _leaves_out(switch: str, variant: object, key: str) -> str:
     return ""
 
 
-def _alternatives(needs: str) -> list[str]:
-    return re.split(" and | or ", needs) if needs else []
-
-
-def _parsed(alternative: str) -> tuple[str, str, str]:
-    """Return key, sign and value of "KEY=VALUE" or "KEY>NUMBER"; "KEY" has an empty sign."""
-    key, sign, value = re.fullmatch(r"([\w.]+)([=>]?)(.*)", alternative).groups()  # type: ignore[union-attr]
-    return key, sign, value
-
-
-def _holds(c: Config, condition: str) -> bool:
-    """Return whether one of the alternatives of a condition is met."""
-    for key, sign, wanted in map(_parsed, _alternatives(condition)):
-        value = get(c, key)
-        if sign == ">":
-            is_met = value > float(wanted)
-        elif sign == "=":
-            is_met = ("auto" if value == AUTO else as_written(value)) in wanted.split("|")
-        else:
-            is_met = bool(value)
-        if is_met:
-            return True
-    return False
+def _is_met(c: Config, alternative: str) -> bool:
+    """Return whether "KEY>NUMBER", "KEY=VALUE|VALUE" or "KEY" is true of a config."""
+    key, _, least = alternative.partition(">")
+    if least:
+        return bool(get(c, key) > float(least))
+    key, _, values = alternative.partition("=")
+    value = get(c, key)
+    written = "auto" if value == AUTO else as_written(value)
+    return written in values.split("|") if values else bool(value)
 
 
 def _shown(condition: str) -> str:
