@@ -58,14 +58,15 @@ class Engine:
 
     def takes(self, key: str) -> bool:
         """Return whether it reads a key; True for every key outside `pipeline.*`."""
-        section, _, inner = key.partition(".")
-        name = inner.partition(".")[0]
-        if section != "pipeline":
-            return True
+        section, name = f"{key}.".split(".")[:2]
+        return section != "pipeline" or self.has_option(name)
+
+    def has_option(self, name: str) -> bool:
+        """Return whether it reads an option of `pipeline.*`."""
         if self.reads:
             return name in ("engine", *self.reads)
         refused = {r.key for r in self.refusals if not r.reads_others}
-        return name not in self.unused and key not in refused
+        return name not in self.unused and f"pipeline.{name}" not in refused
 
     @property
     def is_differentiated(self) -> bool:

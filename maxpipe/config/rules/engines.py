@@ -44,7 +44,8 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
       before: the config before values were derived; what it says counts, too.
     """
     engine = ENGINES.get(c.pipeline.engine)
-    if engine and not engine.takes(key):
+    section, name = f"{key}.".split(".")[:2]
+    if engine and section == "pipeline" and not engine.has_option(name):
         where = f"on the {c.pipeline.engine} engine"
         return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", False)
     bounds = OPTIONS[key].bounds
