@@ -1,24 +1,60 @@
-"""Hostile or damaged YAML and schedules end with a message, soon, and take no memory.
+"""Wrong, hostile or damaged words, YAML and schedules end soon with lines that name keys.
 
-FUZZ_CASES=5000 runs that many random cases of each kind instead of a few.
+They end with exit code 2, take no memory and show no traceback. FUZZ_CASES=5000 runs that many
+random cases of each kind instead of a few.
 """
 
 import os
 import random
+import re
 import time
 from itertools import pairwise
 
 import pytest
+import yaml
+from helpers.training_process import BASE, command, run
 
 from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.pipeline.schedules.csv_files import csv_sizes, load_csv, to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError
-from tests.reliability.test_config_mutations import BASE, check, mutate
+from maxpipe.train import main
 
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
 DEADLINE_SECONDS = 5  # of this process's time, so that a busy machine does not matter
 PATHS = ("run_name", "output_dir", "data.path", "data.tokenizer", "data.cache_dir")
+
+
+# A run of a thousand layers is legal but too long for a test.
+VALUES = (
+    *("0", "-1", "1", "3", "1e400", "-7", "7.5", "nan", "inf", "true", "null", "~", "", "''"),
+    *("abc", "../up", "/dev/null", "\u00e9\u2603", "2026-01-01", "[1, 2", "[a, [b]]", "{a: 1}"),
+    *("[]", "${seed}", "${oc.env:HOME}", "${nowhere}", "a: b: c"),
+    "!!python/object/apply:os.system [ls]",
+)
+OWN_KEYS = re.compile(
+    "|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True)))
+)
+
+
+def mutate(draw):
+    """Draw some words of a command line, most of them wrong."""
+    keys = sorted({*OPTIONS, *SECTIONS})
+
+    def key():
+        name = draw.choice(keys)
+        kind = draw.random()
+        if kind < 0.7:
+            return name
+        if kind < 0.8:
+            at = draw.randrange(len(name))
+            return name[:at] + name[at + 1 :]
+        if kind < 0.9:
+            return name.replace(".", "_")
+        return f"{name}.{draw.choice(keys)}"
+
+    return [f"{key()}={draw.choice(VALUES)}" for _ in range(draw.randint(1, 4))]
 
 
 def refusal(*words, text=None, tmp_path=None):
@@ -85,16 +121,6 @@ def test_load_value_that_nothing_can_hold_is_refused(word, message):
     assert message in refusal(word)
 
 
-def test_load_random_words_are_accepted_or_explained():
-    draw = random.Random(1)
-    for _ in range(CASES):
-        words = mutate(draw)
-        try:
-            resolve(load(str(BASE), words), num_devices=4)
-        except ConfigError as error:
-            check(error.problems, words)
-
-
 PIECES = (
     *("[", "]", "{", "}", ":", ": ", "- ", "\n", "\n  ", ",", "&a ", "*a", "!!x ", "|", ">", "'"),
     *('"', "#", "${seed}", "${", "}", "\t", "\\", "%YAML 1.1\n", "---\n", "...\n", "? ", "<<: *a"),
@@ -111,7 +137,40 @@ def test_load_random_yaml_is_accepted_or_explained(tmp_path):
         try:
             resolve(load(str(file)), num_devices=4)
         except ConfigError as error:
-            check(error.problems, text)
+            for problem in error.problems:
+                assert problem.message, text
+                assert "\n" not in str(problem), text
+                assert OWN_KEYS.search(str(problem)) or problem.source, (text, str(problem))
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 20))]
+)
+def test_train_mutated_command_runs_or_exits_with_2(tmp_path, seed):
+    draw = random.Random(1000 + seed)
+    words = [word for word in mutate(draw) if not word.startswith(("steps", "output_dir"))]
+    code, output = run(tmp_path / "log", command(tmp_path / "runs", *words, "steps=1"))
+    assert "Traceback" not in output, (words, output)
+    assert code in (0, 2), (words, output)
+    if code == 2:
+        assert "config error: " in output
+
+
+def test_options_have_no_secret_keys():
+    assert not [
+        key
+        for key in OPTIONS
+        if re.search("(?<!per_)token$|secret|password|api_key|credential", key)
+    ]
+
+
+def test_print_config_shows_no_environment(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "secret-value")
+    with pytest.raises(SystemExit, match="0"):
+        main([str(BASE), "--print-config"])
+    shown = capsys.readouterr().out
+    assert "secret-value" not in shown
+    assert yaml.safe_load(shown)["run_name"] == "base"
 
 
 class TestSchedules:
