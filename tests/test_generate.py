@@ -8,6 +8,7 @@ import sys
 from functools import reduce
 
 import pytest
+from helpers.compile_command import tpu_aot
 from helpers.training_process import command
 
 from maxpipe import export, train
@@ -25,6 +26,7 @@ ALONE = (
     *("pipeline.num_repeats=1", "model.num_layers=1", "steps=1"),
 )
 LENGTH = 16
+_, needs_libtpu = tpu_aot
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +150,7 @@ def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 
 
+@needs_libtpu
 def test_command_writes_no_complaints_of_libtpu(run_dir):
     # Where the variable is set JAX does not look for TPUs.
     environment = {name: v for name, v in os.environ.items() if name != "JAX_PLATFORMS"}

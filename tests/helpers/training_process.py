@@ -1,4 +1,4 @@
-"""Start `python -m maxpipe.train` on a tiny model as a process, and always end it."""
+"""Train a tiny model with `maxpipe.train`, here or as a process that is always ended."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from helpers.runs import last_words, rows
+from maxpipe import train
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 DEADLINE_SECONDS = 240  # of every wait: importing JAX is slow on a busy machine
@@ -41,6 +42,14 @@ DATA_PARALLEL = (
 def command(output_dir: str | Path, *words: str) -> list[str]:
     """Return the arguments of `maxpipe.train` for a tiny run; the last word for a key counts."""
     return last_words([str(BASE), *TINY, f"output_dir={output_dir}", *words])
+
+
+def train_here(output_dir: str | Path, *words: str) -> Any:
+    """Make a tiny run on all devices of this process; return the exit code."""
+    try:
+        return train.main(command(output_dir, *DATA_PARALLEL, *words))
+    except SystemExit as end:
+        return end.code
 
 
 @contextlib.contextmanager

@@ -199,6 +199,7 @@ def test_train_fault_in_one_process_is_said_by_all_and_ends_them_with_its_code(
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_train_config_error_in_all_processes_is_printed_by_all(tmp_path):
     words = command(tmp_path, "data.source=text", f"data.path={tmp_path}/nowhere")
     with members(tmp_path, 2, words) as started:

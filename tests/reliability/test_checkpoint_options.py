@@ -3,18 +3,11 @@
 import numpy as np
 import pytest
 from helpers.runs import checkpoints, losses, rows, saved
-from helpers.training_process import DATA_PARALLEL, command
+from helpers.training_process import train_here
 
-from maxpipe import train
 from maxpipe.checkpoint.record import step_record
 
-
-def main(tmp_path, *words):
-    """Return the exit code."""
-    try:
-        return train.main(command(tmp_path, *DATA_PARALLEL, *words))
-    except SystemExit as end:
-        return end.code
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.mark.grid
@@ -26,7 +19,7 @@ def test_train_keeps_newest_best_and_every_third_checkpoint(tmp_path):
         "eval.every=2",
         "data.source=python_stdlib",
     )
-    assert main(tmp_path, *words, "checkpoint.keep_every=3", "checkpoint.keep_best=2") == 0
+    assert train_here(tmp_path, *words, "checkpoint.keep_every=3", "checkpoint.keep_best=2") == 0
     root = tmp_path / "base"
     evaluated = {row["step"]: row["eval_loss"] for row in rows(root) if "eval_loss" in row}
     assert list(evaluated) == [2, 4, 6, 8]
@@ -41,11 +34,12 @@ def test_train_keeps_newest_best_and_every_third_checkpoint(tmp_path):
 
 def test_train_convert_dtype_resumes_with_other_dtype(tmp_path, capsys):
     words = ("steps=4", "checkpoint.every=2", "data.source=python_stdlib")
-    assert main(tmp_path, *words, "stop_after=2") == 0
-    assert main(tmp_path, *words, "model.param_dtype=bfloat16") == 2
+    assert train_here(tmp_path, *words, "stop_after=2") == 0
+    assert train_here(tmp_path, *words, "model.param_dtype=bfloat16") == 2
     assert "checkpoint.convert_dtype=true continues with the change" in capsys.readouterr().err
     assert (
-        main(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true") == 0
+        train_here(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true")
+        == 0
     )
     assert (
         "arrays of checkpoint 2 were converted to the dtypes of this run" in capsys.readouterr().out

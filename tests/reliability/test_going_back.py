@@ -7,10 +7,9 @@ import signal
 import pytest
 from helpers.runs import assert_same_run, checkpoints, losses
 from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import DATA_PARALLEL, TrainingProcess, command
+from helpers.training_process import TrainingProcess, command, train_here
 from helpers.training_process import run as finish
 
-from maxpipe import train
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.training.batches import BatchPlacer
@@ -18,7 +17,6 @@ from maxpipe.training.batches import BatchPlacer
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 HERE = (
-    *DATA_PARALLEL,
     "checkpoint.every=2",
     "checkpoint.keep=100",
     "steps=12",
@@ -29,7 +27,7 @@ OTHER = "optimizer.learning_rate=0.01"  # so that the two ways from step 2 on ha
 
 
 def run(directory, *words):
-    return train.main(command(directory, *HERE, *words))
+    return train_here(directory, *HERE, *words)
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +101,7 @@ class TestOncePerJob:
         assert run(tmp_path, words[0], "stop_after=6") == 0
         assert f"checkpoint.resume=never {FOLLOWED} 4:" in capsys.readouterr().out
         attempt(1, job="another")
-        with pytest.raises(SystemExit):
-            run(tmp_path, words[0])
+        assert run(tmp_path, words[0]) == 2
         assert "never, but there are committed steps" in capsys.readouterr().err
 
     def test_train_without_a_job_or_for_another_one_goes_back_each_time(

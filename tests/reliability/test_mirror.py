@@ -6,9 +6,8 @@ import time
 
 import pytest
 from helpers.runs import checkpoints, saved
-from helpers.training_process import DATA_PARALLEL, command, run
+from helpers.training_process import DATA_PARALLEL, command, run, train_here
 
-from maxpipe import train
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.generate import __main__ as generate
 
@@ -26,11 +25,7 @@ def bucket(s3):
 
 
 def main(tmp_path, *words):
-    """Return the exit code."""
-    try:
-        return train.main(command(tmp_path, *DATA_PARALLEL, *STEPS, *words))
-    except SystemExit as end:
-        return end.code
+    return train_here(tmp_path, *STEPS, *words)
 
 
 def keys(s3):
@@ -87,57 +82,45 @@ def test_train_failing_store_exits_with_1(tmp_path, bucket, capsys, monkeypatch)
     assert checkpoints(tmp_path / "base") == [4]
 
 
-@pytest.fixture
-def quickly():
-    """Every test must end quickly although something does not answer."""
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.usefixtures("quickly")
 class TestExitCode2:
-    def test_train_mirror_without_credentials_exits_with_2(self, tmp_path, without_s3_keys, capsys):
-        assert main(tmp_path, MIRROR) == 2
-        error = capsys.readouterr().err
+    """Although something does not answer, each ends quickly."""
+
+    @pytest.fixture
+    def refused(self, tmp_path, capsys):
+        """Return a function of words that returns what is said of them."""
+
+        def _refused(*words, directory=tmp_path):
+            began = time.monotonic()
+            assert main(directory, *words) == 2
+            assert time.monotonic() - began < 30
+            assert not (tmp_path / "base").exists()
+            return capsys.readouterr().err
+
+        return _refused
+
+    def test_train_mirror_without_credentials_exits_with_2(self, refused, without_s3_keys):
+        error = refused(MIRROR)
         assert "config error: checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in error
         assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
-        assert not (tmp_path / "base").exists()
 
-    def test_train_missing_server_exits_with_2(self, tmp_path, s3, monkeypatch, capsys):
+    def test_train_missing_bucket_or_server_exits_with_2(self, refused, s3, monkeypatch):
+        unwritable = "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to"
+        assert unwritable in refused(MIRROR)
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        assert main(tmp_path, MIRROR) == 2
-        assert (
-            "checkpoint.mirror: s3://runs/base/checkpoints cannot be read"
-            in capsys.readouterr().err
-        )
+        assert "checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in refused(MIRROR)
 
-    def test_train_missing_bucket_exits_with_2(self, tmp_path, s3, capsys):
-        assert main(tmp_path, MIRROR) == 2
-        assert (
-            "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to"
-            in capsys.readouterr().err
-        )
+    def test_train_missing_library_exits_with_2(self, refused, monkeypatch):
+        known = pytest.importorskip("fsspec.registry")._registry
+        for protocol, library in (("s3", "s3fs"), ("gs", "gcsfs")):
+            monkeypatch.delitem(known, protocol, raising=False)
+            monkeypatch.setitem(sys.modules, library, None)
+            error = refused(f"checkpoint.mirror={protocol}://runs")
+            assert f"checkpoint.mirror: needs {library}, " in error
+            assert f"pip install -e '.[{protocol}]'" in error
 
-    @pytest.mark.parametrize(("protocol", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
-    def test_train_missing_library_exits_with_2(
-        self, tmp_path, monkeypatch, capsys, protocol, library
-    ):
-        monkeypatch.delitem(
-            pytest.importorskip("fsspec.registry")._registry, protocol, raising=False
-        )
-        monkeypatch.setitem(sys.modules, library, None)
-        assert main(tmp_path, f"checkpoint.mirror={protocol}://runs") == 2
-        assert f"checkpoint.mirror: needs {library}, " in (error := capsys.readouterr().err)
-        assert f"pip install -e '.[{protocol}]'" in error
-
-    @pytest.mark.parametrize("url", ["hdfs://runs", "/data", "s3://", "s3:/runs"])
-    def test_train_mirror_that_is_no_url_exits_with_2(self, tmp_path, capsys, url):
-        assert main(tmp_path, f"checkpoint.mirror={url}") == 2
-        assert (
-            "is not a place in an object store, such as s3://bucket/runs" in capsys.readouterr().err
-        )
-
-    def test_train_remote_output_dir_names_mirror(self, capsys):
-        assert main("s3://runs") == 2
-        assert "checkpoint.mirror keeps a copy of every checkpoint" in capsys.readouterr().err
+    def test_train_mirror_or_output_dir_of_another_kind_exits_with_2(self, refused):
+        for url in ("hdfs://runs", "/data", "s3://", "s3:/runs"):
+            error = refused(f"checkpoint.mirror={url}")
+            assert "is not a place in an object store, such as s3://bucket/runs" in error
+        error = refused(directory="s3://runs")
+        assert "checkpoint.mirror keeps a copy of every checkpoint" in error

@@ -1,21 +1,18 @@
 """A second start of a run that is still alive, and the end of a run whose directory is lost."""
 
 import json
+import platform
 import shutil
 import signal
 
 import pytest
-from helpers.training_process import TrainingProcess, command, run
+from helpers.training_process import TrainingProcess, command
 
-HERE = ("mesh.simulated_devices=1", "mesh.ici.data=1", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
-ENDLESS = (*HERE, "steps=100000", "checkpoint.every=100000")
-
-ON_ANOTHER_HOST = """
-import platform, sys
-platform.node = lambda: "other"
 from maxpipe import train
-sys.exit(train.main(sys.argv[1:]))
-"""
+
+ALONE = ("mesh.simulated_devices=1", "mesh.ici.data=1", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8")
+ENDLESS = (*ALONE, "steps=100000", "checkpoint.every=100000")
 
 LOOKS_OFTEN = """
 import sys
@@ -26,28 +23,31 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path):
+def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path, monkeypatch, capsys):
     words = command(tmp_path, *ENDLESS)
+    here = command(tmp_path, *ENDLESS, *HERE)
     lease = tmp_path / "base" / "lease.json"
     launched = {"MAXPIPE_JOB": "job", "MAXPIPE_ATTEMPT": "1"}
     with TrainingProcess(tmp_path / "first.log", words, launched) as first:
         first.wait_for("step      1/")
-        code, output = run(tmp_path / "second.log", [*words, "optimizer.learning_rate=1"])
-        assert code == 2, output
+        with pytest.raises(SystemExit, match="2"):
+            train.main([*here, "optimizer.learning_rate=1"])
         owner = json.loads(lease.read_text())
         assert (
             f"config error: run_name: {tmp_path}/base is in use by process {owner['pid']} on "
-            f"{owner['host']} since {owner['since']}: wait until it has ended" in output
-        )
+            f"{owner['host']} since {owner['since']}: wait until it has ended"
+        ) in capsys.readouterr().err
         first.send(signal.SIGKILL)
         first.wait()
     assert lease.exists()
-    launched["MAXPIPE_ATTEMPT"] = "2"
-    words.append("stop_after=1")
-    code, output = run(tmp_path / "third.log", words, launched, ON_ANOTHER_HOST)
-    assert code == 0, output
-    assert "an earlier attempt of job job" in output
-    assert "to see whether that process lives" not in output
+    # The next attempt is on another host.
+    for name, value in (launched | {"MAXPIPE_ATTEMPT": "2"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "node", lambda: "other")
+    assert train.main([*here, "stop_after=1"]) == 0
+    printed = "".join(capsys.readouterr())
+    assert "an earlier attempt of job job" in printed
+    assert "to see whether that process lives" not in printed
     assert not lease.exists()
 
 

@@ -4,24 +4,21 @@ import shutil
 
 import pytest
 from helpers.runs import checkpoints, losses, rows
-from helpers.training_process import DATA_PARALLEL, command
+from helpers.training_process import train_here
 
-from maxpipe import train
 from maxpipe.checkpoint.record import record_file, step_record
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
 
 
 def main(output_dir, *words):
-    """Return the exit code."""
-    try:
-        return train.main(command(output_dir, *DATA_PARALLEL, *STEPS, *words))
-    except SystemExit as end:
-        return end.code
+    return train_here(output_dir, *STEPS, *words)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, compiled_once):
     """Return a directory with two runs of two steps, `ours` of seed 0 and `theirs` of seed 1."""
     directory = tmp_path_factory.mktemp("runs")
     for name, seed in (("ours", 0), ("theirs", 1)):

@@ -1,5 +1,6 @@
 """A run that was interrupted in any way ends like one that was not."""
 
+import contextlib
 import random
 import shutil
 import signal
@@ -16,6 +17,8 @@ from helpers.runs import (
     write_config,
 )
 from helpers.training_process import TrainingProcess
+
+from maxpipe.supervision.signals import PREEMPTED
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -75,17 +78,31 @@ def test_train_resumed_from_older_step_is_bit_equal(words, stopped, uninterrupte
     assert_same_run(root, uninterrupted, STEPS)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.grid)])
-def test_train_killed_at_random_is_bit_equal(words, runs, uninterrupted, times):
-    root, command = runs / f"killed-{times}", [*words, f"run_name=killed-{times}"]
+def test_train_asked_to_stop_and_then_killed_at_random_is_bit_equal(words, runs, uninterrupted):
+    root, command = runs / "killed", [*words, "run_name=killed"]
+    with running_to(root, command, 5) as process:
+        process.send(signal.SIGTERM)
+        assert process.wait() == PREEMPTED, process.output
+        saved_step = max(losses(root))
+        assert f"stopped after step {saved_step} of {STEPS}, step {saved_step} is" in process.output
+    assert checkpoints(root)[-1] == saved_step
+    with running_to(root, command, max(saved_step + 1, random.randint(20, 40))) as process:
+        assert f"resumed after step {saved_step}" in process.output
+        kill(process)
+    train(command)
+    assert_same_run(root, uninterrupted, STEPS)
+
+
+@pytest.mark.grid
+def test_train_killed_many_times_at_random_is_bit_equal(words, runs, uninterrupted):
+    root, command = runs / "killed-often", [*words, "run_name=killed-often"]
+    times = 20
     for n in range(times):
         # The time of the kill moves, and every later kill may hit the remains of the earlier one.
-        step, delay = (
-            1 + n * (STEPS - 20) // times + random.randint(0, (STEPS - 20) // times - 1),
-            random.uniform(0, 0.05),
-        )
+        step = 1 + n * (STEPS - 20) // times + random.randint(0, 1)
         before = max(checkpoints(root), default=0) if n else 0
-        kill_after(root, command, max(step, before + 1), delay)
+        with running_to(root, command, max(step, before + 1)) as process:
+            kill(process)
         reached, kept = max(losses(root)), max(checkpoints(root), default=0)
         # At most the running save is lost: the next is due an interval later.
         assert before <= kept
@@ -94,15 +111,19 @@ def test_train_killed_at_random_is_bit_equal(words, runs, uninterrupted, times):
     assert_same_run(root, uninterrupted, STEPS)
 
 
-def kill_after(root, command, step, delay):
-    """Kill the run some seconds after it has printed the line of a step."""
+@contextlib.contextmanager
+def running_to(root, command, step):
+    """Start the run; yield it once it has printed the line of a step."""
     with TrainingProcess(root.with_suffix(".log"), command) as process:
         process.wait_for(f" {step}/{STEPS}  loss")
-        time.sleep(delay)
-        process.send(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, (
-            f"ended before it was killed at step {step} + {delay} s"
-        )
+        yield process
+
+
+def kill(process):
+    """Kill a run at any moment of a step or a save."""
+    time.sleep(random.uniform(0, 0.05))
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, process.output
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ import threading
 import time
 
 import pytest
-from helpers.training_process import TrainingProcess, command, run, steps_of
+from helpers.training_process import TrainingProcess, command, steps_of
 
 from maxpipe.supervision import signals
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED, Interruption
-
-ENDLESS = "steps=1000000"
 
 WAITS = """
 import sys, time
@@ -102,36 +100,23 @@ def broken():
     os.close(write)
 
 
-def start(broken, *words):
-    words = [sys.executable, "-c", *words]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=broken, text=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
-)
-def test_signal_before_first_step_ends_a_process_that_cannot_print(number, code, broken):
-    with start(broken, WAITS, "starts") as process:
-        process.send_signal(number)
-        assert process.wait(10) == code
-
-
-def test_signals_of_a_process_that_cannot_print_are_passed_on_and_end_it(broken):
-    with start(broken, WAITS, "begun") as process:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            process.send_signal(number)
-            assert process.stdout.readline() == "asked\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == INTERRUPTED
-
-
-def test_ctrl_c_during_imports_ends_a_process_that_cannot_print(broken):
-    says = "import time; from maxpipe import ctrl_c; ctrl_c.expect(); print('ready', flush=True)"
-    with start(broken, f"{says}; time.sleep(60)") as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == INTERRUPTED
+def test_signals_end_a_process_that_cannot_print(broken):
+    """Before the first step, during imports, and later by the second Ctrl-C."""
+    imports = "import time; from maxpipe import ctrl_c; ctrl_c.expect(); print('ready', flush=True)"
+    begun = [(signal.SIGTERM, "asked"), (signal.SIGINT, "asked"), (signal.SIGINT, "")]
+    for words, numbers, code in (
+        ((WAITS, "starts"), [(signal.SIGTERM, "")], PREEMPTED),
+        ((WAITS, "starts"), [(signal.SIGINT, "")], INTERRUPTED),
+        ((WAITS, "begun"), begun, INTERRUPTED),
+        ((f"{imports}; time.sleep(60)",), [(signal.SIGINT, "")], INTERRUPTED),
+    ):
+        command = [sys.executable, "-c", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=broken, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            for number, said in numbers:
+                process.send_signal(number)
+                assert not said or process.stdout.readline() == f"{said}\n"
+            assert process.wait(10) == code
 
 
 def test_signal_handlers_and_threads_are_removed_on_exit():
@@ -168,23 +153,9 @@ def test_signal_handlers_are_not_installed_before_enter():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_train_sigterm_saves_and_same_command_continues(tmp_path):
-    words = command(tmp_path, ENDLESS, "checkpoint.every=1000000")
-    with TrainingProcess(tmp_path / "log", words) as process:
-        process.wait_for("step       4/")
-        process.send(signal.SIGTERM)
-        assert process.wait() == PREEMPTED, process.output
-        step = max(steps_of(tmp_path))
-        assert f"stopped after step {step} of 1000000, step {step} is saved" in process.output
-    code, output = run(tmp_path / "again", [*words, f"stop_after={step + 2}"])
-    assert code == 0, output
-    assert f"resumed after step {step}" in output
-    assert sorted(steps_of(tmp_path)) == list(range(1, step + 3))
-
-
 @pytest.mark.slow
 def test_train_ctrl_c_with_worker_processes_saves(tmp_path):
-    words = command(tmp_path, ENDLESS, "data.num_workers=1", "checkpoint.every=1000000")
+    words = command(tmp_path, "steps=1000000", "data.num_workers=1", "checkpoint.every=1000000")
     with TrainingProcess(tmp_path / "log", words) as process:
         process.wait_for("step       4/")
         process.send_to_group(signal.SIGINT)
