@@ -293,9 +293,10 @@ def test_partners_serve_nobody_until_what_is_not_the_attempt_s_has_been_removed(
 
 
 def test_partners_whose_memory_was_made_again_say_that_no_step_is_copied(hosts):
+    hosts[0].partners.rest()
+    hosts[0].partners._thread.join()
     shutil.rmtree(hosts[0].memory)
     hosts[0].memory.mkdir()
-    hosts[0].partners.rest()
     hosts[0].begin([hosts[0]]).wait(60)
     assert (hosts[0].memory / COPIED).read_text() == "[]"
 
