@@ -23,6 +23,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 ROWS = 16
 STAGES = "stage=2 num_microbatches=4 "
+REPEATS = "num_layers=4 num_repeats=2 "
 
 
 class Model(NamedTuple):
@@ -40,14 +41,16 @@ BIASES = (
     "moe.router=topk_softmax moe.bias_rate=0.0"
 )
 # DeepSeek-V3's layers: latent attention, a shared expert, and dense layers before the pipeline.
-DEEPSEEK = LATENT_WORDS + " first_dense_layers=1 moe.shared_experts=1"
+DEEPSEEK = (
+    LATENT_WORDS + " num_layers=4 first_dense_layers=1 moe.shared_experts=1 outside_layers=before "
+)
 CAPACITY = "moe.capacity_factor=1.0"
 # Every third layer has a window, and layers know their place in the model.
 PATTERN = "layer_pattern=[global,global,local] attention_window=3 "
 
 MODELS = {
     "dropout": Model(
-        "dropout=0.2",
+        "num_layers=2 dropout=0.2",
         default=[
             "engine=sequential num_microbatches=4",
             "engine=sequential num_microbatches=16 remat_policy=minimal",
@@ -60,37 +63,31 @@ MODELS = {
             "engine=sequential scan_layers=false remat_policy=minimal fsdp=4",
             "engine=sequential data=4 num_microbatches=4",
             "engine=sequential num_microbatches=2 fsdp=4 scan_layers=false",
-            "schedule=zb_h1 data=2 fsdp=2 num_layers=2 remat_policy=minimal",
+            "schedule=zb_h1 data=2 fsdp=2 remat_policy=minimal",
         ],
     ),
     "tied": Model(
-        "tie_embeddings=true",
+        "num_layers=2 tie_embeddings=true",
         default=[
             "schedule=1f1b context=2 fsdp=2 scan_layers_per_stage=false",
             "engine=sequential num_microbatches=2 tensor=4 context=2",  # more than key heads
             # Microbatches of parts in a program that is manual over fsdp.
             "schedule=circular num_microbatches=2 context=2 fsdp=2 fsdp_gather=once",
+            "schedule=circular num_microbatches=2 fsdp=2 scan_iterations=false",
+            "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true delay_activation_forwarding=true "
+            "remat_policy=minimal remat_cheap=false",
         ],
         slow=[
             "engine=sequential num_microbatches=2 tensor=4",
             "schedule=circular num_microbatches=2 context=2 data=2 fsdp_gather=once",
-        ],
-    ),
-    "plain": Model(
-        "",
-        default=[
-            "schedule=circular scan_iterations=false num_microbatches=2 fsdp=2 num_repeats=2",
-            "schedule=lockstep_1f1b num_repeats=2 fsdp_prefetch=true fsdp=2 "
-            "delay_activation_forwarding=true remat_policy=minimal remat_cheap=false",
-        ],
-        slow=[
-            "schedule=circular scan_iterations=false num_microbatches=2 fsdp=2 num_repeats=2 "
-            "fsdp_gather=per_repeat",
-            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 delay_activation_forwarding=true",
+            "schedule=circular num_layers=4 num_microbatches=2 fsdp=2 scan_iterations=false "
+            "num_repeats=2 fsdp_gather=per_repeat",
+            "schedule=lockstep_1f1b num_layers=4 fsdp_prefetch=true fsdp=2 num_repeats=2 "
+            "delay_activation_forwarding=true",
             "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=4",
             "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=4 skip_idle=false",
             "schedule=lockstep_zb fsdp_prefetch=true fsdp=4 remat_policy=minimal",
-            "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 tensor=2 num_repeats=2",
+            "schedule=lockstep_1f1b num_layers=4 fsdp_prefetch=true fsdp=2 tensor=2 num_repeats=2",
             "schedule=lockstep_1f1b fsdp_prefetch=true fsdp=2 num_repeats=2 num_layers=8 "
             "num_layers_per_stage=2 scan_layers_per_stage=false",
         ],
@@ -108,18 +105,18 @@ MODELS = {
     ),
     # Layers outside the pipeline.
     "outside": Model(
-        "tie_embeddings=true num_layers=4 parallel_layers=2",
+        "tie_embeddings=true num_layers=4 parallel_layers=2 dropout=0.2 block=balanced",
         default=[
             "schedule=lockstep_1f1b outside_layers=before fsdp=2 data=2 fsdp_gather=once",
-            "schedule=1f1b outside_layers=after dropout=0.2 block=balanced",
+            "schedule=1f1b outside_layers=after",
         ],
         slow=[
             "schedule=lockstep_1f1b outside_layers=after fsdp=2 num_layers=5",
             "schedule=lockstep_1f1b outside_layers=after context=2 skip_idle=false",
             # Of three rows, which two stages share, one of the second stage is padding.
-            "schedule=lockstep_1f1b block=balanced dropout=0.2 global_batch_size=12",
-            "schedule=lockstep_1f1b block=balanced dropout=0.2 global_batch_size=12 "
-            "outside_layers=before remat_policy=minimal",
+            "schedule=lockstep_1f1b global_batch_size=12",
+            "schedule=lockstep_1f1b global_batch_size=12 outside_layers=before "
+            "remat_policy=minimal",
             "schedule=lockstep_zb outside_layers=before layers_per_stage=[2,1] parallel_layers=3 "
             "num_layers=8 remat_policy=minimal delay_activation_forwarding=true "
             "fsdp_prefetch=true fsdp=2 tensor=2 scan_layers_per_stage=false",
@@ -135,14 +132,14 @@ MODELS = {
             "schedule=1f1b outside_layers=before num_layers=6 parallel_layers=4 "
             f"layers_per_stage=[1,3] {PATTERN}",
             "schedule=1f1b outside_layers=before num_layers=6 parallel_layers=4 "
-            "first_dense_layers=1 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3",
+            "first_dense_layers=1 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3 block=llama",
         ],
     ),
     # Fewer microbatches than stages, groups of different sizes.
     "microbatches": Model(
         "",
         default=[
-            "schedule=lockstep_1f1b stage=4 num_microbatches=1 global_batch_size=2",
+            "schedule=lockstep_1f1b stage=4 num_microbatches=1 global_batch_size=10",
             "schedule=lockstep_1f1b num_microbatches=5 global_batch_size=10 num_repeats=2 "
             "delay_activation_forwarding=true",
         ],
@@ -169,109 +166,111 @@ MODELS = {
     ),
     # Both ends of the model and every stage of several devices.
     "mpmd": Model(
-        "z_loss=0.01 tie_embeddings=true global_batch_size=48",
+        "num_layers=5 z_loss=0.01 tie_embeddings=true dropout=0.2 global_batch_size=48",
         default=[
-            "schedule=1f1b dropout=0.2 fsdp=2 tensor=2 num_microbatches=3 remat_policy=none "
-            "scan_layers_per_stage=true",
-            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] num_layers=5 data=2 fsdp=2 "
+            "schedule=1f1b layers_per_stage=[2,3] fsdp=2 tensor=2 num_microbatches=3 "
+            "remat_policy=none scan_layers_per_stage=true",
+            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] data=2 fsdp=2 "
             "remat_policy=none fsdp_gather=once",
         ],
         slow=[
-            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] num_layers=5 "
-            "remat_policy=minimal",
-            "schedule=1f1b dropout=0.2 fsdp=2 tensor=2 fsdp_gather=once "
+            "schedule=zb_v num_repeats=2 layers_per_stage=[1,2,1,1] remat_policy=minimal",
+            "schedule=1f1b num_layers=4 fsdp=2 tensor=2 fsdp_gather=once "
             "scan_layers_per_stage=true remat_policy=minimal",
             # Residuals in the host's memory.
-            "schedule=1f1b fsdp=2 tensor=2 scan_layers_per_stage=true "
+            "schedule=1f1b num_layers=4 fsdp=2 tensor=2 scan_layers_per_stage=true "
             "remat_policy=minimal_offloaded",
-            "schedule=1f1b fsdp=2 remat_layers=true remat_iterations=false "
+            "schedule=1f1b num_layers=4 fsdp=2 remat_layers=true remat_iterations=false "
             "remat_policy=minimal_offloaded",
-            "schedule=1f1b remat_policy=custom remat_tensors.mlp_up=offload",
+            "schedule=1f1b num_layers=4 remat_policy=custom remat_tensors.mlp_up=offload",
         ],
     ),
     "latent": Model(
-        LATENT_WORDS,
+        LATENT_WORDS + " num_layers=2",
         default=[
             "engine=sequential fsdp=2 tensor=2 context=2",
-            "schedule=zb_v num_repeats=2 context=2 tensor=2",
+            "schedule=1f1b context=2 tensor=2",
         ],
         slow=[
-            "schedule=lockstep_1f1b fsdp=2 tensor=2 parallel_layers=2 outside_layers=before",
-            "schedule=circular num_repeats=2 context=2 fsdp=2 mla.q_lora_rank=0 "
+            "schedule=zb_v num_layers=4 num_repeats=2 context=2 tensor=2",
+            "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "
+            "outside_layers=before",
+            "schedule=circular num_layers=4 num_repeats=2 context=2 fsdp=2 mla.q_lora_rank=0 "
             "fsdp_gather=per_repeat remat_policy=minimal",
         ],
     ),
     "lora": Model(
-        "lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
+        "num_layers=2 lora.rank=2 lora.alpha=6.0 lora.dropout=0.3",
         default=[
-            "schedule=lockstep_1f1b num_layers=2 fsdp=2 tie_embeddings=true",
-            "schedule=circular num_layers=2 fsdp=2",
+            "schedule=lockstep_1f1b fsdp=2",
+            "schedule=circular fsdp=2",
         ],
         slow=[
             "engine=sequential num_microbatches=2 fsdp=2 tensor=2",
-            "schedule=lockstep_1f1b fsdp=2 tensor=2 parallel_layers=2 fsdp_gather=once",
-            "schedule=lockstep_1f1b fsdp=2 parallel_layers=2 outside_layers=before",
+            "schedule=lockstep_1f1b num_layers=4 fsdp=2 tensor=2 parallel_layers=2 "
+            "fsdp_gather=once tie_embeddings=true",
+            "schedule=lockstep_1f1b num_layers=4 fsdp=2 parallel_layers=2 outside_layers=before",
             "schedule=lockstep_1f1b fsdp=2 fsdp_prefetch=true",
             "schedule=lockstep_zb tensor=2 lora.targets=[query,value] remat_policy=minimal",
-            "schedule=circular num_repeats=2 fsdp=2 fsdp_gather=per_repeat",
+            "schedule=circular num_layers=4 num_repeats=2 fsdp=2 fsdp_gather=per_repeat",
             "schedule=circular fsdp=2 context=2 fsdp_gather=once",
             "schedule=1f1b tensor=2",
-            "schedule=zb_v fsdp=2 remat_policy=minimal",
+            "schedule=zb_v num_layers=4 fsdp=2 remat_policy=minimal",
             "schedule=lockstep_1f1b expert=2 num_layers=5 first_dense_layers=1 moe.experts=4 "
             "moe.mlp_dim=16 moe.shared_experts=1 moe.bias_rate=0.01",
         ],
     ),
     "first_dense": Model(
-        "num_layers=6 first_dense_layers=2 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3 "
+        "num_layers=4 first_dense_layers=2 moe.experts=4 moe.mlp_dim=16 moe.balance_loss=0.3 "
         + PATTERN,
-        default=["schedule=circular num_layers=4 context=2 remat_policy=minimal"],
+        default=["schedule=circular context=2 remat_policy=minimal"],
         slow=[
             "engine=sequential num_microbatches=2 fsdp=2 context=2",
             "schedule=lockstep_1f1b fsdp=2 tie_embeddings=true",
-            "schedule=lockstep_1f1b tensor=2 parallel_layers=2 outside_layers=before "
+            "schedule=lockstep_1f1b num_layers=6 tensor=2 parallel_layers=2 outside_layers=before "
             "fsdp_gather=once",
             "schedule=1f1b tensor=2 moe.router=sigmoid moe.selection_bias=true",
         ],
     ),
     "experts": Model(
-        "moe.experts=6 " + LOSSES,
+        "num_layers=2 moe.experts=6 " + LOSSES,
         default=[
             "engine=sequential fsdp=2 tensor=2 context=2",
-            "schedule=zb_v num_repeats=2 context=2 remat_policy=minimal",
+            "schedule=1f1b context=2 remat_policy=minimal",
         ],
         slow=[
-            f"schedule=lockstep_1f1b num_repeats=2 fsdp=2 tensor=2 moe.shared_experts=1 {BIASES}",
+            "schedule=zb_v num_layers=4 num_repeats=2 context=2 remat_policy=minimal",
+            "schedule=lockstep_1f1b num_layers=4 num_repeats=2 fsdp=2 tensor=2 "
+            f"moe.shared_experts=1 {BIASES}",
             "schedule=lockstep_zb context=2 data=2 remat_policy=minimal",
-            "schedule=circular num_repeats=2 context=2 tensor=2 fsdp_gather=once",
+            "schedule=circular num_layers=4 num_repeats=2 context=2 tensor=2 fsdp_gather=once",
             "schedule=circular data=2 fsdp=2 moe.router=sigmoid remat_policy=minimal",
             f"schedule=1f1b fsdp=2 tensor=2 {BIASES}",
         ],
     ),
     # Experts on devices of their own, with the other mesh axes and what could get in the way.
     "expert_axis": Model(
-        "expert=2 num_microbatches=2 moe.experts=8 " + LOSSES,
+        "num_layers=2 expert=2 num_microbatches=2 moe.experts=6 " + LOSSES,
         default=[
-            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all tensor=2 "
-            f"moe.shared_experts=1 {BIASES}",
-            "schedule=circular num_repeats=2 moe.dispatch=ring fsdp=2",
+            "schedule=lockstep_1f1b moe.dispatch=all_to_all tensor=2 moe.shared_experts=1 "
+            + BIASES,
+            "schedule=circular moe.dispatch=ring fsdp=2",
         ],
         slow=[
             "schedule=1f1b moe.dispatch=ring fsdp=2 fsdp_gather=once",
             "engine=sequential num_microbatches=1 moe.dispatch=all_to_all context=2 data=2",
-            "schedule=circular num_repeats=2 moe.dispatch=all_to_all fsdp=2 fsdp_gather=once "
+            REPEATS + "schedule=circular moe.dispatch=all_to_all fsdp=2 fsdp_gather=once "
             "moe.shared_experts=1",
             # What autodiff would sum in every iteration, without split weights.
-            "schedule=circular num_repeats=2 moe.dispatch=ring data=2 fsdp_gather=once",
-            "schedule=lockstep_1f1b num_repeats=2 moe.dispatch=ring fsdp=2 fsdp_gather=once "
+            REPEATS + "schedule=circular moe.dispatch=ring data=2 fsdp_gather=once",
+            REPEATS + "schedule=lockstep_1f1b moe.dispatch=ring fsdp=2 fsdp_gather=once "
             "skip_idle=false",
-            "schedule=zb_v num_repeats=2 moe.dispatch=all_to_all context=2 remat_policy=minimal",
-            f"schedule=lockstep_1f1b num_repeats=2 moe.dispatch=all_to_all fsdp=2 {CAPACITY}",
-            f"schedule=circular num_repeats=2 moe.dispatch=ring tensor=2 {CAPACITY}",
-            f"schedule=lockstep_1f1b moe.dispatch=ring fsdp=2 parallel_layers=2 {DEEPSEEK} "
-            "outside_layers=before",
-            f"schedule=circular moe.dispatch=all_to_all parallel_layers=2 {DEEPSEEK} "
-            "outside_layers=before",
-            f"schedule=1f1b moe.dispatch=ring num_layers=5 {DEEPSEEK}",
+            REPEATS + "schedule=zb_v moe.dispatch=all_to_all context=2 remat_policy=minimal",
+            REPEATS + "schedule=lockstep_1f1b moe.dispatch=all_to_all fsdp=2 " + CAPACITY,
+            REPEATS + "schedule=circular moe.dispatch=ring tensor=2 " + CAPACITY,
+            DEEPSEEK + "schedule=lockstep_1f1b moe.dispatch=ring fsdp=2 parallel_layers=2",
+            DEEPSEEK + "schedule=circular moe.dispatch=all_to_all parallel_layers=2",
+            DEEPSEEK + "schedule=1f1b num_layers=5 outside_layers=after moe.dispatch=ring",
         ],
     ),
 }

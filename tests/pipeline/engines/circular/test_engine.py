@@ -83,10 +83,11 @@ CASES = [
     {
         "repeats": 2,
         "block": "balanced",
+        "uneven": True,
         "tiled": True,
         "mesh": "data fsdp tensor",
         "remat": "minimal_offloaded",
-        "outside": "3 after",
+        "outside": "1 before",
         "nan_bubbles": True,
     },
     {
@@ -95,11 +96,9 @@ CASES = [
         "microbatches": 2,
         "tied": True,
         "delay": True,
-        "uneven": True,
         "scan": False,
         "mesh": "data",
         "gather": "once",
-        "outside": "1 before",
         "unroll_repeats": True,
     },
 ]

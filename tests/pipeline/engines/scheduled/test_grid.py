@@ -81,7 +81,6 @@ CASES = [
         "mesh": "fsdp",
         "tied": True,
         "block": "balanced",
-        "uneven": True,
     },
     SIMPLE
     | {
