@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.rules.layout import SHARD_AXES
 from maxpipe.config.rules.rule import divisors
 from maxpipe.config.sections import MESH_AXES, Config
@@ -201,7 +202,8 @@ class Space:
         if key == "model.logit_tiles":
             return sorted({1, 4, 16, self.config.model.logit_tiles})
         if key == GATHERS:
-            return [mode for mode in OPTIONS[key].choices if mode != "auto"]
+            refused = [mode for r in refusals_of(engine, GATHERS) for mode in r.values]
+            return [mode for mode in OPTIONS[key].choices if mode not in ("auto", *refused)]
         return [get(self.config, key)]
 
     def scans(self, engine: str) -> list[bool]:
