@@ -94,8 +94,9 @@ def _weight_waits(sizes: BlockSizes, costs: _Costs) -> tuple[Number, Number, Num
     The ends are embedding and head. Both take all links along fsdp and stage, or along fsdp where
     each lies on one stage.
     """
-    parameters, by_stages = sizes.parameters, costs.of("stage")
-    at_rest = parameters.outer_at_rest
+    parameters, at_rest = sizes.parameters, sizes.parameters.outer_at_rest
+    # The network between slices is no further link.
+    by_stages = 0.0 if costs.crosses_stages else costs.of("stage")
     if not sizes.engine.one_program:
         by_stages, at_rest = 0.0, parameters.embed_of_stage + parameters.head_of_stage
     layer = parameters.layer_gathered - parameters.layer_at_rest
