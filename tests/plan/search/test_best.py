@@ -1,5 +1,6 @@
 """A search becomes rows: the best of each sort that is sound, and faster ones that do not fit."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.search import best as module
-from maxpipe.plan.search.best import MISFITS, WORTH, make_plan
+from maxpipe.plan.search.best import MISFITS, WORTH, make_plan, smallest_plans
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request
@@ -135,3 +136,23 @@ def test_misfits_of_a_search_are_faster_and_none_of_a_block_beats_another(tight)
     for one, other in itertools.combinations(outcome.misfits, 2):
         if one.sort == other.sort:  # the first is the faster one
             assert one.memory > other.memory
+
+
+def test_smallest_goes_on_where_what_fits_a_slice_does_not_pass_the_checks(
+    request_and_facts, monkeypatch
+):
+    request, facts = request_and_facts
+    request = dataclasses.replace(request, smallest=("v5e:2x2", "v5e:2x4"))
+
+    def resolve(config, devices, slices):
+        if devices <= few:
+            raise ConfigError(Problem("data", "is refused"))
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    few, lines = 4, []
+    (plan,) = smallest_plans(request, facts, lines.append)
+    assert plan.request.machine.topology == "v5e:2x4"
+    assert lines == ["trying      v5e:2x2", "trying      v5e:2x4"]
+    few = 8
+    with pytest.raises(ConfigError, match="data: is refused"):
+        smallest_plans(request, facts, lines.append)
