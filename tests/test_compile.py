@@ -296,7 +296,7 @@ class TestTpu:
             f"compile.save={file}",
         )
         assert f"compile.load={file}" in text
-        stored = read(str(file))
+        stored, _ = read(str(file))
         assert stored.origin["devices"] == "8 x TPU v5 lite"
         assert "loss" in stored.metrics
         assert report["num_devices"] == 8
