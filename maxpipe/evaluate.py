@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpoint = find_checkpoint(flags)
             import lm_eval  # noqa: F401  # takes seconds
         # Imports JAX, which errors of the command line should not wait for.
-        from maxpipe.generate.evaluation import launch
+        from maxpipe.generate.lm_eval_model import launch
 
         return launch(flags, *checkpoint)
     except KeyboardInterrupt:

@@ -16,11 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.checkpoint.run_argument import (
-    add_average_argument,
-    add_run_arguments,
-    find_checkpoint,
-)
+from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments, find_checkpoint
 from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections import MOST_SEED

@@ -14,12 +14,7 @@ from maxpipe.data.chat_template import (
 )
 from maxpipe.data.documents import BadDocument
 from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
-from maxpipe.data.tokenizers import (
-    CHAT_TEMPLATE,
-    TOKENIZER,
-    Tokenizer,
-    template_files,
-)
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, TOKENIZER, Tokenizer, template_files
 
 _KEY = "--chat"
 
@@ -29,22 +24,15 @@ class TooLong(ConfigError):
 
 
 class EndOfTurn(NamedTuple):
-    """What ends an answer.
-
-    Attributes:
-      tokens: ids of special tokens, any of which ends it.
-      text: the text that ends it if there are no such tokens; may be empty.
-    """
+    """What ends an answer: any of some special tokens or, without these, a text, maybe empty."""
 
     tokens: set[int]
     text: str
 
 
 def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
-    """Return the chat template that a run was trained with, with its date, or its tokenizer's own.
-
-    Raises:
-      ConfigError: there is none.
+    """Return the chat template that a run was trained with, with its date, or its tokenizer's own;
+    raises ConfigError if there is none.
     """
     data = config.data
     with store.local_files(TOKENIZER) as files:
@@ -57,8 +45,8 @@ def find_chat_template(config: Config, store: StepStore) -> ChatTemplate:
         return load_chat_template(
             data.chat_template, data.tokenizer, data.cache_dir, data.chat_date
         )
-    original = template_files(data.tokenizer, data.cache_dir)
-    if (own := chat_template_among([file for file in original if file])) is not None:
+    own = chat_template_among(template_files(data.tokenizer, data.cache_dir))
+    if own is not None:
         return own
     message = (
         "the run has no chat template: it was not trained on conversations, as with "
@@ -74,11 +62,8 @@ def read_conversation(
     tokenizer: Tokenizer,
     limit: int,
 ) -> list[int]:
-    """Return the token ids after which the assistant's answer begins, the same as in training.
-
-    Raises:
-      TooLong: the conversation has more than `limit` tokens.
-      ConfigError: the template refuses the conversation.
+    """Return the token ids after which the assistant's answer begins, the same as in training;
+    raises TooLong if there are more than `limit`, ConfigError if the template refuses.
     """
     try:
         text = template.render_prompt(messages, tools)
@@ -95,11 +80,7 @@ def read_conversation(
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
-    """Return what a template writes after an answer.
-
-    Raises:
-      ConfigError: the template refuses a conversation of a question and an answer.
-    """
+    """Return what a template writes after an answer; raises ConfigError if it refuses one."""
     try:
         text = template.end_of_turn()
     except BadDocument as error:
@@ -112,13 +93,8 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
 
 
 def before(end: str, pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the text before `end`, each part as soon as it is sure not to belong to `end`.
-
-    Leading whitespace is left out.
-
-    Args:
-      end: the text that ends the answer; "" if nothing does.
-      pieces: the text that the model writes, piece by piece.
+    """Yield the text of `pieces` before `end`, if any, each part as soon as it is sure not to be
+    part of that. Leading whitespace is left out.
     """
     waiting = ""
     has_begun = False

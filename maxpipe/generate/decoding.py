@@ -7,11 +7,11 @@ Shapes: B sequences, P tokens of the prompt, T tokens, W window, N layers, K key
 C channels of a head, D model width, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,34 +44,22 @@ class Cache(NamedTuple):
     stacked: KeysValues
 
 
-class CachedAttention(Protocol):
-    """Attention that also reads and writes the cache of a layer; options as for `AttentionFn`."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: KeysValues | None,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, KeysValues]:
-        """Return (context, cache after these tokens), given the `cache` before them."""
-        ...
+# Attention that also reads and writes the cache of a layer: (q, k, v, cache before these tokens,
+# options) -> (context, cache after them).
+CachedAttention = Callable[
+    [jax.Array, jax.Array, jax.Array, KeysValues | None, AttentionOptions],
+    tuple[jax.Array, KeysValues],
+]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from logits.
+    """How the next token is drawn from logits."""
 
-    Attributes:
-      temperature: logits are divided by it; 0 takes the most likely token.
-      top_k: draw from this many most likely tokens only; 0 = all.
-      top_p: draw only from the most likely tokens that together have this probability (nucleus
-        sampling, Holtzman et al. 2020); 1 = all.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides logits; 0 takes the most likely token
+    top_k: int = 0  # draw from this many most likely tokens only; 0 = all
+    # Draw only from the most likely tokens that together have this probability (nucleus sampling,
+    # Holtzman et al. 2020); 1 = all.
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
@@ -90,17 +78,14 @@ class Sampling:
             least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]  # [B,1]
             logits = jnp.where(logits < least, -jnp.inf, logits)
         if self.top_p < 1:
-            logits = jnp.where(logits < self._least_of_nucleus(logits), -jnp.inf, logits)
+            ordered = -jnp.sort(-logits, axis=-1)
+            probability = jax.nn.softmax(ordered, axis=-1)
+            # A token belongs to the nucleus if the more likely ones do not reach top_p.
+            more_likely = jnp.cumsum(probability, axis=-1) - probability
+            nucleus = jnp.where(more_likely < self.top_p, ordered, jnp.inf)
+            least = jnp.min(nucleus, axis=-1, keepdims=True)  # [B,1]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
         return jax.random.categorical(key, logits).astype(jnp.int32)
-
-    def _least_of_nucleus(self, logits: jax.Array) -> jax.Array:
-        """Return the smallest logit of the nucleus, [B,1]."""
-        ordered = -jnp.sort(-logits, axis=-1)
-        probability = jax.nn.softmax(ordered, axis=-1)
-        # A token belongs to the nucleus if the more likely ones do not reach top_p.
-        more_likely = jnp.cumsum(probability, axis=-1) - probability
-        nucleus = jnp.where(more_likely < self.top_p, ordered, jnp.inf)
-        return jnp.min(nucleus, axis=-1, keepdims=True)
 
 
 class Decoder:
@@ -125,16 +110,11 @@ class Decoder:
     def prefill(
         self, params: Params, tokens: jax.Array, length: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Read a prompt.
+        """Read a prompt, int32 [B,P], P at most W; return (logits of the next token, float32 [B,V];
+        cache).
 
-        Args:
-          params: parameters of the whole model.
-          tokens: int32 [B,P], P at most W.
-          length: int32 scalar from 1 to P, length of the prompt; what follows it changes
-            nothing, so that one program reads prompts of several lengths.
-
-        Returns:
-          (logits of the token after the prompt, float32 [B,V]; cache).
+        What follows the first `length` tokens, from 1 to P, changes nothing, so that one program
+        reads prompts of several lengths.
         """
         rest = self._window - tokens.shape[1]
         assert 0 <= rest < self._window
@@ -158,14 +138,9 @@ class Decoder:
         return self._program.logits(params, last), cache
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Read whole sequences.
+        """Return the logits of the token after each of `tokens`, float32 [B,T,V] of int32 [B,T].
 
-        Args:
-          params: parameters of the whole model.
-          tokens: int32 [B,T], T at most W; each row begins a text.
-
-        Returns:
-          The logits of the token after each, float32 [B,T,V].
+        T is at most W; each row begins a text.
         """
         assert 0 < tokens.shape[1] <= self._window
 
@@ -184,16 +159,8 @@ class Decoder:
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Read one more token.
-
-        Args:
-          params: parameters of the whole model.
-          token: int32 [B].
-          position: int32 scalar, its position in the sequence.
-          cache: cache of the tokens before it.
-
-        Returns:
-          (logits of the token after it, float32 [B,V]; cache).
+        """Read one more token, int32 [B], at a position of the sequence, int32 scalar; return
+        (logits of the next token, float32 [B,V]; cache).
         """
         slot = position % self._window
         slots = jnp.arange(self._window)
@@ -288,10 +255,8 @@ class Decoder:
 def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
     """Return a checkpoint's parameters, or the mean of several, in the compute dtype.
 
-    They are sharded over the tensor axis of all devices of this process.
-
-    Raises:
-      CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+    They are sharded over the tensor axis of all devices of this process. Errors are those of
+    `maxpipe.checkpoint.reader`.
     """
     name_machine()
     check_platforms()
@@ -318,17 +283,14 @@ def generate(
 ) -> Iterator[int]:
     """Yield tokens after `prompt`, each as soon as it is drawn; the caller decides when to stop.
 
-    Args:
-      config: the run's configuration; a token sees `data.sequence_length` tokens.
-      params: parameters from `load_parameters`.
-      prompt: token ids, at most `data.sequence_length`.
-      sampling: how to draw.
-      seed: seed of the draws; token n depends on it, on n and on the text so far.
-      max_tokens: the largest number of tokens.
+    The prompt has at most `data.sequence_length` tokens, as many as a token sees. Token n depends
+    on the seed, on n and on the text so far.
     """
     programs = _programs(config.model, config.data.sequence_length, sampling)
     key = jax.random.key(seed)
-    tokens = _padded(prompt, config.data.sequence_length)
+    # Prompts are padded to one of few lengths to limit compilations.
+    length = min(1 << (len(prompt) - 1).bit_length(), config.data.sequence_length)
+    tokens = jnp.asarray([[*prompt, *[0] * (length - len(prompt))]], jnp.int32)
     token, cache = programs.first(params, tokens, jnp.int32(len(prompt)), key)
     end = len(prompt) + max_tokens
     for position in range(len(prompt), end):
@@ -337,21 +299,12 @@ def generate(
             token, cache = programs.following(params, token, jnp.int32(position), cache, key)
 
 
-def _padded(prompt: Sequence[int], window: int) -> jax.Array:
-    """Return a prompt, int32 [1,P], padded to one of few lengths to limit compilations."""
-    length = min(1 << (len(prompt) - 1).bit_length(), window)
-    return jnp.asarray([[*prompt, *[0] * (length - len(prompt))]], jnp.int32)
-
-
 class _Programs(NamedTuple):
-    """The compiled programs that generate text.
+    """The compiled programs that generate text."""
 
-    Attributes:
-      first: (params, padded tokens of a prompt, its length, key) -> the token after it, cache.
-      following: (params, token, its position, cache, key) -> the token after it, cache.
-    """
-
+    # (params, padded tokens of a prompt, its length, key) -> the token after it, cache
     first: jax.stages.Wrapped
+    # (params, token, its position, cache, key) -> the token after it, cache
     following: jax.stages.Wrapped
 
 

@@ -24,13 +24,8 @@ Draw = Callable[[Sequence[int]], Iterator[str]]  # token ids of a prompt -> what
 def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
     """Print the prompt and what the model writes after it, or its answers; return the exit code.
 
-    Args:
-      flags: command-line flags of `maxpipe.generate`.
-      store, steps: the checkpoints to read, from `find_checkpoint`.
-
-    Raises:
-      ConfigError: tokenizer, prompt or stop tokens are not usable, or there is no chat
-        template.
+    Takes the flags of `maxpipe.generate`, and the checkpoints of `find_checkpoint`. Raises
+    ConfigError if tokenizer, prompt or stop tokens are not usable, or there is no chat template.
     """
     system = [_said("system", flags.system)] if flags.system else []
     try:
@@ -66,16 +61,13 @@ def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int
 def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
     """Answer the lines of standard input until it ends, each as a turn of one conversation.
 
-    At a terminal, a line that cannot be answered is reported and skipped.
-
-    Raises:
-      ConfigError: such a line does not come from a terminal.
+    A line that cannot be answered is left out at a terminal, and a ConfigError elsewhere.
     """
     is_terminal = sys.stdin.isatty()
     turns: list[Message] = []
     while True:
         try:
-            line = _read_line("> " if is_terminal else "")
+            line = input("> " if is_terminal else "").strip()
             if line:
                 conversation = [*turns, _said("user", line)]
                 prompt = _read_newest(model, system, conversation)
@@ -83,32 +75,19 @@ def _talk(model: Model, draw: Draw, system: Sequence[Message]) -> None:
                 turns = [*conversation, _said("assistant", answer)]
         except EOFError:
             return
-        except ConfigError as error:
+        except (ConfigError, UnicodeDecodeError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                message = f"a line of standard input is not {error.encoding.upper()}"
+                error = ConfigError(Problem("--chat", message))
             if not is_terminal:
-                raise
+                raise error from None
             problems = "; ".join(problem.message for problem in error.problems)
             print(f"(this line is left out: {problems})", file=sys.stderr)
 
 
-def _read_line(sign: str) -> str:
-    """Return the next line of standard input, without whitespace around it.
-
-    Raises:
-      EOFError: there is no further line.
-      ConfigError: it is not text.
-    """
-    try:
-        return input(sign).strip()
-    except UnicodeDecodeError as error:
-        message = f"a line of standard input is not {error.encoding.upper()}"
-        raise ConfigError(Problem("--chat", message)) from error
-
-
 def _read_newest(model: Model, system: Sequence[Message], turns: list[Message]) -> list[int]:
-    """Return the prompt of a conversation, without its oldest turns if it is too long.
-
-    Raises:
-      ConfigError: the newest turn alone is too long, or the chat template refuses the conversation.
+    """Return the prompt of a conversation, without its oldest turns if it is too long; raises
+    ConfigError if the newest alone is, or the chat template refuses the conversation.
     """
     num_turns = len(turns)
     while True:

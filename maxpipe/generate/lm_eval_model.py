@@ -1,4 +1,5 @@
-"""Let lm-eval score and generate texts with a run: the model `maxpipe` of its registry.
+"""Let lm-eval score and generate texts with a run: `maxpipe.evaluate`, and the model `maxpipe` of
+its registry.
 
 Imports lm-eval, an extra. In your own script: `import maxpipe.generate.lm_eval_model`, then
 `lm_eval.simple_evaluate("maxpipe", "run_dir=runs/base", tasks=[...])`.
@@ -6,26 +7,44 @@ Imports lm-eval, an extra. In your own script: `import maxpipe.generate.lm_eval_
 Shapes: B texts, T tokens.
 """
 
+import argparse
+import fnmatch
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lm_eval
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+    make_table,
+)
 from tqdm import tqdm
 
+from maxpipe.checkpoint.average import not_read
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.outputs import write_file
 from maxpipe.data.tokenizers import encode_prompt, frame_of
-from maxpipe.generate.decoding import Decoder, Sampling
-from maxpipe.generate.model import Model, check_numbers, load_model
+from maxpipe.generate.decoding import Decoder
+from maxpipe.generate.model import Model, checked_sampling, load_model
 from maxpipe.generate.text import check_known
 from maxpipe.model.parameters import Params
 
+DONE, NOT_LOADED = 0, 1  # exit codes
 _DEFAULT_TOKENS = 256  # length of an answer, as in lm-eval's own models
 _KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks"}
 _NEUTRAL = {"num_beams": 1}  # options of tasks that change nothing
@@ -39,11 +58,7 @@ class ModelOfRun(TemplateLM):
 
     Texts begin like documents in training. A context too long for `data.sequence_length` loses its
     beginning, and one of more than half of that leaves room for the answer. Samples of a text
-    differ from each other.
-
-    Args:
-      model: the model, from `maxpipe.load_model`.
-      batch_size: number of texts scored at once.
+    differ from each other. `batch_size` texts are scored at once.
     """
 
     def __init__(self, model: Model, batch_size: int = 8):
@@ -62,11 +77,6 @@ class ModelOfRun(TemplateLM):
         """Return the token before a text without context."""
         frame = frame_of(self.model.tokenizer)
         return [frame.end, *frame.begin][-1]
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Return the name by which lm-eval's request cache tells tokenizers apart."""
-        return self.model.config.data.tokenizer.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
@@ -151,23 +161,28 @@ class ModelOfRun(TemplateLM):
             raise ValueError(f"generation_kwargs: {message}")
         ends = [end for end in wishes["until"] if end]
         max_tokens, is_drawn = wishes["max_gen_toks"], wishes["do_sample"]
+        numbers: tuple[float, int, float] = (0.0, 0, 1.0)
+        if is_drawn:
+            top_k = int(wishes.get("top_k", 0))
+            top_k = 0 if top_k == -1 else top_k  # vLLM's -1 means all
+            numbers = float(wishes.get("temperature", 1.0)), top_k, float(wishes.get("top_p", 1.0))
         seed = self._num_written
-        temperature = float(wishes.get("temperature", 1.0)) if is_drawn else 0.0
-        top_k = int(wishes.get("top_k", 0)) if is_drawn else 0
-        top_k = 0 if top_k == -1 else top_k  # vLLM's -1 means all
-        top_p = float(wishes.get("top_p", 1.0)) if is_drawn else 1.0
         try:
-            check_numbers(max_tokens, temperature, top_k, top_p, seed)
+            sampling = checked_sampling(max_tokens, *numbers, seed)
         except ValueError as error:
             raise ValueError(f"generation_kwargs: {error}") from None
-        sampling = Sampling(temperature, top_k, top_p)
         # An answer may be longer than the model's window; half of that is kept for the context.
         room = max(self.max_length - max_tokens, self.max_length // 2, 1)
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         self._num_written += 1
         text = "".join(
             self.model.stream(
-                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=ends, stop_tokens=()
+                prompt,
+                sampling=sampling,
+                seed=seed,
+                max_tokens=max_tokens,
+                stop=ends,
+                stop_tokens=(),
             )
         )
         return text[: min([text.find(end) for end in ends if end in text], default=len(text))]
@@ -204,3 +219,60 @@ class NamedRun(ModelOfRun):
     ):
         model = load_model(run_dir, step=step, average=average, tokenizer=tokenizer)
         super().__init__(model, batch_size)
+
+
+def launch(flags: argparse.Namespace, store: StepStore, steps: list[int]) -> int:
+    """Print lm-eval's table of a run, and return the exit code.
+
+    Takes the flags of `maxpipe.evaluate`, and the checkpoints of `find_checkpoint`. Raises
+    ConfigError if the tokenizer or a task is not usable.
+    """
+    manager = TaskManager(include_path=flags.include)
+    tasks = matching_tasks(flags.tasks, manager.all_tasks)
+    try:
+        model = Model(store, steps, flags.tokenizer)
+        model.find_tokenizer()
+        model.load()
+    except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
+        print(not_read(store, steps, error), file=sys.stderr)
+        return NOT_LOADED
+    try:
+        results = lm_eval.simple_evaluate(
+            ModelOfRun(model, flags.batch_size),
+            tasks=tasks,
+            num_fewshot=flags.num_fewshot,
+            limit=flags.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # of lm-eval or a task: data, packages, templates, the hub
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(Problem("--tasks", f"cannot be evaluated: {reason}")) from error
+    assert results is not None  # this is the only process
+    print(make_table(results))
+    if "groups" in results:
+        print(make_table(results, "groups"))
+    if flags.json:
+        kept = ("results", "groups", "n-samples", "versions")
+        record = {name: results[name] for name in kept if name in results}
+        record = {"run": str(store), "step": model.step, **record}
+        text = json.dumps(record, indent=2, default=handle_non_serializable)
+        write_file("--json", flags.json, text + "\n")
+    return DONE
+
+
+def matching_tasks(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the tasks that match names or patterns; raise ConfigError if one matches none."""
+    problems, tasks = [], dict[str, None]()
+    for name in names:
+        matches = fnmatch.filter(known, name)
+        tasks.update(dict.fromkeys(matches))
+        if not matches:
+            near = get_close_matches(name, known, n=3)
+            remedy = f"; did you mean {' or '.join(near)}?" if near else ""
+            problems.append(Problem("--tasks", f"lm-eval has no task {name!r}{remedy}"))
+    if problems:
+        raise ConfigError(*problems)
+    return [*tasks]

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike, fspath
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,8 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the run, or the one given.
-
-        Raises:
-          ConfigError: it is gone, or has ids that the model does not know.
+        """Return the tokenizer of the run, or the one given; raises ConfigError if it is gone, or
+        has ids that the model does not know.
         """
         with _naming_arguments():
             return self.find_tokenizer()
@@ -86,10 +85,8 @@ class Model:
 
     @cached_property
     def params(self) -> Params:
-        """Return {"embed", "layers" [N, ...], "head"}, layers in model order.
-
-        Raises:
-          CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: they cannot be read.
+        """Return {"embed", "layers" [N, ...], "head"}, layers in model order; errors are those of
+        `maxpipe.checkpoint.reader`.
         """
         with ExitStack() as copies:
             directories = [
@@ -157,14 +154,18 @@ class Model:
         Raises:
           ValueError: an argument is out of range, or the prompt empty or too long.
         """
-        check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        sampling = checked_sampling(max_tokens, temperature, top_k, top_p, seed)
         stops = _stop_texts(stop)
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
             ids = read_prompt(prompt, self.tokenizer, self.config)
-        sampling = Sampling(temperature, top_k, top_p)
         texts = self.stream(
-            ids, sampling, seed=seed, max_tokens=max_tokens, stop=stops, stop_tokens=stop_tokens
+            ids,
+            sampling=sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stops,
+            stop_tokens=stop_tokens,
         )
         return "".join(texts)
 
@@ -192,17 +193,16 @@ class Model:
           ValueError: an argument is out of range, the run has no chat template, or the template
             refuses the conversation, or it is too long.
         """
-        check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        sampling = checked_sampling(max_tokens, temperature, top_k, top_p, seed)
         stops = _stop_texts(stop)
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             example = '[{"role": "user", "content": "Hi"}]'
             raise ValueError(f"messages: expected a list of them, such as {example}")
-        sampling = Sampling(temperature, top_k, top_p)
         with _naming_arguments():
             check_tokens(stop_tokens, self.config.model.num_token_ids)
             texts = self.answer(
                 self.read_conversation(messages, tools),
-                sampling,
+                sampling=sampling,
                 seed=seed,
                 max_tokens=max_tokens,
                 stop=stops,
@@ -215,9 +215,8 @@ class Model:
     ) -> list[int]:
         """Return the token ids after which the answer to a conversation begins.
 
-        Raises:
-          ConfigError: the run has no chat template, the template refuses the messages, or they
-            are too long or have tokens that the model does not have.
+        Raises ConfigError if the run has no chat template, the template refuses the messages, or
+        they are too long or have tokens that the model does not have.
         """
         limit = self.config.data.sequence_length
         ids = read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
@@ -225,43 +224,25 @@ class Model:
         return ids
 
     def answer(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[str],
-        stop_tokens: Sequence[int],
+        self, prompt: Sequence[int], *, stop_tokens: Sequence[int], **options: Any
     ) -> Iterator[str]:
         """Yield the answer up to the end of the assistant's turn; arguments as for `stream`."""
         end = end_of_turn(self._chat_template, self.tokenizer)
-        texts = self.stream(
-            prompt,
-            sampling,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_tokens=[*stop_tokens, *end.tokens],
-        )
+        texts = self.stream(prompt, stop_tokens=[*stop_tokens, *end.tokens], **options)
         return before(end.text, texts)
 
     def stream(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
         *,
+        sampling: Sampling,
         seed: int,
         max_tokens: int,
         stop: Sequence[str],
         stop_tokens: Sequence[int],
     ) -> Iterator[str]:
-        """Yield the text of each token as soon as it is complete.
-
-        Args:
-          prompt: token ids, from `read_prompt`.
-          sampling: how to draw.
-          seed, max_tokens, stop, stop_tokens: as for `generate`.
+        """Yield the text of each token after a prompt of `read_prompt` as soon as it is complete;
+        other arguments are as for `generate`.
         """
         text_stream = TextStream(self.tokenizer, prompt)
         ends = {self.tokenizer.eos_id, *stop_tokens, *self._ends}
@@ -342,8 +323,10 @@ def _stop_texts(stop: Sequence[str]) -> Sequence[str]:
     return stops
 
 
-def check_numbers(max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raise ValueError for an argument of `generate` that is out of range."""
+def checked_sampling(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> Sampling:
+    """Return how to draw; raise ValueError for an argument of `generate` that is out of range."""
     bounds = {
         "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
         "temperature": (temperature, 0 <= temperature < math.inf, "at least 0, and finite"),
@@ -354,3 +337,4 @@ def check_numbers(max_tokens: int, temperature: float, top_k: int, top_p: float,
     for name, (value, is_legal, legal) in bounds.items():
         if not is_legal:
             raise ValueError(f"{name}: expected a number {legal}; got {value}")
+    return Sampling(temperature, top_k, top_p)

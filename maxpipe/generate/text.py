@@ -26,14 +26,9 @@ def find_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer that --tokenizer names, or the run's own if the flag is None.
 
-    Args:
-      flag: value of --tokenizer.
-      config: configuration of the checkpoint.
-      meta: metadata of the checkpoint.
-      store: store of the run, which has a copy of its tokenizer.
-
-    Raises:
-      ConfigError: it does not exist (any more), or has ids that the model does not know.
+    The configuration and metadata are those of the checkpoint, and the store has a copy of the
+    tokenizer. Raises ConfigError if it does not exist (any more), or has ids that the model does
+    not know.
     """
     name_or_path = flag
     try:
@@ -95,14 +90,7 @@ def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str) -> None:
-    """Raise ConfigError if a text has tokens that a model of `num_ids` ids does not have.
-
-    Args:
-      ids: token ids of the text.
-      tokenizer: the tokenizer that made them.
-      num_ids: number of ids of the model.
-      key: flag or argument that the error names.
-    """
+    """Raise ConfigError, naming `key`, if the ids of a text are not among a model's `num_ids`."""
     if unknown := [token for token in ids if token >= num_ids]:
         message = f"the model has no token {decode_all(tokenizer, unknown[:1])}; leave it out"
         raise ConfigError(Problem(key, message))
@@ -111,10 +99,8 @@ def check_known(ids: Sequence[int], tokenizer: Tokenizer, num_ids: int, key: str
 def read_prompt(
     prompt: str, tokenizer: Tokenizer, config: Config, key: str = "--prompt"
 ) -> list[int]:
-    """Return the token ids of a prompt, framed as the tokenizer does; errors name `key`.
-
-    Raises:
-      ConfigError: it is empty, too long, or has tokens that the model does not have.
+    """Return the token ids of a prompt, framed as the tokenizer does; raises ConfigError, naming
+    `key`, if it is empty, too long, or has tokens that the model does not have.
     """
     if not len(tokenizer.encode(prompt)):
         raise ConfigError(Problem(key, "is empty; give the text to continue"))
@@ -133,9 +119,7 @@ def read_prompt(
 class TextStream:
     """Decodes a growing sequence of tokens; a character may take several of them.
 
-    Args:
-      tokenizer: the tokenizer that decodes them.
-      ids: tokens before the first new one, such as a prompt; their text is not returned.
+    The text of `ids`, the tokens before the first new one, is not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]):

@@ -33,22 +33,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class MergedParameters:
-    """The parameters of a step, with adapters merged into the base.
+    """The parameters of a step, or the mean of several, with adapters merged into the base.
 
-    Args:
-      reader: reader of one step, or of several, whose factors A and B are averaged separately.
-      lora: `model.lora` of the run.
+    The factors A and B of several steps are averaged separately.
     """
 
     def __init__(self, reader: ParameterReader, lora: LoRAConfig):
         self._reader, self._lora = reader, lora
 
     def read(self, path: ParameterPath) -> np.ndarray:
-        """Return a parameter, [stacked_layers, ...] for layer parameters; merged ones are float32.
-
-        Raises:
-          CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
-        """
+        """Return a parameter, [stacked_layers, ...] for layers; merged ones are float32."""
         value = self._array(path)
         factors = self.adapter(path)
         if factors is None:
@@ -89,18 +83,11 @@ def export_adapter(
     dtype: str,
     origin: Path | None,
 ) -> list[str]:
-    """Write a step's adapters into a new folder that PEFT's `PeftModel.from_pretrained` reads.
+    """Write a step's adapters into a new folder that PEFT's `PeftModel.from_pretrained` reads, and
+    return the names of all files.
 
-    Args:
-      reader: reader of the parameters.
-      config: the run's resolved configuration.
-      target: the folder; it appears under this name when it is complete.
-      family: model type of the base.
-      dtype: dtype of the tensors.
-      origin: imported folder, from `maxpipe.hf.origin.origin_of`.
-
-    Returns:
-      Names of all files.
+    The folder appears under its name when it is complete; `family` is the model type of the base,
+    and `origin` the imported folder, from `maxpipe.hf.origin.origin_of`.
 
     Raises:
       ConfigError: the target exists, the run has no adapters, or PEFT has no form for them.
@@ -150,12 +137,8 @@ def export_adapter(
 
 
 def _tensors_of(rule: Rule, parameters: MergedParameters, part: str) -> dict[str, np.ndarray]:
-    """Return PEFT's tensors of one projection of all layers, [R, inputs] and [outputs, R].
-
-    Args:
-      rule: rule of the projection.
-      parameters: parameters of the run.
-      part: where transformers' model of the base has its layers.
+    """Return PEFT's tensors of one projection of all layers, [R, inputs] and [outputs, R]; `part`
+    is where transformers' model of the base has its layers.
     """
     factors = parameters.adapter(rule.path)
     assert factors is not None, rule.path

@@ -57,25 +57,20 @@ def export(
     version: str,
     history: Sequence[Path] = (),
 ) -> list[str]:
-    """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
+    """Write the parameters of a checkpoint into a new folder, adapters merged into the base; return
+    the names of all files.
 
     Args:
-      reader: reader of the parameters.
-      record: record of the step, or of the last of several.
-      config: the run's resolved configuration.
+      reader, record: of the step, or of the last of several.
       target: the folder; it appears under this name when it is complete.
-      family: model type of the export, from `model_types.choose_family`.
+      family: model type of the export, from `choose_family`.
       dtype: dtype of the tensors, except expert selection biases, which are float32.
       file_bytes: largest size of a file, unless a single tensor is larger.
-      companions: files of the tokenizer that the run was trained with.
+      companions, tokenizer: what the run was trained with, the tokenizer None if it is not known.
       origin: imported folder, from `maxpipe.hf.origin.origin_of`; its other files are kept.
-      tokenizer: the tokenizer that the run was trained with, None if it is not known.
       turn_ends: ids of tokens that end a turn of the assistant in the run's conversations.
-      version: version of maxpipe that wrote the checkpoint, for the model card.
-      history: the run's `config_history`, for the model card.
-
-    Returns:
-      Names of all files.
+      version, history: version of maxpipe that wrote the checkpoint, and the run's
+        `config_history`, for the model card.
 
     Raises:
       ConfigError: the target exists, or a file that the run keeps cannot be read.
@@ -157,15 +152,11 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
 
 
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
-    """Copy the run's tokenizer; if it is the imported one, all files kept from its folder.
+    """Copy the run's tokenizer; if it is the imported one, all files kept from its folder, and
+    return True.
 
-    A chat template that the run was trained with replaces others.
-
-    Returns:
-      Whether the imported folder's files were copied.
-
-    Raises:
-      ConfigError: a file of the run cannot be read.
+    A chat template that the run was trained with replaces others. Raises ConfigError if a file of
+    the run cannot be read.
     """
     trained_with = main_file(companions)
     keeps_origin = origin is not None and (

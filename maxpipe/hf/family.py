@@ -1,13 +1,19 @@
 """Translate the config.json of a model type into `model.*` and back; without JAX."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+from maxpipe.config.catalog import BLOCKS, MODEL_TYPES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import read_config_json
 from maxpipe.config.identity import SHAPE_DEFAULTS
+from maxpipe.config.imports import implementation
 from maxpipe.config.options import OPTIONS
-from maxpipe.config.sections import ModelConfig
-from maxpipe.hf.expressible import check_expressed
+from maxpipe.config.rules.engines import idleness
+from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.hf.rope import Json, max_position, read_rope, write_rope
 
 _SIZES = {
@@ -56,10 +62,8 @@ class Family:
     expert_names: ClassVar[str] = "mlp"
 
     def model(self, config_json: Json) -> dict[str, object]:
-        """Return every key of `model.*` that defines the model's shape, without this prefix.
-
-        Raises:
-          ValueError: config.json lacks a size, or has a value for which there is no option.
+        """Return every key of `model.*` that defines the model's shape, without this prefix; raises
+        ValueError if config.json lacks a size, or has a value for which there is no option.
         """
         c = {**self.defaults, **config_json}
         missing = [name for name in _SIZES.values() if name not in c]
@@ -97,10 +101,8 @@ class Family:
         return values | self._pattern(c)
 
     def config(self, m: ModelConfig, sequence_length: int) -> dict[str, Any]:
-        """Return config.json of a resolved model of this type, without padding of its vocabulary.
-
-        Raises:
-          ValueError: the type cannot express an option of the model; the message names it.
+        """Return config.json of a resolved model of this type, without padding of its vocabulary;
+        raises ValueError, naming an option of the model that the type cannot express.
         """
         m = replace(m, vocab_size=m.num_token_ids)
         written: dict[str, Any] = {
@@ -117,7 +119,7 @@ class Family:
             **write_rope(m, by_kind=bool(self.theta_local), by_part=self.rotates_part),
             **self.write(m),
         }
-        check_expressed(m, self.model(written), self.model_type)
+        _check_expressed(m, self.model(written), self.model_type)
         return written
 
     def read(self, c: Json) -> dict[str, object]:
@@ -167,11 +169,7 @@ class Family:
 
 
 def listed_kinds(c: Json) -> list[str] | None:
-    """Return the kinds of layers that config.json lists in `layer_types`, None if it does not.
-
-    Raises:
-      ValueError: there is no option for a kind.
-    """
+    """Return the kinds of layers that config.json lists in `layer_types`, None if it does not."""
     types = c.get("layer_types")
     if not types:
         return None
@@ -188,3 +186,64 @@ def shortest_pattern(kinds: list[str]) -> list[str]:
         if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
             return kinds[:length]
     return kinds
+
+
+def _check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: str) -> None:
+    """Compare every key of the model's shape with what its config.json means, so that no option is
+    lost on the way out; raises ValueError naming one that the type cannot express.
+    """
+    config = replace(Config(), model=m)
+    for key, value in meaning.items():
+        actual: Any = m
+        for name in key.split("."):
+            actual = getattr(actual, name)
+        if key.startswith("rope_scaling.") and idleness(config, f"model.{key}"):
+            continue
+        if key == "mlp_dim" and m.moe.experts and not m.first_dense_layers:
+            continue  # no layer has a dense MLP
+        if key == "moe.selection_bias":
+            actual = m.moe.has_bias
+        if key == "moe.mlp_dim":
+            actual, value = m.expert_dim, value or meaning["mlp_dim"]
+        if key == "layer_pattern":
+            names = {field.name for field in fields(ModelConfig)}
+            plain: dict[str, Any] = {key: meaning[key] for key in meaning if key in names}
+            actual, value = m.layer_kinds, ModelConfig(**plain).layer_kinds
+        elif key == "query_scale":
+            actual, value = (scale or m.head_dim**-0.5 for scale in (actual, value))
+        is_same = actual == value
+        if isinstance(value, float):
+            is_same = math.isclose(actual, value, rel_tol=1e-9)
+        if not is_same:
+            raise ValueError(f"{model_type} has no model.{key}={actual}")
+
+
+def choose_family(config: Config, model_type: str, origin: Path | None) -> Family:
+    """Return the type of an export: the requested one, if any, else that of the imported folder
+    `origin`, else one that fits; raises ConfigError if it lacks an option of the model, or its
+    block.
+    """
+    if model_type and model_type not in MODEL_TYPES:
+        message = f"{model_type!r} is not one of {', '.join(MODEL_TYPES)}"
+        raise ConfigError(Problem("--type", message))
+    of_block = BLOCKS[config.model.block].model_types
+    of_block = tuple(MODEL_TYPES) if of_block is None else of_block
+    imported = str(read_config_json(str(origin)).get("model_type")) if origin else ""
+    only = model_type or (imported if imported in MODEL_TYPES else "")
+    names = [only] if only else sorted(of_block, key=lambda name: name != "llama")
+    if not names or names[0] not in of_block:
+        message = (
+            f"{config.model.block} is no block of {only or 'transformers'}: its entry in the "
+            "catalogue has other model_types or none; --safetensors writes its weights as they are"
+        )
+        raise ConfigError(Problem("model.block", message))
+    refusals = []
+    for name in names:
+        family = implementation(MODEL_TYPES[name])()
+        assert isinstance(family, Family)
+        try:
+            family.config(config.model, config.data.sequence_length)
+            return family
+        except ValueError as error:
+            refusals.append(str(error))
+    raise ConfigError(Problem("--type", f"no type of model fits: {'; '.join(refusals)}"))

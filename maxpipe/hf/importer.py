@@ -21,7 +21,6 @@ from maxpipe.config.from_hf import FILE, TIED, read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
-from maxpipe.hf.fp8 import dequantised
 from maxpipe.hf.matching import (
     HEAD,
     differences,
@@ -30,7 +29,7 @@ from maxpipe.hf.matching import (
     shape_problems,
     text_name,
 )
-from maxpipe.hf.mxfp4 import joined
+from maxpipe.hf.quantised import dequantised, joined
 from maxpipe.hf.safetensors import INDEX, WEIGHTS, SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
@@ -41,10 +40,7 @@ KEY = "init_from"
 
 
 class HfWeights:
-    """The weights of a folder, whose names and shapes were checked against the model.
-
-    Args:
-      config: the resolved configuration; `init_from` names the folder.
+    """The weights of the folder `init_from`, whose names and shapes were checked against the model.
 
     Attributes:
       ignored: names of tensors that the model does not use.
@@ -114,15 +110,9 @@ class HfWeights:
     ) -> jax.Array:
         """Return a parameter in the layout on disk, [stacked_layers, ...] for layers.
 
-        Each tensor is read once, however many devices have parts of it.
-
-        Args:
-          path: path of the parameter.
-          like: shape, dtype and sharding of the result.
-          advance: function that is called after each layer with the share that has been read.
-
-        Raises:
-          ConfigError: numbers are not finite; it names their tensor and file.
+        Each tensor is read once, however many devices have parts of it. `like` has the shape, dtype
+        and sharding of the result, and `advance` is called after each layer with the share that has
+        been read. Raises ConfigError, naming tensor and file, if numbers are not finite.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)

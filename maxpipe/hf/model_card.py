@@ -51,11 +51,7 @@ def model_card(
     """Return a card in Markdown; paths of the run stay out of it.
 
     Args:
-      config: the run's resolved configuration.
-      record: record of the checkpoint, or of the last of several.
-      steps: steps whose weights were averaged, or the only one.
-      model_type: model type in config.json.
-      dtype: dtype of the tensors.
+      record, steps: of the checkpoint, or of the last of several whose weights were averaged.
       size: number of parameters.
       version: version of maxpipe that wrote the checkpoint; empty if the record does not say.
       has_tokenizer: whether transformers finds a tokenizer next to the card.

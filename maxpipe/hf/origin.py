@@ -40,10 +40,8 @@ EOS = "eos_token_id"
 def read_origin(config: Config) -> dict[str, bytes]:
     """Return the files to keep, by name; none if the run is not imported.
 
-    A run that starts from another run keeps that run's files.
-
-    Raises:
-      ConfigError: an object store or the hub cannot be read.
+    A run that starts from another run keeps that run's files. Raises ConfigError if an object store
+    or the hub cannot be read.
     """
     if run := run_of(config.init_from):
         with open_steps(run, "init_from").local_files(ORIGIN) as files:
@@ -62,10 +60,8 @@ def read_origin(config: Config) -> dict[str, bytes]:
 def origin_of(config: Config, kept: Sequence[Path]) -> Path | None:
     """Return the directory with the files that a run was imported with, None if there is none.
 
-    Args:
-      config: the run's configuration.
-      kept: the run's copies. Runs of earlier versions have none; the result is then the folder
-        itself, if it is a directory that still exists.
+    Runs of earlier versions have no copies, `kept`; the result is then the folder itself, if it is
+    a directory that still exists.
     """
     if kept:
         return kept[0].parent
@@ -82,11 +78,7 @@ def name_in_folder(tokenizer: Path) -> str:
 
 
 def read_kept(file: Path) -> bytes:
-    """Return the content of a small file that a run keeps.
-
-    Raises:
-      ConfigError: it cannot be read.
-    """
+    """Return a small file that a run keeps; raises ConfigError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -95,24 +87,14 @@ def read_kept(file: Path) -> bytes:
 
 
 def is_imported(tokenizer: Path, origin: Path) -> bool:
-    """Return whether a tokenizer's main file is a copy of the one that was imported.
-
-    Raises:
-      ConfigError: one of the two cannot be read.
-    """
+    """Return whether a tokenizer's main file is a copy of the one that was imported."""
     original = origin / name_in_folder(tokenizer)
     return original.is_file() and read_kept(original) == read_kept(tokenizer)
 
 
 def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
-    """Return the ids that end a text, according to generation_config.json, or else config.json.
-
-    Args:
-      origin: directory of the imported files, from `origin_of`.
-      companions: files of the run's tokenizer; if it was not imported, there are no such ids.
-
-    Raises:
-      ConfigError: a file cannot be read or is not JSON.
+    """Return the ids that end a text, according to generation_config.json, or else config.json, of
+    `origin_of`; there are none if the run's tokenizer, `companions`, was not imported.
     """
     tokenizer = main_file(companions)
     if origin is None or tokenizer is None or not is_imported(tokenizer, origin):
@@ -132,6 +114,9 @@ def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of special tokens under the names that config.json has for them."""
-    ids = {"bos_token_id": tokenizer.bos_id, EOS: tokenizer.eos_id}
-    ids["pad_token_id"] = tokenizer.pad_id
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        EOS: tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
     return {name: index for name, index in ids.items() if index is not None}

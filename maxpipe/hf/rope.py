@@ -18,16 +18,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, object]:
-    """Return the keys of `model.*` that describe the rotation.
+    """Return the keys of `model.*` that describe the rotation of a config.json.
 
-    Args:
-      c: content of config.json.
-      theta, theta_local: bases to use if the file names none; `theta_local` is not 0 for types
-        whose local layers have a base of their own, and `theta` for those that share `rope_theta`
-        unless `rope_parameters` has one for each kind.
-
-    Raises:
-      ValueError: there is no option for the kind of rotation.
+    `theta` and `theta_local` are the bases to use if it names none; `theta_local` is not 0 for
+    types whose local layers have a base of their own, and `theta` for those that share `rope_theta`
+    unless `rope_parameters` has one for each kind. Raises ValueError if there is no option for the
+    kind of rotation.
     """
     parameters, scaling = _section(c, "rope_parameters"), _section(c, "rope_scaling")
     default_local = c.get("rope_local_base_freq", theta_local)
@@ -68,10 +64,8 @@ def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, o
 def write_rope(m: ModelConfig, *, by_kind: bool, by_part: bool = False) -> dict[str, object]:
     """Return both dialects of a resolved model's rotation.
 
-    Args:
-      m: the resolved model configuration.
-      by_kind: whether the type has parameters for each kind of layer.
-      by_part: whether the type has a key for the share of channels that is rotated.
+    `by_kind` is whether the type has parameters for each kind of layer, `by_part` whether it has a
+    key for the share of channels that is rotated.
     """
     scaling = _written_scaling(m)
     # Some types' classes read the base from `rope_parameters` only.

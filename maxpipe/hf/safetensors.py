@@ -46,11 +46,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsError(Exception):
-    """Files do not follow the format.
-
-    Args:
-      problems: a line for each problem, which names the file.
-    """
+    """Files do not follow the format: a line for each problem, which names the file."""
 
     def __init__(self, *problems: str):
         super().__init__(*problems)
@@ -68,8 +64,7 @@ class WeightTensor(Protocol):
         """Return the name of its format."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return its shape."""
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def num_bytes(self) -> int:
@@ -85,19 +80,12 @@ class WeightTensor(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's place in a file.
-
-    Attributes:
-      file: the file that holds it.
-      dtype: the format's name of its dtype; `read` knows some of them.
-      shape: shape of the tensor.
-      offset: position of its first byte in the file.
-    """
+    """A tensor's place in a file."""
 
     file: ModelFile
-    dtype: str
+    dtype: str  # the format's name of it; `read` knows some of them
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # position of its first byte in the file
 
     @property
     def num_bytes(self) -> int:
@@ -143,10 +131,8 @@ def copy_view(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def read_header(file: ModelFile) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name, after checking that all their bytes are there.
-
-    Raises:
-      SafetensorsError: the file is cut off, or its header is invalid.
+    """Return the tensors of a file by name; raises SafetensorsError if the file is cut off, or its
+    header is invalid.
     """
     size = file.size
     head = file.read(0, min(size, _FIRST_READ)).tobytes()
@@ -238,10 +224,8 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
 
 
 def _read_index(folder: ModelFolder) -> Mapping[str, object]:
-    """Return the file of each tensor by the index, empty without one.
-
-    Raises:
-      SafetensorsError: it is damaged, or names files outside the folder.
+    """Return the file of each tensor by the index, empty without one; raises SafetensorsError if it
+    is damaged, or names files outside the folder.
     """
     try:
         weight_map: Mapping[str, object] = json.loads(folder.read(INDEX))["weight_map"]
@@ -281,9 +265,7 @@ def header(
 ) -> tuple[bytes, int]:
     """Return the bytes that precede the tensors' bytes, and how many bytes tensors have.
 
-    Args:
-      tensors: (name, dtype, shape) of each, in their order in the file.
-      metadata: texts by name, which readers show.
+    Tensors are (name, dtype, shape) in their order in the file; readers show the metadata.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -298,12 +280,8 @@ def header(
 def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> np.memmap:
     """Write a file's header, and return its data as bytes to fill in, one tensor after another.
 
-    Args:
-      file: file to write; an existing one is replaced.
-      tensors: (name, dtype, shape) of each, as for `header`.
-
-    Raises:
-      OSError: the file cannot be written, or the disk has no room for it.
+    Tensors are as for `header`. Raises OSError if the file cannot be written, or the disk has no
+    room for it.
     """
     start, size = header(tensors)
     with file.open("wb") as stream:

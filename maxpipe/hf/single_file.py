@@ -24,19 +24,12 @@ FLAG = "--safetensors"
 
 
 def export_file(reader: ParameterReader, config: Config, target: Path, dtype: str) -> int:
-    """Write all parameters, one leaf in memory at a time, adapters merged into the base.
+    """Write all parameters, one leaf in memory at a time, adapters merged into the base, and return
+    the number of tensors.
 
     Layer parameters are [num_layers, ...], in model order. The file's metadata has the step, the
-    steps of a mean, and the model's configuration as JSON.
-
-    Args:
-      reader: reader of one or several steps.
-      config: the run's resolved configuration.
-      target: the file; it appears under this name when it is complete.
-      dtype: dtype of the tensors, except expert selection biases, which are float32.
-
-    Returns:
-      The number of tensors.
+    steps of a mean, and the model's configuration as JSON. The file appears under its name when it
+    is complete; expert selection biases are float32 in any `dtype`.
 
     Raises:
       ConfigError: the target exists.

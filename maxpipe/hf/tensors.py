@@ -6,8 +6,9 @@ depends on pipelines.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -51,7 +52,6 @@ class Rule:
 
     @property
     def is_layer(self) -> bool:
-        """Return whether there is a tensor for each layer."""
         return self.path[0] == "layers"
 
     @property
@@ -91,7 +91,6 @@ class Rule:
 
     @property
     def num_slices(self) -> int:
-        """Return the size of `row_axis` in the file."""
         return self._size(self.tensor_letters[0][0])
 
     @property
@@ -104,10 +103,8 @@ class Rule:
         return self.from_rows(self.own_part(tensor))
 
     def from_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return some slices of one layer's parameter along `row_axis`.
-
-        Args:
-          rows: the tensor's rows that hold these slices, in the parameter's columns.
+        """Return some slices of one layer's parameter along `row_axis`, from the tensor's rows that
+        hold them, in the parameter's columns.
         """
         split = rows.reshape([-1, *(self._size(n) for n in self._tensor_order[1:])])
         return split.transpose([self._tensor_order.index(n) for n in self.letters])
@@ -133,8 +130,7 @@ class Rule:
 def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
     """Return a rule for each parameter of a model; a layer parameter's rule holds for any layer.
 
-    Raises:
-      ConfigError: a block that is not maxpipe's has parameters that have no name in files.
+    Raises ConfigError if a block that is not maxpipe's has parameters that have no name in files.
     """
     specs = dict(spec_leaves(program.specs))
     rules = {path: _rule(path, spec, program, family) for path, spec in specs.items()}
@@ -142,7 +138,8 @@ def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
         for name, paths in FUSED.items():
             counts = [rules[path].tensor_shape[0] for path in paths]
             for i, path in enumerate(paths):
-                rules[path] = _fused(rules[path], name, sum(counts[:i]), sum(counts))
+                rows = sum(counts[:i]), sum(counts)
+                rules[path] = replace(rules[path], template=f"{LAYER}{name}", rows=rows)
     return list(rules.values())
 
 
@@ -191,31 +188,10 @@ def is_selection_bias(spec: ParamSpec) -> bool:
     return "expert_bias" in spec.axes
 
 
-def _fused(rule: Rule, name: str, first: int, total: int) -> Rule:
-    return Rule(
-        rule.path,
-        f"{LAYER}{name}",
-        rule.sizes,
-        rule.tensor_letters,
-        rule.letters,
-        rows=(first, total),
-    )
-
-
 def _dimensions(pattern: str) -> Iterator[tuple[str, ...]]:
     """Yield the letters of each dimension of `(h c) d`."""
-    inside: list[str] | None = None
-    for word in pattern.replace("(", "( ").replace(")", " )").split():
-        if word == "(":
-            inside = []
-        elif word == ")":
-            assert inside is not None
-            yield tuple(inside)
-            inside = None
-        elif inside is not None:
-            inside.append(word)
-        else:
-            yield (word,)
+    for word in re.findall(r"\(.*?\)|\w+", pattern):
+        yield tuple(word.strip("()").split())
 
 
 def spec_leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,6 @@ class Entry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -36,13 +35,10 @@ class TensorFile:
 def plan_files(
     rules: Sequence[Rule], num_layers: int, dtype: np.dtype, file_bytes: int
 ) -> list[TensorFile]:
-    """Distribute tensors over files of at most `file_bytes`, layers one after another.
+    """Distribute tensors over files, layers one after another.
 
-    Args:
-      rules: the rules of all parameters.
-      num_layers: number of stacked layers.
-      dtype: dtype of the tensors whose rules name no other.
-      file_bytes: largest size of a file, unless a single tensor is larger.
+    Files have at most `file_bytes`, unless a single tensor is larger. `num_layers` counts stacked
+    layers, and `dtype` is that of tensors whose rules name no other.
     """
     entries = {
         name: Entry(rule.dtype or dtype, rule.tensor_shape)
@@ -80,16 +76,19 @@ def write_weights(
     rules: Sequence[Rule],
     read: Callable[[Rule], np.ndarray],
 ) -> None:
-    """Write the tensors of all files, one parameter in memory at a time.
+    """Write the tensors of all files into a directory, one parameter in memory at a time.
 
-    Args:
-      target: the directory of the files.
-      files: the files, from `plan_files`.
-      rules: the rules of all parameters.
-      read: function that returns a parameter, [num_layers, ...] for layer parameters.
+    `read` returns the parameter of a rule, [num_layers, ...] for layer parameters.
     """
-    data = {file.name: _create(target, file) for file in files}
-    places = {n: place for file in files for n, place in _places(data[file.name], file)}
+    data: list[np.memmap] = []
+    places: dict[str, np.ndarray] = {}  # of each tensor within the mapped bytes of its file
+    for file in files:
+        entries = [(name, entry.dtype, entry.shape) for name, entry in file.entries.items()]
+        data.append(mapped := write_file(target / file.name, entries))
+        end = 0
+        for name, entry in file.entries.items():
+            begin, end = end, end + entry.num_bytes
+            places[name] = mapped[begin:end].view(entry.dtype).reshape(entry.shape)
     for rule in rules:
         leaf = read(rule)
         for layer in range(len(leaf) if rule.is_layer else 1):
@@ -97,21 +96,8 @@ def write_weights(
             for name, index in rule.tensors(layer):
                 part = rule.own_part(places[name])
                 part[...] = rule.to_tensor(parameter[index]).astype(part.dtype)
-    for mapped in data.values():
+    for mapped in data:
         mapped.flush()
-
-
-def _create(target: Path, file: TensorFile) -> np.memmap:
-    entries = [(name, entry.dtype, entry.shape) for name, entry in file.entries.items()]
-    return write_file(target / file.name, entries)
-
-
-def _places(data: np.memmap, file: TensorFile) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the place of each tensor within the mapped bytes of its file."""
-    end = 0
-    for name, entry in file.entries.items():
-        begin, end = end, end + entry.num_bytes
-        yield name, data[begin:end].view(entry.dtype).reshape(entry.shape)
 
 
 def write_index(target: Path, files: Sequence[TensorFile]) -> None:

@@ -20,7 +20,7 @@ from maxpipe.generate.chat import end_of_turn, find_chat_template
 from maxpipe.generate.text import find_tokenizer
 from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export
-from maxpipe.hf.model_types import choose_family
+from maxpipe.hf.family import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
 from maxpipe.hf.single_file import export_file
 from maxpipe.training.resuming import version_of

@@ -31,14 +31,8 @@ ONE = [{"role": "user", "content": "One?"}]
 def _train(directory: Path, *words: str) -> Path:
     """Train for a step on conversations; return the run's directory."""
     tiny = ("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1")
-    words = (
-        *TINY_MODEL,
-        *tiny,
-        "model.num_layers=1",
-        "mesh.ici.stage=1",
-        "pipeline.num_repeats=1",
-        *words,
-    )
+    one_layer = ("model.num_layers=1", "mesh.ici.stage=1", "pipeline.num_repeats=1")
+    words = (*TINY_MODEL, *tiny, *one_layer, *words)
     assert train.main([str(FINETUNE), f"output_dir={directory}", *words]) == 0
     return directory / "finetune"
 
@@ -97,15 +91,6 @@ def test_answer_follows_the_template_and_ends_with_the_turn(run_dir, capsys, mon
     )
 
 
-def test_lines_of_the_terminal_are_turns_of_one_conversation(run_dir, capsys, monkeypatch):
-    prompts = _writes(monkeypatch, "1<|im_end|>", "2<|im_end|>")
-    monkeypatch.setattr("sys.stdin", io.StringIO("One?\n\nTwo?\n"))
-    assert _call(capsys, run_dir, "--chat") == (0, "1\n2\n", "")
-    assert bytes(prompts[1]).decode() == bytes(prompts[0]).decode() + (
-        "1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkeypatch):
     prompts = _writes(monkeypatch, *["<|im_end|>"] * 3)
     lines = ["a" * 50, "b" * 50, "c" * 50]
@@ -113,11 +98,7 @@ def test_long_conversation_forgets_its_oldest_turns_only(run_dir, capsys, monkey
     code, _, error = _call(capsys, run_dir, "--chat", "--system=s")
     assert code == 0
     assert [lines[0] in bytes(prompt).decode() for prompt in prompts] == [True, True, False]
-    assert (
-        bytes(prompts[2])
-        .decode()
-        .startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nb")
-    )
+    assert bytes(prompts[2]).startswith(b"<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nb")
     assert error == (
         "(2 oldest turns are forgotten: the model reads 256 tokens (data.sequence_length))\n"
     )
@@ -182,18 +163,26 @@ def test_run_keeps_template_and_special_tokens_that_are_gone(own_dir, capsys, mo
 
 
 def test_chat_ends_at_a_stop_as_the_command_does(run_dir, monkeypatch):
+    loaded = maxpipe.load_model(run_dir)
     for options, answer in [
         ({"stop": "it"}, "Do it"),
         ({"stop": ["x", "o"]}, "Do"),
         ({"stop_tokens": [105]}, "Do"),
     ]:
-        loaded = maxpipe.load_model(run_dir)
         _writes(monkeypatch, "Do it now<|im_end|>")
         assert loaded.chat(ONE, **options) == answer
-        with pytest.raises(ValueError, match=r"^stop: expected texts; one is empty"):
-            loaded.chat(ONE, stop="")
-        with pytest.raises(ValueError, match=r"^stop_tokens: the model has no token 320"):
-            loaded.chat(ONE, stop_tokens=[320])
+    for options, message in [
+        ({"stop": ""}, "stop: expected texts; one is empty"),
+        ({"stop_tokens": [320]}, "stop_tokens: the model has no token 320"),
+        ({"messages": []}, "messages: expected a list of them"),
+        ({"messages": [{"role": "user"}]}, r"messages: \S*/chat_template\.jinja cannot lay it out"),
+        (
+            {"messages": [ONE[0] | {"content": "a" * 300}]},
+            r"messages: the conversation has 3\d\d t",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            loaded.chat(**{"messages": ONE} | options)
 
 
 def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
@@ -207,16 +196,6 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     assert "--chat: the run has no chat template: it was not trained on conversations" in error
     with pytest.raises(ConfigError, match="messages: the run has no chat template"):
         maxpipe.load_model(text).chat(ONE)
-
-
-def test_unusable_conversation_is_refused(run_dir, capsys):
-    loaded = maxpipe.load_model(run_dir)
-    with pytest.raises(ValueError, match="messages: expected a list of them"):
-        loaded.chat([])
-    with pytest.raises(ValueError, match=r"messages: \S*/chat_template\.jinja cannot lay it out"):
-        loaded.chat([{"role": "user"}])
-    with pytest.raises(ValueError, match=r"messages: the conversation has 3[0-9][0-9] tokens"):
-        loaded.chat([{"role": "user", "content": "a" * 300}])
     assert "--prompt is required, or --chat" in _call(capsys, run_dir)[2]
     assert "--system is for --chat" in _call(capsys, run_dir, "--prompt=a", "--system=b")[2]
 

@@ -20,9 +20,7 @@ def test_text_stream_returns_characters_when_complete():
     for text in ["abc", "für 5 €", "\U0001f642!", "a\n\n b"]:
         found = pieces(BYTE.encode(text).tolist())
         assert [piece for piece in found if piece] == list(text)
-
-
-def test_text_stream_bytes_that_are_no_character_come_with_next_text_or_at_the_end():
+    # Bytes that are no character come with the next text, or at the end.
     assert pieces([ord("a"), 0xC3]) == ["a", "", "\ufffd"]
     assert "".join(pieces([0x80, ord("a"), 0xC3, ord("b")])) == "\ufffda\ufffdb"
 
@@ -30,13 +28,10 @@ def test_text_stream_bytes_that_are_no_character_come_with_next_text_or_at_the_e
 def test_text_stream_keeps_spaces_before_words(tmp_path):
     """A token that begins a word loses its space if it is decoded alone."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        tokenizers.pre_tokenizers.Metaspace(),
-        tokenizers.decoders.Metaspace(),
-    )
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["</s>"], vocab_size=40, show_progress=False
-    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    options = {"special_tokens": ["</s>"], "vocab_size": 40, "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(**options)
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
@@ -69,9 +64,7 @@ def test_text_stream_runs_of_bytes_come_character_by_character(byte_fallback):
         stream = TextStream(byte_fallback, ids[:1])
         assert [piece for piece in map(stream.add, ids[1:]) if piece] == list(text[1:])
         assert stream.finish() == ""
-
-
-def test_text_stream_special_token_does_not_take_the_next_space(byte_fallback):
+    # A special token does not take the next space.
     a, space, b = byte_fallback.encode("a b").tolist()
     stream = TextStream(byte_fallback, [a])
     added = [stream.add(token) for token in (byte_fallback.eos_id, space, b)]

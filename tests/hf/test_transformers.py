@@ -28,8 +28,8 @@ from maxpipe.config.from_hf import read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.generate import __main__ as generate
 from maxpipe.hf.exporter import export
+from maxpipe.hf.family import choose_family
 from maxpipe.hf.importer import HfWeights
-from maxpipe.hf.model_types import choose_family
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
 
