@@ -18,15 +18,15 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.documents import BadDocument, MarkedText, sources_of
 from maxpipe.data.template_process import ProcessEnded, ask
-from maxpipe.data.tokenizer_json import named_tokens, read_object
-from maxpipe.data.tokenizers import (
-    CHAT_TEMPLATE,
-    TemplateFiles,
-    pick_template_files,
-    template_files,
+from maxpipe.data.tokenizer_json import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    named_tokens,
+    read_object,
 )
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, template_files
 
 Message = Mapping[str, object]  # "role", "content", and whatever else the template knows
 
@@ -153,8 +153,7 @@ def load_chat_template(
 
 
 def is_chat(data: DataConfig) -> bool:
-    read = [entry["source"] for entry in data.mixture] or [data.source]
-    return any(SOURCES[source].is_chat for source in read)
+    return any(SOURCES[source].is_chat for source in sources_of(data))
 
 
 def trained_template(data: DataConfig) -> ChatTemplate | None:
@@ -170,7 +169,7 @@ def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
     """Return the chat template in the files of a tokenizer or a model, None if there is none;
     raises ConfigError if it cannot be read, or is invalid.
     """
-    template = _template_of(pick_template_files(files))
+    template = _template_of(files)
     if template is not None:
         template.check()
     return template
@@ -182,33 +181,39 @@ def put_chat_template(source: str, folder: Path) -> None:
     Other templates in the folder are removed: programs disagree on which of several counts. Raises
     ConfigError if a file cannot be read, OSError if the folder cannot be written to.
     """
-    files = pick_template_files(sorted(folder.iterdir()))
-    present = _template_of(files)
+    present = _template_of([*folder.iterdir()])
     if present is not None and present.source == source:
         return
-    config = dict(read_object(files.config) or {})
-    if files.config is not None and config.pop("chat_template", None) is not None:
+    file = folder / TOKENIZER_CONFIG
+    config = dict(read_object(file) or {})
+    if config.pop("chat_template", None) is not None:
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        files.config.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)
     (folder / CHAT_TEMPLATE).write_text(source, encoding="utf-8")
 
 
-def _template_of(files: TemplateFiles) -> ChatTemplate | None:
-    if files.template is not None:
-        source, name = _read(files.template), str(files.template)
+def _template_of(files: Sequence[Path]) -> ChatTemplate | None:
+    """Return the template of a tokenizer's or model's files: chat_template.jinja takes precedence
+    over tokenizer_config.json.
+    """
+    by_name = {file.name: file for file in files}
+    if template := by_name.get(CHAT_TEMPLATE):
+        source, name = _read(template), str(template)
     else:
-        source = _own_template(read_object(files.config) or {})
-        name = f"the template of {files.config}"
+        config = by_name.get(TOKENIZER_CONFIG)
+        source, name = _own_template(read_object(config) or {}), f"the template of {config}"
     return _with_tokens(source, name, files) if source else None
 
 
-def _with_tokens(source: str, name: str, files: TemplateFiles) -> ChatTemplate:
+def _with_tokens(source: str, name: str, files: Sequence[Path]) -> ChatTemplate:
     """Return a template that may write the tokens which the files of a tokenizer name."""
-    config = read_object(files.config)
+    by_name = {file.name: file for file in files}
+    config = read_object(by_name.get(TOKENIZER_CONFIG))
+    mapped = read_object(by_name.get(SPECIAL_TOKENS_MAP)) or {}
     # A run's fingerprint has these tokens. Earlier versions did not read this file, and their runs
     # go on if the template does not write them.
-    names = {key: item for key, item in (read_object(files.names) or {}).items() if key in source}
+    names = {key: item for key, item in mapped.items() if key in source}
     texts = {
         key: token.get("content") if isinstance(token, dict) else token
         for key, token in (named_tokens(config, names) or {}).items()

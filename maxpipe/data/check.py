@@ -9,14 +9,8 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import (
-    BadDocument,
-    Documents,
-    EncodedDocuments,
-    MarkedText,
-    Split,
-)
-from maxpipe.data.loader import check_base_tokenizer, open_tokenizer
+from maxpipe.data.documents import BadDocument, Documents, EncodedDocuments, MarkedText, Split
+from maxpipe.data.loader import check_base_tokenizer, encoder_of
 
 SOUND, FOUND = 0, 1  # exit codes
 NAMED = 10  # how many problems are printed
@@ -45,13 +39,12 @@ def check(config: Config) -> int:
     """
     from maxpipe.data.mixture import open_mixture
 
-    tokenizer = open_tokenizer(config)
     check_base_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:
         documents, _ = open_mixture(config.data, split, config.seed)
-        encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids)
+        encoder = encoder_of(config, documents, skips_bad=False)
         row = None if config.data.packing or split == "eval" else config.data.sequence_length
         findings = scan(documents, encoder, report_progress(split, len(documents)), row)
         skips = config.data.on_bad_document == "skip"

@@ -16,6 +16,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.files import path_error
 from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer, frame_of
 
 _BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
@@ -29,6 +30,11 @@ class BadDocument(ConfigError):
     `data.on_bad_document=skip` leaves it out. An I/O error, which may be temporary, is not a
     BadDocument: leaving out what another start can read would change the batches.
     """
+
+
+def bad_document(message: str) -> BadDocument:
+    """Return an error about a document of `data.path`."""
+    return BadDocument(Problem("data.path", message))
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,11 @@ def read_text(path: str, start: int = 0, end: int | None = None, name: str = "")
             file.seek(start)
             text = file.read(-1 if end is None else end - start).decode("utf-8")
     except UnicodeDecodeError as error:
-        message = f"{name or path} is not UTF-8 text: byte {start + error.start}"
-        raise BadDocument(Problem("data.path", message)) from error
+        raise bad_document(
+            f"{name or path} is not UTF-8 text: byte {start + error.start}"
+        ) from error
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise path_error(f"{path} cannot be read: {error.strerror}") from error
     if start == 0:
         text = text.removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -171,6 +177,11 @@ def describe_sources(data: DataConfig) -> str:
     )
 
 
+def sources_of(data: DataConfig) -> list[str]:
+    """Return the sources that training reads, in the order of `data.mixture` if there is one."""
+    return [entry["source"] for entry in data.mixture] or [data.source]
+
+
 def is_mixed(config: DataConfig, split: Split) -> bool:
     """Return whether a split reads `data.mixture`, where each source is split separately."""
     return bool(config.mixture) and not (split == "eval" and config.eval_path)
@@ -221,7 +232,7 @@ def open_all(config: DataConfig) -> Documents:
     """
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
-        raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))
+        raise path_error(f"there is no document in {config.path!r}")
     return documents
 
 
@@ -241,12 +252,11 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
         message = "0 keeps no documents for evaluation; raise it or set eval.every=0"
         raise ConfigError(Problem("data.eval_fraction", message))
     if len(documents) < 2:
-        message = (
+        raise path_error(
             f"{len(documents)} document cannot serve both training and evaluation; "
             "add documents, give a validation set with data.eval_path, or set "
             "data.eval_fraction=0 eval.every=0"
         )
-        raise ConfigError(Problem("data.path", message))
     hashes = np.empty(len(documents))
     for start in range(0, len(documents), _BLOCK):
         stop = min(start + _BLOCK, len(documents))

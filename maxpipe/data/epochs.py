@@ -11,18 +11,16 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.load import Loaded, derive_known, replace
 from maxpipe.config.sections import Config
 from maxpipe.data.check import report_progress
-from maxpipe.data.documents import EncodedDocuments, open_sources
-from maxpipe.data.loader import open_tokenizer
+from maxpipe.data.documents import open_sources
+from maxpipe.data.loader import encoder_of
 
 
 def with_steps(loaded: Loaded) -> Loaded:
     """Return the configuration with `steps` in place of `epochs`, and a remark that says so.
 
     The last step may go beyond the last epoch. Every process counts the same, as does every start
-    of the run; only with other documents the steps are others.
-
-    Raises:
-      ConfigError: documents are missing or unusable, or there would be too many steps.
+    of the run, unless documents have changed. Raises ConfigError if they are missing or unusable,
+    or if there would be too many steps.
     """
     epochs, batch = loaded.config.epochs, loaded.config.data.global_batch_size
     if not epochs:
@@ -42,9 +40,7 @@ def _epoch(config: Config) -> tuple[float, str]:
     described = f"{count:,} {'conversations' if SOURCES[data.source].is_chat else 'documents'}"
     if not data.packing:
         return count, described
-    skips = data.on_bad_document == "skip"
-    num_ids = config.model.num_token_ids
-    encoder = EncodedDocuments(documents, open_tokenizer(config), num_ids, skips_bad=skips)
+    encoder = encoder_of(config, documents, skips_bad=data.on_bad_document == "skip")
     progress = report_progress("epochs", count)
     tokens = 0
     for index in range(count):

@@ -20,6 +20,11 @@ _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", *(f".tar{e}" 
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
 
 
+def path_error(message: str) -> ConfigError:
+    """Return an error about what `data.path` names."""
+    return ConfigError(Problem("data.path", message))
+
+
 def find_files(
     path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "", limit: int = 0
 ) -> list[str]:
@@ -62,8 +67,7 @@ def find_files(
     if problems:
         raise ConfigError(*problems)
     if not local and not copies:
-        message = "this data.source needs a file, a directory or a glob here"
-        raise ConfigError(Problem("data.path", message))
+        raise path_error("this data.source needs a file, a directory or a glob here")
     return [*each_once(local), *copies]
 
 
@@ -118,8 +122,7 @@ def _names_below(directory: str) -> list[str]:
 
 def _refuse_directory(error: OSError) -> None:
     if Path(error.filename).name != "lost+found":  # of a file system's root; only root may read it
-        message = f"{error.filename} cannot be read: {error.strerror}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise path_error(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _is_file(name: str) -> bool:
@@ -129,7 +132,7 @@ def _is_file(name: str) -> bool:
         reason = "is a link to nothing; mount what it links to, or remove it"
         if isinstance(error, PermissionError):
             reason = f"cannot be read: {error.strerror}"
-        raise ConfigError(Problem("data.path", f"{name} {reason}")) from error
+        raise path_error(f"{name} {reason}") from error
 
 
 def require_content(paths: list[str]) -> list[str]:

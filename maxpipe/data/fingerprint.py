@@ -21,7 +21,7 @@ from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config
 from maxpipe.data.chat_template import trained_template
-from maxpipe.data.files import local_files, parts_of, sorted_parts
+from maxpipe.data.files import local_files, parts_of, path_error, sorted_parts
 from maxpipe.data.tokenizer_json import SPECIAL_TOKENS_MAP, Frame
 from maxpipe.data.tokenizers import earlier_frame_of, frame_of, load_tokenizer, tokenizer_files
 from maxpipe.storage.local_files import each_once, list_remote, sampled_digest
@@ -151,8 +151,7 @@ class SourceFiles:
             try:
                 self._digests[path] = sampled_digest(path, file.size)
             except OSError as error:
-                message = f"{path} cannot be read: {error.strerror}"
-                raise ConfigError(Problem("data.path", message)) from error
+                raise path_error(f"{path} cannot be read: {error.strerror}") from error
         return replace(file, digest=self._digests[path])
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import Encoded, EncodedDocuments, is_mixed, open_sources
-from maxpipe.data.loader import SKIPPED_NAMED, open_tokenizer, source_names
+from maxpipe.data.loader import SKIPPED_NAMED, encoder_of, open_tokenizer, source_names
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
 COUNTED = 1 << 20  # tokens
@@ -106,7 +106,6 @@ class HeldOut:
       shares: how many documents are drawn from each, in any unit.
       rows: this process's rows of a batch.
       num_batches: largest number of batches.
-      pad_id: token id of padding.
     """
 
     def __init__(
@@ -116,9 +115,8 @@ class HeldOut:
         shares: Sequence[float],
         rows: Sequence[int],
         num_batches: int,
-        pad_id: int,
     ):
-        self._rows, self._pad_id = rows, pad_id
+        self._rows, self._pad_id = rows, open_tokenizer(config).pad_id
         self._size, self._data = config.eval.global_batch_size, config.data
         self.num_documents = sum(text.num_documents for text in texts)
         self._texts = texts
@@ -168,14 +166,12 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
     if not config.eval.every:
         return None, {}
     data, batches = config.data, config.eval.batches
-    tokenizer = open_tokenizer(config)
     sources = open_sources(data, "eval")
     evaluated = batches * config.eval.global_batch_size * data.sequence_length
     enough = max(COUNTED, 2 * evaluated) if batches else np.inf
     texts = []
     for documents in sources:
-        skips = data.on_bad_document == "skip"
-        encoder = EncodedDocuments(documents, tokenizer, config.model.num_token_ids, skips)
+        encoder = encoder_of(config, documents, skips_bad=data.on_bad_document == "skip")
         texts.append(Text(encoder, enough, data.sequence_length, data.packing))
         for reason in [*encoder.take_skipped().values()][:SKIPPED_NAMED]:
             print(f"skipped a held-out document: {reason}", file=sys.stderr, flush=True)
@@ -187,7 +183,7 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
 
     def of(texts: Sequence[Text], weights: Sequence[float], batches: int) -> HeldOut:
         most = batches or sum(text.chunks for text in texts)
-        return HeldOut(config, texts, weights, rows, most, tokenizer.pad_id)
+        return HeldOut(config, texts, weights, rows, most)
 
     per_source = config.eval.batches_per_source if mixed else 0
     names = source_names(data) if per_source else []

@@ -20,7 +20,15 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT
 from maxpipe.config.sections import Config, DataConfig
-from maxpipe.data.documents import EncodedDocuments, Split, notes_of, open_sources
+from maxpipe.data.documents import (
+    Documents,
+    EncodedDocuments,
+    Split,
+    notes_of,
+    open_sources,
+    sources_of,
+)
+from maxpipe.data.files import path_error
 from maxpipe.data.tokenizers import (
     Tokenizer,
     describe_begin,
@@ -38,7 +46,6 @@ if TYPE_CHECKING:
 
 SAMPLED = 256  # conversations that are looked at for tokens to learn
 SKIPPED_NAMED = 5  # how many skipped documents are named
-SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # counts that are reported
 
 
 class Loader(Iterator["Batch"]):
@@ -84,16 +91,13 @@ class Loader(Iterator["Batch"]):
         return self._state.copy()
 
     def _report_skipped(self, reasons: Mapping[str, str]) -> None:
-        """Name the first skipped documents, and count the others."""
+        """Name the first skipped documents; `close` counts all of them."""
         for index, reason in reasons.items():
             if index in self._skipped:
                 continue  # reported in an earlier epoch
             self._skipped.add(index)
-            count = len(self._skipped)
-            if count <= SKIPPED_NAMED:
+            if len(self._skipped) <= SKIPPED_NAMED:
                 print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
-            elif count in SKIPPED_COUNTS:
-                print(f"skipped {count:,} documents so far", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop threads and worker processes; may be called twice."""
@@ -126,23 +130,17 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    tokenizer = open_tokenizer(config)
     documents, order = open_mixture(data, split, config.seed)
     if state is None:
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
     source = RowSource(
-        documents=EncodedDocuments(
-            documents,
-            tokenizer,
-            config.model.num_token_ids,
-            skips_bad=data.on_bad_document == "skip",
-        ),
+        documents=encoder_of(config, documents, skips_bad=data.on_bad_document == "skip"),
         order=order,
         global_batch_size=batch_size,
         sequence_length=data.sequence_length,
         packing=data.packing,
-        pad_id=tokenizer.pad_id,
+        pad_id=open_tokenizer(config).pad_id,
     )
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]
@@ -152,7 +150,7 @@ def make_loader(
 
 def source_names(data: DataConfig) -> list[str]:
     """Return a name for each entry of a mixture: its source, with the path if sources repeat."""
-    sources = [entry["source"] for entry in data.mixture]
+    sources = sources_of(data)
     paths = [f"{entry['source']}:{entry.get('path', '')}" for entry in data.mixture]
     names = [
         source if sources.count(source) == 1 else path
@@ -162,6 +160,12 @@ def source_names(data: DataConfig) -> list[str]:
         name if names.count(name) == 1 else f"{name}#{number}"
         for number, name in enumerate(names, 1)
     ]
+
+
+def encoder_of(config: Config, documents: Documents, skips_bad: bool) -> EncodedDocuments:
+    """Return documents as a run reads them; errors are those of `open_tokenizer`."""
+    tokenizer, num_ids = open_tokenizer(config), config.model.num_token_ids
+    return EncodedDocuments(documents, tokenizer, num_ids, skips_bad)
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
@@ -187,10 +191,10 @@ def check_base_tokenizer(config: Config) -> None:
     `checkpoint.accept_changes` names the tokenizer.
     """
     data = config.data
-    read = [entry["source"] for entry in data.mixture] or [data.source]
     base = base_tokenizer(config.init_from, config.model.from_hf) if config.init_from else ""
     is_free = "tokenizer" in config.checkpoint.accept_changes
-    if not base or is_free or not any(SOURCES[source].needs_tokenizer for source in read):
+    is_read = any(SOURCES[source].needs_tokenizer for source in sources_of(data))
+    if not base or is_free or not is_read:
         return
     if not extends(*(load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base))):
         message = (
@@ -220,15 +224,12 @@ def conversation_notes(config: Config) -> list[str]:
     any answer, so that nothing is learned from them.
     """
     data = config.data
-    names = [entry["source"] for entry in data.mixture] or [data.source]
-    if not all(SOURCES[name].is_chat for name in names):
+    if not all(SOURCES[source].is_chat for source in sources_of(data)):
         return []
     sizes: list[int] = []
     weights: list[np.ndarray] = []  # of the targets of each conversation
     for documents in open_sources(data, "train"):
-        encoder = EncodedDocuments(
-            documents, open_tokenizer(config), config.model.num_token_ids, skips_bad=True
-        )
+        encoder = encoder_of(config, documents, skips_bad=True)
         sample = np.unique(np.linspace(0, len(documents) - 1, SAMPLED).astype(int)).tolist()
         weights += [encoder[index].weights[1:] for index in sample]
         sizes.append(len(documents))
@@ -295,12 +296,11 @@ def check_state(
     epoch, position, offset = state.T
     fits = (epoch >= 0) & (position >= 0) & (position < num_documents) & (offset >= 0)
     if not (fits & ((epoch * num_documents + position) % batch_size == np.asarray(rows))).all():
-        message = (
+        raise path_error(
             f"the saved data position does not fit {num_documents} documents and {batch_size} "
             "rows; restore the files and data.global_batch_size that the run began with, or start "
             "a new run"
         )
-        raise ConfigError(Problem("data.path", message))
 
 
 def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:

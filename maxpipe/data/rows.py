@@ -30,8 +30,8 @@ import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.documents import Encoded, EncodedDocuments
+from maxpipe.data.files import path_error
 
 Batch = dict[str, np.ndarray]
 
@@ -131,11 +131,10 @@ class RowStream:
             if len(self._document.ids) > self._offset + 1:
                 return self._document
             self.skip_rest()
-        message = (
+        raise path_error(
             f"{attempts} documents, one after the other, hold no tokens "
             f"({self._order.num_documents} in all)"
         )
-        raise ConfigError(Problem("data.path", message))
 
 
 def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:

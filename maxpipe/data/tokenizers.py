@@ -9,19 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from os.path import isdir, isfile
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation, optional
-from maxpipe.config.model_places import (
-    num_plain_ids,
-    open_folder,
-    tokenizer_folder,
-    tokenizer_path,
-)
+from maxpipe.config.model_places import num_plain_ids, open_folder, tokenizer_folder, tokenizer_path
 from maxpipe.config.sections import ModelConfig
 from maxpipe.data.tokenizer_json import (
     CONVERT,
@@ -105,31 +100,19 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     return [file, *filter(isfile, others)]
 
 
-class TemplateFiles(NamedTuple):
-    """The files of a tokenizer that may hold its chat template; None for one that is missing."""
-
-    config: Path | None = None  # tokenizer_config.json
-    template: Path | None = None  # chat_template.jinja, which takes precedence
-    names: Path | None = None  # special_tokens_map.json: tokens that the template may write
-
-
-def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
-    """Return where the chat template of a tokenizer may be; as `load_tokenizer`."""
+def template_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
+    """Return the files of a tokenizer that may say what its chat template is, where they exist;
+    arguments and errors are those of `load_tokenizer`.
+    """
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
-        return TemplateFiles()
+        return []
     if folder := tokenizer_folder(name_or_path):
         directory = open_folder(folder, "data.tokenizer").fetch(_OF_TEMPLATES, cache_dir)
     else:
         path = Path(tokenizer_path(name_or_path))
         directory = path if path.is_dir() else path.parent
     files = (directory / name for name in _OF_TEMPLATES)
-    return pick_template_files([file for file in files if file.exists()])
-
-
-def pick_template_files(files: Sequence[Path]) -> TemplateFiles:
-    """Return which of the files of a tokenizer or model may hold its chat template."""
-    by_name = {file.name: file for file in files}
-    return TemplateFiles(*map(by_name.get, _OF_TEMPLATES))
+    return [file for file in files if file.exists()]
 
 
 @cache

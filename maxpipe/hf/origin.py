@@ -11,13 +11,7 @@ from pathlib import Path
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE
-from maxpipe.config.model_places import (
-    TOKENIZER,
-    folder_of,
-    maxtext_directory,
-    open_folder,
-    run_of,
-)
+from maxpipe.config.model_places import TOKENIZER, folder_of, maxtext_directory, open_folder, run_of
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import Tokenizer, main_file
 

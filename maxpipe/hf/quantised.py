@@ -139,8 +139,8 @@ def _block_size(folder: ModelFolder) -> tuple[int, int]:
     """Return the sizes of a block that config.json names."""
     section = json.loads(folder.read(_CONFIG)).get(_SECTION) or {}
     sizes = section.get(_SIZE)
-    is_list = isinstance(sizes, list) and len(sizes) == 2
-    if not (is_list and all(isinstance(size, int) and size > 0 for size in sizes)):
+    sizes = sizes if isinstance(sizes, list) else []
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise SafetensorsError(
             f"{folder} has weights in fp8, but {_CONFIG} no {_SECTION}.{_SIZE}; convert the "
             "weights to bfloat16"

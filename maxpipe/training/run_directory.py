@@ -19,6 +19,7 @@ from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import trained_template
+from maxpipe.data.tokenizer_json import TOKENIZER_CONFIG
 from maxpipe.data.tokenizers import CHAT_TEMPLATE, TOKENIZER, template_files, tokenizer_files
 from maxpipe.hf.origin import ORIGIN, read_origin
 from maxpipe.storage.local_files import write_atomically
@@ -243,9 +244,9 @@ def _tokenizer_contents(data: DataConfig) -> dict[str, bytes]:
     if template is not None:
         contents[CHAT_TEMPLATE] = template.source.encode()
         # Names the tokens that the template may write, also for a SentencePiece model.
-        special_tokens = template_files(data.tokenizer, data.cache_dir).config
-        if special_tokens is not None:
-            contents[special_tokens.name] = special_tokens.read_bytes()
+        for file in template_files(data.tokenizer, data.cache_dir):
+            if file.name == TOKENIZER_CONFIG:
+                contents[file.name] = file.read_bytes()
     return contents
 
 

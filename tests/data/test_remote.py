@@ -42,18 +42,16 @@ def test_find_files_url_may_be_file_directory_or_glob(bucket, tmp_path):
         assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
 
 
-def test_fetch_copies_object_again_only_if_changed(bucket, tmp_path):
+def test_loader_reads_remote_files_and_copies_one_again_only_if_it_changed(bucket, tmp_path):
     def copy():
         (file,) = find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
         return file, Path(file).stat().st_mtime_ns
 
     first = copy()
     assert copy() == first
-    bucket.put_object(Bucket="maxpipe", Key="corpus/b.jsonl", Body=b"changed")
-    assert Path(copy()[0]).read_bytes() == b"changed"
-
-
-def test_loader_reads_remote_files(bucket, tmp_path):
+    changed = b'{"text": "changed"}\n'
+    bucket.put_object(Bucket="maxpipe", Key="corpus/b.jsonl", Body=changed)
+    assert Path(copy()[0]).read_bytes() == changed
     data = {"source": "jsonl", "path": "s3://maxpipe/corpus/", "cache_dir": str(tmp_path / "cache")}
     more = {"eval_fraction": 0.0, "shuffle": False, "global_batch_size": 1, "sequence_length": 18}
     config = replace(Config(), **{f"data.{key}": value for key, value in (data | more).items()})
@@ -63,13 +61,10 @@ def test_loader_reads_remote_files(bucket, tmp_path):
     assert text == b"firstalso first"
 
 
-def test_find_files_url_without_files_raises(bucket, tmp_path):
+def test_files_that_cannot_be_fetched_name_store_or_cache(bucket, monkeypatch, tmp_path):
     for path in ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]:
         with pytest.raises(ConfigError, match=r"^data\.path: "):
             find_files(path, (".jsonl",), str(tmp_path))
-
-
-def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path):
     errors = {
         PermissionError("Forbidden"): (
             r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID"

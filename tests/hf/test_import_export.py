@@ -188,17 +188,6 @@ def test_every_damaged_file_is_a_problem_of_its_own(folder):
         assert message.startswith(f"{file} is cut off: ")
 
 
-def test_weights_in_fp8_are_refused_in_one_line(folder):
-    path = folder()
-    config = config_of(path, "mesh.ici.fsdp=4")
-    for file in path.glob("*.safetensors"):
-        fp8 = re.sub(rb'(?<="dtype":")\w+', lambda m: b"F8_E"[: len(m[0])], file.read_bytes())
-        file.write_bytes(fp8)
-    with pytest.raises(ConfigError, match=r"weights in fp8, but config\.json no quant") as caught:
-        HfWeights(config)
-    assert len(caught.value.problems) == 1
-
-
 def full_disk(*arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -300,30 +289,28 @@ def test_flags_of_a_folder_are_refused_for_one_file(capsys):
     assert "--type and --file-size are for --hf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("letters", "name", "expected"),
-    [
-        ("abc", "tokenizer.json", ["chat_template.jinja", "tokenizer.json", "vocab.json"]),
-        ("abcd", "own.json", ["tokenizer.json"]),
-        ("", "", ["chat_template.jinja", "tokenizer.json", "vocab.json"]),  # data.tokenizer=byte
-    ],
-)
-def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path, letters, name, expected):
+def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path):
     """Files of the imported folder that belong to another tokenizer stay behind."""
-    origin, target = tmp_path / "origin", tmp_path / "target"
-    target.mkdir()
+    origin = tmp_path / "origin"
     imported = write_tokenizer(origin)
     (origin / "vocab.json").write_text("{}")
     (origin / "chat_template.jinja").write_text("{{ messages }}")
-    companions = []
-    if letters:
-        file = write_tokenizer(tmp_path / "run", letters)
-        companions = [file.rename(file.with_name(name)), file.with_name("tokenizer_config.json")]
-    copy_companions(target, companions, origin)
-    names = {file.name for file in target.iterdir()}
-    assert names == {*expected, "tokenizer_config.json"}
-    trained_with = companions[0] if companions else imported
-    assert (target / "tokenizer.json").read_bytes() == trained_with.read_bytes()
+    whole = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "vocab.json"}
+    for letters, name, expected in (
+        ("abc", "tokenizer.json", whole),
+        ("abcd", "own.json", {"tokenizer.json", "tokenizer_config.json"}),
+        ("", "", whole),  # data.tokenizer=byte
+    ):
+        (target := tmp_path / f"target of {letters}").mkdir()
+        companions = []
+        if letters:
+            file = write_tokenizer(tmp_path / f"run of {letters}", letters)
+            own = file.rename(file.with_name(name))
+            companions = [own, file.with_name("tokenizer_config.json")]
+        copy_companions(target, companions, origin)
+        assert {file.name for file in target.iterdir()} == expected
+        trained_with = companions[0] if companions else imported
+        assert (target / "tokenizer.json").read_bytes() == trained_with.read_bytes()
 
 
 def test_companion_that_cannot_be_read_is_named(tmp_path):
@@ -334,30 +321,22 @@ def test_companion_that_cannot_be_read_is_named(tmp_path):
         copy_companions(target, [companion], None)
 
 
-def test_card_of_a_run_on_bytes_promises_no_tokenizer():
-    config, record = resolve(load("base"), 4), Record(3, {}, {})
-    facts = {"steps": [3], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
-    card = model_card(config, record, **facts, has_tokenizer=False)
+def test_card_says_what_the_run_says_about_itself(tmp_path):
+    facts = {"steps": [200], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
+    facts |= {"has_tokenizer": False}
+    config, record = resolve(load("base", ["optimizer.learning_rate=1e-3"]), 4), Record(200, {}, {})
+    card = model_card(config, record, **facts)
     assert "AutoTokenizer" not in card
     assert "trained with maxpipe." in card
     assert "evaluation loss" not in card
     assert "from random weights" in card
     assert "| data | python_stdlib |" in card
     mixture = [{"source": "text", "weight": 1}, {"source": "jsonl", "weight": 3}]
-    mixed = replace(config, **{"data.mixture": mixture})
-    card = model_card(mixed, record, **facts, has_tokenizer=False)
-    assert "| data | 0.25 text + 0.75 jsonl |" in card
-    started = replace(config, init_from="run:runs/base")
-    card = model_card(started, record, **facts, has_tokenizer=False)
-    assert "from the weights of another run" in card
-
-
-def test_card_names_every_learning_rate_up_to_the_step(tmp_path):
     for number, (step, rate) in enumerate([(0, 3e-3), (120, 1e-3), (150, 1e-3), (300, 1e-5)], 1):
         text = to_yaml(load("base", [f"optimizer.learning_rate={rate}"]).config)
         (tmp_path / f"{number:04}-step-{step}.yml").write_text(text)
-    facts = {"steps": [200], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
-    config = resolve(load("base", ["optimizer.learning_rate=1e-3"]), 4)
-    history = [*tmp_path.iterdir()]
-    card = model_card(config, Record(200, {}, {}), **facts, has_tokenizer=False, history=history)
+    other = replace(config, **{"data.mixture": mixture, "init_from": "run:runs/base"})
+    card = model_card(other, record, **facts, history=[*tmp_path.iterdir()])
+    assert "| data | 0.25 text + 0.75 jsonl |" in card
+    assert "from the weights of another run" in card
     assert "learning rate 0.003 to step 120, 0.001 |" in card

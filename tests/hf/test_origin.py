@@ -7,7 +7,6 @@ import pytest
 from helpers.hf_folder import write_tokenizer
 
 from maxpipe.config import Config, ConfigError, replace
-from maxpipe.config.from_hf import read_config_json
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.hf.origin import end_ids, origin_of, read_origin, special_ids
 from maxpipe.storage.object_store import Deadline
@@ -29,38 +28,22 @@ def test_texts_end_at_ids_of_generation_config_or_of_config(origin, tmp_path):
         assert end_ids(origin, [copy]) == expected
     (origin / "generation_config.json").write_text("{}")
     assert end_ids(origin, [copy]) == {3}
-
-
-def test_ids_of_another_tokenizer_end_nothing(origin, tmp_path):
-    other = write_tokenizer(tmp_path / "run", "abcd")
+    (origin / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        end_ids(origin, [copy])
+    other = write_tokenizer(tmp_path / "other", "abcd")
     assert end_ids(origin, [other]) == end_ids(origin, []) == end_ids(None, [other]) == set()
 
 
-def test_damaged_file_is_named(origin, tmp_path):
-    (origin / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
-        end_ids(origin, [write_tokenizer(tmp_path / "run")])
-
-
-def test_pipe_in_a_folder_is_no_file(origin, tmp_path):
-    (origin / "config.json").unlink()
-    os.mkfifo(origin / "config.json")
-    config = replace(Config(), output_dir=str(tmp_path), init_from=f"hf:{origin}")
-    names = {"tokenizer.json", "tokenizer_config.json"}
-    assert Deadline(20).wait(lambda: read_origin(config)).keys() == names
-    with pytest.raises(ConfigError, match=r"there is no .*config\.json"):
-        Deadline(20).wait(lambda: read_config_json(str(origin)))
-
-
-@pytest.mark.parametrize("place", ["base", "base/checkpoints"])
-def test_run_that_starts_from_another_keeps_its_files_but_no_pipe(place, origin, tmp_path):
+def test_run_keeps_the_files_of_a_folder_or_of_another_run_but_no_pipe(origin, tmp_path):
     run = tmp_path / "base"
     (run / "checkpoints").mkdir(parents=True)
-    origin.rename(run / "origin")
-    os.mkfifo(run / "origin" / "vocab.json")
-    config = replace(Config(), init_from=f"run:{tmp_path / place}")
+    (run / "origin").symlink_to(origin)
+    os.mkfifo(origin / "vocab.json")
     names = {"config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert Deadline(20).wait(lambda: read_origin(config)).keys() == names
+    for place in (f"hf:{origin}", f"run:{run}", f"run:{run}/checkpoints"):
+        config = replace(Config(), init_from=place)
+        assert Deadline(20).wait(lambda config=config: read_origin(config)).keys() == names
 
 
 def test_special_ids_are_those_of_the_tokenizer(origin):

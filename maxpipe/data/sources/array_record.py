@@ -7,11 +7,10 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 
 from typing import TYPE_CHECKING
 
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument
-from maxpipe.data.files import files_of, require_content
+from maxpipe.data.documents import bad_document
+from maxpipe.data.files import files_of, path_error, require_content
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -48,8 +47,8 @@ class ArrayRecords:
         except (ValueError, KeyError, RuntimeError) as error:
             place = self._locate(index)
             message = f'{place} is no tf.train.Example with a feature "text" in UTF-8 ({error})'
-            kind = ConfigError if isinstance(error, RuntimeError) else BadDocument
-            raise kind(Problem("data.path", message)) from error
+            kind = path_error if isinstance(error, RuntimeError) else bad_document
+            raise kind(message) from error
 
     def _locate(self, index: int) -> str:
         for path in self._paths:
@@ -69,8 +68,7 @@ def _open(paths: list[str]) -> "ArrayRecordDataSource":
         if len(paths) > 1:  # the error does not say which file it is about
             for path in paths:
                 _open([path])
-        message = f"{', '.join(paths)} cannot be read as ArrayRecord: {error}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise path_error(f"{', '.join(paths)} cannot be read as ArrayRecord: {error}") from error
 
 
 def bytes_feature(example: bytes, name: str) -> bytes:

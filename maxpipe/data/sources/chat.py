@@ -10,16 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO, NamedTuple, Protocol
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.chat_template import (
-    RESERVED,
-    ChatTemplate,
-    Message,
-    load_chat_template,
-)
-from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
-from maxpipe.data.files import files_of, require_content
+from maxpipe.data.chat_template import RESERVED, ChatTemplate, Message, load_chat_template
+from maxpipe.data.documents import MarkedText, bad_document, require_offsets
+from maxpipe.data.files import files_of, path_error, require_content
 from maxpipe.data.sources.parquet import read_rows
 from maxpipe.data.sources.text import JsonLines
 from maxpipe.data.tokenizers import load_tokenizer
@@ -102,11 +97,10 @@ def parse(line: bytes) -> Conversation:
         if any(character in text for character in RESERVED):
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        message = (
+        raise bad_document(
             'not a JSON object with a list of {"role": ..., "content": ...} under "messages" '
             f"({type(error).__name__}: {error})"
-        )
-        raise BadDocument(Problem("data.path", message)) from error
+        ) from error
     # As apply_chat_template does: `"tool_calls": null` is a message without calls.
     given = [{key: item for key, item in m.items() if item is not None} for m in messages]
     return Conversation(given, tools)
@@ -132,8 +126,7 @@ def line_of(place: str, row: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
-        message = f"{place}: a conversation cannot be written as JSON: {error}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise path_error(f"{place}: a conversation cannot be written as JSON: {error}") from error
 
 
 def _filled(value: object) -> object:

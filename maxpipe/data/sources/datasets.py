@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from maxpipe.config.catalog import PACKED, SOURCES
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, Parts
-from maxpipe.data.files import find_files, local_files, require_content, sorted_parts
+from maxpipe.data.documents import Parts, bad_document
+from maxpipe.data.files import find_files, local_files, path_error, require_content, sorted_parts
 from maxpipe.data.sources.chat import Conversations, line_of, template_of
 from maxpipe.data.sources.parquet import COLUMNS, document_field
 from maxpipe.storage.local_files import cache_directory, list_remote
@@ -34,8 +33,6 @@ from maxpipe.storage.object_store import is_remote
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_PATH = "data.path"
-_MESSAGES, _TOOLS = "messages", "tools"
 _SUFFIXES = SOURCES["datasets"].suffixes
 _BUILDERS = {  # the library's builders, by file ending
     ".arrow": "arrow",
@@ -93,11 +90,10 @@ def open_tables(path: str, cache_dir: str, limit: int = 0) -> list[Table]:
     """
     parts = sorted_parts(path)
     if not parts:
-        message = (
+        raise path_error(
             "this data.source needs a file, a directory or a glob here, or hf:NAME, a data set of "
             "the hub"
         )
-        raise ConfigError(Problem(_PATH, message))
     library = _library()
     return [Table(part, _open(part, cache_dir, limit, library)) for part in parts]
 
@@ -139,8 +135,7 @@ def _open(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Datase
         with _reading(part):
             splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
             choices = ", ".join(str(directory / split) for split in splits)
-        message = f"{part} is a data set of splits; give one of {choices}"
-        raise ConfigError(Problem(_PATH, message))
+        raise path_error(f"{part} is a data set of splits; give one of {choices}")
     return _from_files(part, cache_dir, limit, library)
 
 
@@ -149,18 +144,16 @@ def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> "
     if is_remote(part):
         stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
         if stored & {_SAVED, _SAVED_SPLITS}:
-            message = (
+            raise path_error(
                 f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
             )
-            raise ConfigError(Problem(_PATH, message))
     files = require_content(find_files(part, _SUFFIXES, cache_dir, limit))
     builders: dict[str, list[str]] = {}
     for file in files:
         builders.setdefault(_builder(file), []).append(file)
     if len(builders) > 1:
         kinds = ", ".join(f"{kind} such as {names[0]}" for kind, names in builders.items())
-        message = f"{part} has files of several kinds: {kinds}; give a glob for each"
-        raise ConfigError(Problem(_PATH, message))
+        raise path_error(f"{part} has files of several kinds: {kinds}; give a glob for each")
     ((builder, names),) = builders.items()
     with _reading(part):
         return library.load_dataset(
@@ -172,8 +165,7 @@ def _builder(file: str) -> str:
     name = file.lower()
     ending = Path(name.removesuffix(Path(name).suffix) if name.endswith(PACKED) else name).suffix
     if ending not in _BUILDERS:
-        message = f"{file} is none of {', '.join(f'*{kind}' for kind in _BUILDERS)}"
-        raise ConfigError(Problem(_PATH, message))
+        raise path_error(f"{file} is none of {', '.join(f'*{kind}' for kind in _BUILDERS)}")
     return _BUILDERS[ending]
 
 
@@ -211,8 +203,9 @@ def _check_revision(part: str, name: str, revision: str, commits: list[str]) -> 
     if commits != [wanted]:
         other = ", ".join(commits)
         reason = f"the cache of this machine has commit {other}, not {wanted or 'that of it'}"
-        message = f"{part}: {reason}; load it once where there is a network, or name a commit"
-        raise ConfigError(Problem(_PATH, message))
+        raise path_error(
+            f"{part}: {reason}; load it once where there is a network, or name a commit"
+        )
 
 
 @contextmanager
@@ -224,20 +217,19 @@ def _reading(part: str) -> Iterator[None]:
         yield
     except DatasetNotFoundError as error:
         remedy = "correct its name; a private or gated one needs a token in HF_TOKEN"
-        raise ConfigError(Problem(_PATH, f"{part}: {error}; {remedy}")) from error
+        raise path_error(f"{part}: {error}; {remedy}") from error
     except ConnectionError as error:
-        message = (
+        raise path_error(
             f"{part} is not in the cache of this machine, and the hub cannot be reached: load it "
             "once where there is a network, or give the directory of save_to_disk or files"
-        )
-        raise ConfigError(Problem(_PATH, message)) from error
+        ) from error
     except Exception as error:  # of many libraries
         reason = f"{type(error).__name__}: {error.__cause__ or error}"
         message = f"{part} cannot be read by datasets: {reason}"
         # The hub's HTTP client is httpx or httpx2, by version.
         if type(error).__module__.startswith("httpx"):
             message = f"{part} could not be downloaded: {reason}; another start goes on"
-        raise ConfigError(Problem(_PATH, message)) from error
+        raise path_error(message) from error
 
 
 def _library_cache(cache_dir: str) -> str | None:
@@ -258,68 +250,42 @@ def _library() -> ModuleType:
 class Tables:
     """Some columns of each of some data sets, one data set after the other; picklable."""
 
-    def __init__(self, tables: Sequence[Table], columns: Sequence[Sequence[str]]):
+    def __init__(self, tables: Sequence[Table]):
         self._names = [table.name for table in tables]
         # A saved data set may have a format, such as torch; without one, values are Python objects.
-        self._tables = [
-            table.rows.with_format(None).select_columns(list(names))
-            for table, names in zip(tables, columns, strict=True)
-        ]
-        self._parts = Parts(map(len, self._tables))
+        self._rows = [table.rows.with_format(None) for table in tables]
+        self._parts = Parts(map(len, self._rows))
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def row(self, index: int) -> dict[str, object]:
-        """Return a row's values by column; raise BadDocument if a text in it is not UTF-8."""
-        table, row = self._parts.locate(index)
-        try:
-            values: dict[str, object] = self._tables[table][row]
-        except UnicodeDecodeError as error:
-            raise BadDocument(Problem(_PATH, f"{self.place(index)} is not UTF-8")) from error
-        return values
+    def line(self, index: int) -> bytes:
+        """Return a row as a line of JSON, see `maxpipe.data.sources.chat.Lines`."""
+        return line_of(self.place(index), self._row(index))
 
     def place(self, index: int) -> str:
         """Return the data set and the number of its row, from 0, for messages."""
         table, row = self._parts.locate(index)
         return f"{self._names[table]}: row {row}"
 
+    def _row(self, index: int) -> dict[str, object]:
+        table, row = self._parts.locate(index)
+        try:
+            values: dict[str, object] = self._rows[table][row]
+        except UnicodeDecodeError as error:
+            raise bad_document(f"{self.place(index)} is not UTF-8") from error
+        return values
 
-class TableDocuments:
-    """The documents in one column of some tables."""
 
-    def __init__(self, tables: Tables):
-        self._tables = tables
-
-    def __len__(self) -> int:
-        return len(self._tables)
+class TableDocuments(Tables):
+    """The documents in the only column of some tables."""
 
     def __getitem__(self, index: int) -> str | np.ndarray:
         """Return text, or token ids; a row without a value is an empty text."""
-        (value,) = self._tables.row(index).values()
+        (value,) = self._row(index).values()
         if isinstance(value, list) and None in value:
-            message = f"{self._tables.place(index)}: a null among the token ids"
-            raise BadDocument(Problem(_PATH, message))
+            raise bad_document(f"{self.place(index)}: a null among the token ids")
         return np.asarray(value, np.int64) if isinstance(value, list) else str(value or "")
-
-
-class TableLines:
-    """The conversations of some tables as lines of JSON, see `maxpipe.data.sources.chat.Lines`."""
-
-    def __init__(self, tables: Tables, column: str):
-        self._tables = tables
-        self._column = column
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def line(self, index: int) -> bytes:
-        row = self._tables.row(index)
-        row[_MESSAGES] = row.pop(self._column)
-        return line_of(self.place(index), row)
-
-    def place(self, index: int) -> str:
-        return self._tables.place(index)
 
 
 def datasets(config: DataConfig) -> TableDocuments:
@@ -329,13 +295,13 @@ def datasets(config: DataConfig) -> TableDocuments:
       ConfigError: a data set is missing, cannot be read, or has no column of text or token ids;
         or the library is not installed.
     """
-    tables = open_tables(config.path, config.cache_dir, config.cache_limit)
     names = [config.column] if config.column else COLUMNS
-    # The schema gives a data set's column before any row is read.
-    columns = [
-        document_field(name, rows.features.arrow_schema, names).name for name, rows in tables
-    ]
-    return TableDocuments(Tables(tables, [[column] for column in columns]))
+    selected = []
+    for name, rows in open_tables(config.path, config.cache_dir, config.cache_limit):
+        # The schema gives a data set's column before any row is read.
+        field = document_field(name, rows.features.arrow_schema, names)
+        selected.append(Table(name, rows.select_columns([field.name])))
+    return TableDocuments(selected)
 
 
 def datasets_chat(config: DataConfig) -> Conversations:
@@ -343,14 +309,12 @@ def datasets_chat(config: DataConfig) -> Conversations:
     are those of `datasets` and `template_of`.
     """
     template = template_of(config)
-    tables = open_tables(config.path, config.cache_dir, config.cache_limit)
-    column = config.column or _MESSAGES
-    for name, rows in tables:
-        if column not in rows.column_names:
-            message = f'{name} has the columns {", ".join(rows.column_names)}; it needs "{column}"'
-            raise ConfigError(Problem(_PATH, message))
-    columns = [
-        [column, _TOOLS] if _TOOLS in rows.column_names and column != _TOOLS else [column]
-        for _, rows in tables
-    ]
-    return Conversations(TableLines(Tables(tables, columns), column), template)
+    column = config.column or "messages"
+    selected = []
+    for name, rows in open_tables(config.path, config.cache_dir, config.cache_limit):
+        there = rows.column_names
+        if column not in there:
+            raise path_error(f'{name} has the columns {", ".join(there)}; it needs "{column}"')
+        chosen = rows.select_columns([each for each in there if each in (column, "tools")])
+        selected.append(Table(name, chosen.rename_columns({column: "messages"})))
+    return Conversations(Tables(selected), template)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, Parts
-from maxpipe.data.files import files_of, require_content
+from maxpipe.data.documents import Parts, bad_document
+from maxpipe.data.files import files_of, path_error, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class ArrowRows:
         try:
             value = _map_column(self._paths[file])[row].as_py()
         except UnicodeDecodeError as error:
-            raise BadDocument(_not_utf8(self._originals[file], row)) from error
+            raise bad_document(f"{self._originals[file]}: row {row} is not UTF-8") from error
         return np.asarray(value) if isinstance(value, list) else value or ""
 
 
@@ -75,19 +74,15 @@ def _as_arrow(path: str, config: DataConfig) -> str:
     return local_copy(path, version_of(path), ".arrow", cache_dir, write, limit)
 
 
-def _not_utf8(path: str, row: int) -> Problem:
-    return Problem("data.path", f"{path}: row {row} is not UTF-8")
-
-
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
     """Turn pyarrow's errors into ConfigErrors that name the file."""
     try:
         yield
     except _pyarrow().ArrowException as error:
-        raise ConfigError(Problem("data.path", f"{path} is no parquet file: {error}")) from error
+        raise path_error(f"{path} is no parquet file: {error}") from error
     except OSError as error:  # raised for damaged pages, too
-        raise ConfigError(Problem("data.path", f"{path} cannot be read: {error}")) from error
+        raise path_error(f"{path} cannot be read: {error}") from error
 
 
 def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLUMNS) -> "pa.Field":
@@ -108,11 +103,9 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
             if is_text or (is_list and types.is_integer(kind.value_type)):
                 return pyarrow.field(name, kind)
             expected = "text (strings) or token ids (lists of integers)"
-            message = f"{path}: column {name!r} holds {stored}, not {expected}"
-            raise ConfigError(Problem("data.path", message))
+            raise path_error(f"{path}: column {name!r} holds {stored}, not {expected}")
     needed = " or ".join(f'"{name}"' for name in columns)
-    message = f"{path} has the columns {', '.join(schema.names)}; it needs {needed}"
-    raise ConfigError(Problem("data.path", message))
+    raise path_error(f"{path} has the columns {', '.join(schema.names)}; it needs {needed}")
 
 
 def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[pa.Array]":
@@ -126,8 +119,7 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
             if _pyarrow().types.is_nested(field.type) and column.flatten().null_count:
                 rows = enumerate(column.to_pylist(), first)
                 row = next(row for row, ids in rows if ids and None in ids)
-                message = f"{path}: row {row}: a null among the token ids"
-                raise ConfigError(Problem("data.path", message))
+                raise path_error(f"{path}: row {row}: a null among the token ids")
             first += len(column)
             yield column
 
@@ -143,8 +135,7 @@ def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[st
         file = _pyarrow().parquet.ParquetFile(path)
     names = file.schema_arrow.names
     if needed not in names:
-        message = f'{path} has the columns {", ".join(names)}; it needs "{needed}"'
-        raise ConfigError(Problem("data.path", message))
+        raise path_error(f'{path} has the columns {", ".join(names)}; it needs "{needed}"')
     first = 0
     with _reading(path), file:
         for batch in file.iter_batches(columns=[name for name in fields if name in names]):
@@ -158,7 +149,7 @@ def _as_python(path: str, batch: "pa.RecordBatch", first: int) -> list[dict[str,
         return batch.to_pylist()
     except UnicodeDecodeError as error:
         if len(batch) == 1:
-            raise ConfigError(_not_utf8(path, first)) from error
+            raise path_error(f"{path}: row {first} is not UTF-8") from error
     return [
         row for i in range(len(batch)) for row in _as_python(path, batch.slice(i, 1), first + i)
     ]

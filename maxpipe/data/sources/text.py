@@ -14,8 +14,8 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, FileDocuments, Spans, read_text
-from maxpipe.data.files import files_of, find_all, require_content
+from maxpipe.data.documents import FileDocuments, Spans, bad_document, read_text
+from maxpipe.data.files import files_of, find_all, path_error, require_content
 from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
@@ -40,7 +40,7 @@ def text(config: DataConfig) -> "FileDocuments | TextPieces":
     sizes = [Path(path).stat().st_size for path in copies]
     files, copies = ([*compress(paths, sizes)] for paths in (files, copies))
     if not files:
-        raise ConfigError(Problem("data.path", f"every file at {config.path!r} is empty"))
+        raise path_error(f"every file at {config.path!r} is empty")
     if len(files) == 1 and (config.eval_fraction or config.eval_path):
         least = 1 if config.eval_path else LEAST_PIECES
         return TextPieces(copies[0], files[0], 16 * config.sequence_length, least)
@@ -174,11 +174,10 @@ class JsonLines:
             # An escaped lone surrogate is legal JSON that no tokenizer can encode.
             text.encode("utf-8")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            message = (
+            raise bad_document(
                 f'{self.place(index)}: not a JSON object with a string under "text" '
                 f"({type(error).__name__}: {error})"
-            )
-            raise BadDocument(Problem("data.path", message)) from error
+            ) from error
         return text
 
     def line(self, index: int) -> bytes:

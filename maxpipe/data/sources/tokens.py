@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.catalog import SOURCES
-from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Spans
-from maxpipe.data.files import files_of, find_all, require_content
+from maxpipe.data.files import files_of, find_all, path_error, require_content
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
@@ -58,10 +57,9 @@ def _map_tokens(path: str, dtype: str) -> np.ndarray:
         return _load_integers(path)
     size, width = Path(path).stat().st_size, np.dtype(dtype).itemsize
     if size % width:
-        message = (
+        raise path_error(
             f"{path} has {size} bytes, not a multiple of the {width} bytes per id of data.tokenizer"
         )
-        raise ConfigError(Problem("data.path", message))
     return np.memmap(path, dtype, mode="r")
 
 
@@ -69,10 +67,9 @@ def _load_integers(path: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise ConfigError(Problem("data.path", f"{path} is not a NumPy array: {error}")) from error
+        raise path_error(f"{path} is not a NumPy array: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
-        message = f"{path} is {array.dtype} {list(array.shape)}, not a row of integers"
-        raise ConfigError(Problem("data.path", message))
+        raise path_error(f"{path} is {array.dtype} {list(array.shape)}, not a row of integers")
     return array
 
 
@@ -82,16 +79,16 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
     if index.exists():
         starts = np.asarray(_load_integers(str(index)), np.int64)
         if starts[0] != 0 or starts[-1] >= len(tokens) or (np.diff(starts) <= 0).any():
-            message = f"{index} does not ascend from 0 to below the {len(tokens)} tokens of {path}"
-            raise ConfigError(Problem("data.path", message))
+            raise path_error(
+                f"{index} does not ascend from 0 to below the {len(tokens)} tokens of {path}"
+            )
         return np.stack([starts, np.append(starts[1:], len(tokens))], axis=1)
     ends = np.append(find_all(tokens, eos_id), len(tokens))
     if len(ends) == 1:
-        message = (
+        raise path_error(
             f"{path} holds no end-of-document token {eos_id} of data.tokenizer "
             f"and has no {index.name}"
         )
-        raise ConfigError(Problem("data.path", message))
     starts = np.concatenate([[0], ends[:-1] + 1])
     return np.stack([starts, ends], axis=1)[ends > starts]
 
@@ -107,8 +104,7 @@ def token_bin(config: DataConfig) -> TokenFiles:
     tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
     if is_remote(config.path):
         # A copy has another name, so it would lose its index and with it the ends of documents.
-        message = "token files must be on this machine; copy them with their indices"
-        raise ConfigError(Problem("data.path", message))
+        raise path_error("token files must be on this machine; copy them with their indices")
     files = files_of(config, "token_bin")
     files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
     return TokenFiles(require_content(files), dtype_of(tokenizer).str, tokenizer.eos_id)

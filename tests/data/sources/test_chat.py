@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,8 @@ def test_nulls_within_fields_of_json_lines_stay() -> None:
 
 
 def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> None:
-    talk = {
-        "messages": [{"role": "assistant", "tool_calls": CALL}],
-        "tools": [{"name": "f"}],
-    }
+    messages = [{"role": "assistant", "tool_calls": CALL}]
+    talk = {"messages": messages, "tools": [{"name": "f"}]}
     rows = [talk, {"messages": [{"role": "assistant", "content": "b"}], "tools": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     template = tmp_path / "all.jinja"
@@ -70,10 +69,8 @@ def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> 
         "{{ tools | tojson }}{% generation %}{{ messages | tojson }}{% endgeneration %}"
     )
     texts = _texts(_config(tmp_path, chat_template=str(template)))
-    assert json.loads(texts[0].removeprefix('[{"name": "f"}]')) == talk["messages"]
-    assert texts[1] == 'null[{"content": "b", "role": "assistant"}]' or texts[1] == (
-        'null[{"role": "assistant", "content": "b"}]'
-    )
+    assert json.loads(texts[0].removeprefix('[{"name": "f"}]')) == messages
+    assert json.loads(texts[1].removeprefix("null")) == rows[1]["messages"]
 
 
 def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path: Path) -> None:
@@ -84,28 +81,21 @@ def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(tmp_path:
             open_documents(config, "train")
 
 
-def test_parquet_without_messages_is_named(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([{"text": "a"}]), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r'a\.parquet has the columns text; it needs "messages"'):
-        open_documents(_config(tmp_path), "train")
-
-
-BAD = [
-    b"{",
-    b"[]",
-    b'{"text": "a"}',
-    b'{"messages": []}',
-    b'{"messages": "hello"}',
-    b'{"messages": [{"content": "a"}]}',
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    '{"messages": [{"role": "user", "content": "\ufdd0"}]}'.encode(),
-    b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}',
-    b"[" * 100_000,
-]
-
-
 def test_line_without_conversation_is_a_bad_document() -> None:
-    for line in BAD:
+    for line in [
+        b"{",
+        b"[]",
+        b'{"text": "a"}',
+        b'{"messages": []}',
+        b'{"messages": "hello"}',
+        b'{"messages": ["hello"]}',
+        b'{"messages": [{"content": "a"}]}',
+        b'{"messages": [{"role": 1}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        '{"messages": [{"role": "user", "content": "\ufdd0"}]}'.encode(),
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}',
+        b"[" * 100_000,
+    ]:
         with pytest.raises(BadDocument, match="not a JSON object with a list of"):
             parse(line)
 
@@ -125,14 +115,18 @@ def test_bad_conversation_is_named_with_its_line_or_row(tmp_path: Path) -> None:
         documents[1]
 
 
-def test_message_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
+def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
     contents = pa.array([b"good", b"\xff\xfe bad"], pa.binary()).buffers()
     columns = [pa.array(["assistant"] * 2), pa.Array.from_buffers(pa.string(), 2, contents)]
     turns = pa.StructArray.from_arrays(columns, ["role", "content"])
     talks = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), turns)
-    pq.write_table(pa.table({"messages": talks}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"^data\.path: \S*a\.parquet: row 1 is not UTF-8"):
-        open_documents(_config(tmp_path), "train")
+    for columns, message in (
+        (pa.table({"messages": talks}), ": row 1 is not UTF-8"),
+        (pa.table({"text": ["a"]}), ' has the columns text; it needs "messages"'),
+    ):
+        pq.write_table(columns, tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=rf"^data\.path: \S*a\.parquet{message}"):
+            open_documents(_config(tmp_path), "train")
 
 
 def test_turn_that_cannot_be_told_is_named_with_its_place(tmp_path: Path) -> None:
@@ -152,3 +146,14 @@ def test_turn_that_cannot_be_told_is_named_with_its_place(tmp_path: Path) -> Non
         documents[1]
     assert "message 2, a turn of the assistant" in str(e.value)
     assert not isinstance(e.value, BadDocument)
+
+
+def test_python_help_answers_with_docstring_and_arguments() -> None:
+    config = DataConfig(source="python_help", chat_template="chatml", eval_fraction=0)
+    documents = open_documents(config, "train")
+    assert len(documents) > 300
+    texts = [documents[i] for i in range(len(documents))]
+    about = next(text for text in texts if "textwrap.dedent do?" in text.text)
+    answers = [about.text[start:end] for start, end in about.spans]
+    first = (textwrap.dedent.__doc__ or "").partition("\n\n")[0].strip()
+    assert answers == [f"{first}<|im_end|>\n", "text<|im_end|>\n"]
