@@ -19,7 +19,7 @@ from maxpipe.checkpoint.run_argument import (
     add_run_arguments,
     find_checkpoint,
 )
-from maxpipe.config.cli import check_flags, exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.outputs import unwritable
@@ -68,11 +68,16 @@ def _parser() -> argparse.ArgumentParser:
         help="tasks of lm-eval, or patterns, separated by commas, such as hellaswag,arc_*",
     )
     add("--include", metavar="DIR", help="a directory with tasks of your own, in YAML")
-    add("--num-fewshot", type=_count, metavar="N", help="examples before each; default: the task's")
-    add("--limit", type=_positive, metavar="N", help="take the first N of each task only")
+    add(
+        "--num-fewshot",
+        type=number_flag(int, 0),
+        metavar="N",
+        help="examples before each; default: the task's",
+    )
+    add("--limit", type=number_flag(int, 1), metavar="N", help="take the first N of each task only")
     add(
         "--batch-size",
-        type=_positive,
+        type=number_flag(int, 1),
         default=8,
         metavar="N",
         help="texts at once, whose logits are in memory as a whole; default %(default)s",
@@ -80,18 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")
     add("--json", metavar="FILE", help="also write the results to a file")
     return parser
-
-
-def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected a whole number; got {word!r}")
-    return int(word)
-
-
-def _positive(word: str) -> int:
-    if not (number := _count(word)):
-        raise argparse.ArgumentTypeError("expected at least 1")
-    return number
 
 
 if __name__ == "__main__":

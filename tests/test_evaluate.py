@@ -29,9 +29,9 @@ def test_evaluate_wrong_words_are_refused(
 ) -> None:
     for words, message in [
         (["runs/base"], "required: --tasks"),
-        (["runs/base", "--tasks", "a", "--limit", "-1"], "expected a whole number; got '-1'"),
-        (["runs/base", "--tasks", "a", "--limit", "0"], "--limit: expected at least 1"),
-        (["runs/base", "--tasks", "a", "--batch-size", "0"], "--batch-size: expected at least 1"),
+        (["runs/base", "--tasks", "a", "--limit", "-1"], "--limit: must be at least 1; got -1"),
+        (["runs/base", "--tasks", "a", "--limit", "0"], "--limit: must be at least 1"),
+        (["runs/base", "--tasks", "a", "--batch-size", "0"], "--batch-size: must be at least 1"),
         (["runs/base", "--tasks", "a", "--include", "nowhere"], "there is no directory nowhere"),
         (["runs/base", "--tasks", "a", "--json", "no/f"], "--json: there is no directory no"),
     ]:

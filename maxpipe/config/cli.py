@@ -1,6 +1,7 @@
 """Parse what every command takes: `CONFIG.yml key=value ...`, --print-config and --help [KEY]."""
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -163,6 +164,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(Problem("", f"{message}; see {self.prog} --help"))
+
+
+def number_flag(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return the type of a flag for argparse: a finite number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most or value == math.inf:
+            bounds = f"at least {least:g}"
+            if most < math.inf:
+                bounds += f" and at most {most:.10g}"
+            if value == math.inf:
+                bounds += " and finite"
+            raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
+        return value
+
+    parse.__name__ = {int: "whole number", float: "number"}[kind]
+    return parse
 
 
 def _help(parser: argparse.ArgumentParser, key: str) -> str:

@@ -11,7 +11,6 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.cli import exit_on_config_error, number_flag, parse_args
 from maxpipe.config.load import derive_known
 from maxpipe.config.terminal import GREEN, RESET, wants_colour
 from maxpipe.data.check import check
@@ -146,28 +145,9 @@ def _workers(config: Config) -> str:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rows", type=_rows, default=3, metavar="N", help="rows to print; default %(default)s"
-    )
-    parser.add_argument(
-        "--seconds", type=_seconds, default=2.0, metavar="S", help="how long to measure; default 2"
-    )
-
-
-def _rows(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and int(word) >= 1):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1; got {word!r}")
-    return int(word)
-
-
-def _seconds(word: str) -> float:
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds; got {word!r}")
-    return seconds
+    add, rows, seconds = parser.add_argument, number_flag(int, 1), number_flag(float, 0)
+    add("--rows", type=rows, default=3, metavar="N", help="rows to print; default %(default)s")
+    add("--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure; default 2")
 
 
 if __name__ == "__main__":

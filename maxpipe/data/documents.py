@@ -77,11 +77,7 @@ def read_text(path: str, start: int = 0, end: int | None = None, name: str = "")
     """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
 
     A mark of byte order at the start of the file is no part of the text. `name` is the file in
-    messages, if `path` is a copy of it.
-
-    Raises:
-      BadDocument: the bytes are not UTF-8; the message names file and byte.
-      ConfigError: the file cannot be read.
+    messages, if `path` is a copy of it. Raises BadDocument if the bytes are not UTF-8.
     """
     try:
         with open(path, "rb") as file:
@@ -211,9 +207,7 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
     """Return the documents of one split of `data.source`.
 
     With `data.eval_path`, evaluation has all of its documents and training all of `data.path`'s.
-
-    Raises:
-      ConfigError: files are missing or unusable, or the split would be empty.
+    Raises ConfigError if files are missing or unusable, or the split would be empty.
     """
     if not config.eval_path:
         return split_documents(open_all(config), split, config.eval_fraction)
@@ -241,10 +235,7 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
 
     A document belongs to evaluation if the hash of its index is below `eval_fraction`, so documents
     added at the end move no other document to the other split. With two or more documents neither
-    split is empty, unless `eval_fraction` is 0.
-
-    Raises:
-      ConfigError: the split would be empty.
+    split is empty, unless `eval_fraction` is 0; an empty one is a ConfigError.
     """
     if eval_fraction == 0:
         if split == "train":
@@ -278,13 +269,11 @@ def _hash(indices: np.ndarray) -> np.ndarray:
 
 
 class EncodedDocuments:
-    """Documents as token ids, framed by begin and end of document unless the source has them.
+    """Documents as token ids, framed by the tokenizer's begin and end of document unless they have
+    them, or are `MarkedText`.
 
-    Args:
-      documents: texts or token ids.
-      tokenizer: tokenizer for texts; its special ids frame documents other than `MarkedText`.
-      vocab_size: exclusive upper bound of ids; JAX would silently clamp larger ones.
-      skips_bad: whether a `BadDocument` counts as an empty document instead of ending the run.
+    Ids from `vocab_size` on are refused: JAX would silently clamp them. With `skips_bad` a
+    `BadDocument` counts as an empty document instead of ending the run.
     """
 
     def __init__(
@@ -313,10 +302,8 @@ class EncodedDocuments:
         """Return [begin..., tokens..., eos], all of them targets; empty if there are no tokens.
 
         A `MarkedText` has only its own tokens; those that overlap one of its spans are targets.
-
-        Raises:
-          ConfigError: a token id is outside the vocabulary.
-          BadDocument: the document cannot be read, and is not to be skipped.
+        Raises BadDocument for a document that is not to be skipped, and ConfigError for a token id
+        outside the vocabulary.
         """
         try:
             document = self._documents[index]

@@ -82,9 +82,8 @@ class Encoding:
     def begin(self) -> None:
         """Make the directory and record what is encoded, or check it against an earlier record.
 
-        Raises:
-          ConfigError: the directory has tokens of another encoding or other files, or cannot be
-            written to; nothing is written then.
+        Raises ConfigError, before anything is written, if the directory has tokens of another
+        encoding or other files, or cannot be written to.
         """
         record, file = self._record(), self.out / RECORD
         try:

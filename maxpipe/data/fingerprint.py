@@ -46,25 +46,16 @@ class File:
 
 @dataclass(frozen=True)
 class SourceFingerprint:
-    """The files of one source as a checkpoint records them.
-
-    Attributes:
-      source: `data.source`, or the source of an entry of `data.mixture`.
-      weight: share of the documents, 1 without a mixture.
-      count, size: number of files, and their bytes.
-      digest, head: digests of all files in order, and of all but the last.
-      last: the last file; None for a source without files.
-      files: the first `NAMED` files.
-    """
+    """The files of one source as a checkpoint records them."""
 
     source: str
-    weight: float
+    weight: float  # share of the documents, 1 without a mixture
     count: int
-    size: int
-    digest: str
-    head: str
+    size: int  # bytes of all files
+    digest: str  # of all files in order
+    head: str  # digest of all but the last
     last: File | None
-    files: tuple[File, ...]
+    files: tuple[File, ...]  # the first `NAMED`
 
 
 class DataChange(NamedTuple):
@@ -78,16 +69,8 @@ class DataChange(NamedTuple):
 
 
 class SourceFiles:
-    """The files of a source as they are now.
-
-    Args:
-      source: the source's name in the catalogue.
-      path: the source's files, as in `data.path`.
-      weight: the source's share of the documents.
-      cache_dir: `data.cache_dir`.
-
-    Raises:
-      ConfigError: a file cannot be read, or a store does not answer.
+    """The files of a source as they are now; raises ConfigError if one cannot be read, or a store
+    does not answer.
     """
 
     def __init__(self, source: str, path: str, weight: float, cache_dir: str):
@@ -157,25 +140,15 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class DataFingerprint:
-    """What a run reads: its sources, its validation set, and its tokenizer.
+    """What a run reads: its sources, its validation set, and its tokenizer."""
 
-    Attributes:
-      key: the key that names the sources, `data.path`, `data.mixture` or `data.source`.
-      train: the training sources.
-      eval: the validation set, `data.eval_path`; None without one.
-      tokenizer: digest of the tokenizer's files, or its name.
-      chat_template: digest of the template that lays out conversations; "" if there are none.
-      frame: what surrounds documents; None if there are only conversations.
-      earlier_frame: what surrounded them before this was recorded.
-    """
-
-    key: str
+    key: str  # names the sources: `data.path`, `data.mixture` or `data.source`
     train: tuple[SourceFiles, ...]
-    eval: SourceFiles | None
-    tokenizer: str
-    chat_template: str
-    frame: Frame | None = None
-    earlier_frame: Frame | None = None
+    eval: SourceFiles | None  # `data.eval_path`
+    tokenizer: str  # digest of its files, or its name
+    chat_template: str  # digest of the template of conversations; "" if there are none
+    frame: Frame | None = None  # of documents; None if there are only conversations
+    earlier_frame: Frame | None = None  # before frames were recorded
 
     def digests(self) -> dict[str, str]:
         """Return a digest for each key that names data or the tokenizer."""
@@ -241,10 +214,8 @@ class DataFingerprint:
 
 
 def fingerprint_data(config: Config) -> DataFingerprint:
-    """Return the fingerprint of the data and the tokenizer that a configuration names.
-
-    Raises:
-      ConfigError: files are missing or cannot be read, or a store does not answer.
+    """Return the fingerprint of the data and the tokenizer that a configuration names; raises
+    ConfigError if files cannot be read, or a store does not answer.
     """
     data, cache = config.data, config.data.cache_dir
     if data.mixture:

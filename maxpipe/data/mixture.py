@@ -67,13 +67,7 @@ class MixedOrder:
 
     Every source has epochs of its own, each a `DocumentOrder` of its documents; its weight decides
     how fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
-    further meaning.
-
-    Args:
-      sizes: number of documents of each source.
-      weights: share of each source, positive, in any unit.
-      seed: any non-negative integer.
-      shuffle: as in `DocumentOrder`; the sources are mixed in either case.
+    further meaning. Weights are in any unit; sources are mixed also without `shuffle`.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):

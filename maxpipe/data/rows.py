@@ -101,10 +101,8 @@ class RowStream:
         return self._epoch, self._position, self._offset
 
     def take(self, limit: int) -> Pairs:
-        """Return pairs of one document: at least 1, at most `limit`.
-
-        Raises:
-          ConfigError: consecutive documents, more than an epoch has, hold no tokens.
+        """Return pairs of one document: at least 1, at most `limit`. Raises ConfigError if
+        consecutive documents, more than an epoch has, hold no tokens.
         """
         ids, weights = self._current()
         end = min(self._offset + limit, len(ids) - 1)

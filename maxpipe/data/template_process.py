@@ -39,11 +39,8 @@ _renderer: _Renderer | None = None
 
 def ask(request: Mapping[str, object]) -> dict[str, Any]:
     """Return the answer of `maxpipe.data.template_renderer` to a request: a text and the start and
-    end of its `spans`, or what is wrong under `template` or `document`.
-
-    Raises:
-      ProcessEnded: it takes too much time, or the process was ended.
-      ConfigError: jinja2 is not installed.
+    end of its `spans`, or what is wrong under `template` or `document`. Raises ProcessEnded if it
+    takes too much time, or the process was ended.
     """
     line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
     with _lock:

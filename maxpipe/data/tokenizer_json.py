@@ -39,13 +39,8 @@ class HuggingFaceTokenizer:
     leave out.
 
     Truncation and padding that the script that saved the file may have left in it are ignored: a
-    text has all of its tokens and no others.
-
-    Args:
-      path: a tokenizer.json, or the directory that holds it.
-
-    Raises:
-      ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
+    text has all of its tokens and no others. Raises ConfigError if the file, or that of the
+    directory, is not a tokenizer, or has no end-of-document token.
 
     Attributes:
       needed_vocab_size: least number of ids that a model needs for texts without added tokens.

@@ -32,22 +32,15 @@ _OF_TEMPLATES = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)
 
 
 class Tokenizer(Protocol):
-    """What the loader needs of a tokenizer; picklable, for worker processes.
+    """What the loader needs of a tokenizer; picklable, for worker processes."""
 
-    Attributes:
-      vocab_size: exclusive upper bound of ids.
-      eos_id: id that ends a document.
-      bos_id: id that begins a document; None if the vocabulary has no such token.
-      pad_id: id that fills sequences; never a target.
-      token_bytes: number of text bytes that each id stands for, int32 [vocab_size], 0 for special
-        ids; None if they are not known exactly.
-    """
-
+    # Bytes of text that each id stands for, int32 [vocab_size], 0 for special ids; None if they are
+    # not known exactly.
     token_bytes: np.ndarray | None
-    vocab_size: int
-    eos_id: int
-    bos_id: int | None
-    pad_id: int
+    vocab_size: int  # exclusive upper bound of ids
+    eos_id: int  # ends a document
+    bos_id: int | None  # begins a document, if the vocabulary has such a token
+    pad_id: int  # fills sequences; never a target
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens], without begin or end of document."""
@@ -277,10 +270,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model (`tokenizer.model`), read by the `sentencepiece` library.
 
     Its pieces stand for normalised text, so the number of bytes of a token is not known exactly.
-
-    Raises:
-      ConfigError: there is no such file, it is not a model or has no end-of-document token, or the
-        library is not installed.
+    Raises ConfigError if the file is no model or has no end-of-document token.
     """
 
     token_bytes: np.ndarray | None = None

@@ -12,12 +12,11 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments, find_checkpoint
-from maxpipe.config.cli import check_flags, exit_on_config_error
+from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections import MOST_SEED
 from maxpipe.supervision.signals import INTERRUPTED
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", type=_utf8, metavar="TEXT", help="with --chat: a system message")
     add(
         "--max-tokens",
-        type=_number(int, 1),
+        type=number_flag(int, 1),
         default=200,
         metavar="N",
         help="tokens at most; default %(default)s",
@@ -72,21 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")
     add(
         "--temperature",
-        type=_number(float, 0),
+        type=number_flag(float, 0),
         default=0.8,
         metavar="X",
         help="below 1 favors likely tokens, 0 takes the most likely one; default %(default)s",
     )
     add(
         "--top-k",
-        type=_number(int, 0),
+        type=number_flag(int, 0),
         default=0,
         metavar="N",
         help="draw from this many most likely tokens; 0 = all, the default",
     )
     add(
         "--top-p",
-        type=_number(float, 1e-6, 1),
+        type=number_flag(float, 1e-6, 1),
         default=1.0,
         metavar="P",
         help="draw from the most likely tokens that together have this probability; "
@@ -94,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--seed",
-        type=_number(int, 0, MOST_SEED),
+        type=number_flag(int, 0, MOST_SEED),
         default=0,
         metavar="N",
         help="of the draws; default %(default)s",
@@ -109,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--stop-token",
-        type=_number(int, 0),
+        type=number_flag(int, 0),
         action="append",
         default=[],
         metavar="ID",
@@ -127,24 +126,6 @@ def _nonempty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty, which every text contains")
     return text
-
-
-def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type: a finite number from `least` to `most`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value <= most or value == math.inf:
-            bounds = f"at least {least:g}"
-            if most < math.inf:
-                bounds += f" and at most {most:.10g}"
-            if value == math.inf:
-                bounds += " and finite"
-            raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
-        return value
-
-    parse.__name__ = {int: "whole number", float: "number"}[kind]
-    return parse
 
 
 if __name__ == "__main__":

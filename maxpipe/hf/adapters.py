@@ -4,8 +4,6 @@ PEFT (`peft` of Hugging Face) loads an adapter onto its base, which it reads sep
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ from maxpipe.hf.origin import read_kept
 from maxpipe.hf.safetensors import write_file
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_rules
-from maxpipe.hf.weight_files import write_json
+from maxpipe.hf.weight_files import new_folder, write_json
 from maxpipe.model.program import ModelProgram
 
 FLAG = "--adapter"
@@ -95,8 +93,6 @@ def export_adapter(
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     model = config.model
-    if target.exists():
-        raise ConfigError(Problem(FLAG, f"{target} exists; name a new directory"))
     if not model.lora.rank:
         message = "the run has model.lora.rank=0, no adapters; use --hf for all of the model"
         raise ConfigError(Problem(FLAG, message))
@@ -124,16 +120,10 @@ def export_adapter(
     is_part = origin is not None and is_text_a_part(json.loads(read_kept(origin / FILE)))
     for rule in rules:
         tensors |= _tensors_of(rule, parameters, _PART if is_part else "model.")
-    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(target, FLAG) as unfinished:
         _write(unfinished / WEIGHTS, tensors, jnp.dtype(dtype))
         write_json(unfinished / CONFIG, _peft_config(config, tensors))
-        names = sorted(file.name for file in unfinished.iterdir())
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return names
+    return [CONFIG, WEIGHTS]
 
 
 def _tensors_of(rule: Rule, parameters: MergedParameters, part: str) -> dict[str, np.ndarray]:

@@ -6,8 +6,6 @@ so no more than the largest leaf is in memory.
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from maxpipe.hf.origin import (
     special_ids,
 )
 from maxpipe.hf.tensors import tensor_rules
-from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_weights
+from maxpipe.hf.weight_files import new_folder, plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
 
 _CODE = "auto_map"  # names Python files, which are not exported
@@ -77,14 +75,10 @@ def export(
       OSError: a file cannot be written; no part of the target is left.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
-    if target.exists():
-        raise ConfigError(Problem("--hf", f"{target} exists; name a new directory"))
     program = ModelProgram(config.model.base)
     rules = tensor_rules(family, program)
     files = plan_files(rules, config.model.stacked_layers, jnp.dtype(dtype), file_bytes)
-    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(target, "--hf") as unfinished:
         parameters = MergedParameters(reader, config.model.lora)
         write_weights(unfinished, files, rules, lambda rule: parameters.read(rule.path))
         write_index(unfinished, files)
@@ -105,11 +99,7 @@ def export(
             history=history,
         )
         (unfinished / CARD).write_text(card, encoding="utf-8")
-        names = sorted(file.name for file in unfinished.iterdir())
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return names
+    return sorted(file.name for file in target.iterdir())
 
 
 def _write_configs(

@@ -2,13 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.hf.safetensors import INDEX, WEIGHTS, write_file
 from maxpipe.hf.tensors import Rule, rules_by_tensor
 
@@ -30,6 +34,23 @@ class TensorFile:
 
     name: str
     entries: Mapping[str, Entry]
+
+
+@contextmanager
+def new_folder(target: Path, flag: str) -> Iterator[Path]:
+    """Yield a folder to write into, which has the name `target` when it is complete.
+
+    Raises ConfigError, naming the flag, if the target exists. After an error nothing is left.
+    """
+    if target.exists():
+        raise ConfigError(Problem(flag, f"{target} exists; name a new directory"))
+    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def plan_files(

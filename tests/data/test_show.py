@@ -59,8 +59,8 @@ def test_show_invalid_flag_is_named(capsys):
             main(["show", "configs/base.yml", flag])
         assert end.value.code == 2
         name, value = flag.split("=")
-        assert f"argument {name}: expected a " in (error := capsys.readouterr().err)
-        assert f"got '{value}'" in error
+        assert f"argument {name}: " in (error := capsys.readouterr().err)
+        assert value in error
 
 
 def test_show_of_random_ids_prints_their_numbers(capsys):

@@ -19,10 +19,8 @@ VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffe
 
 
 def array_record(config: DataConfig) -> "ArrayRecords":
-    """Return the records of the files of `data.path`, files in sorted order.
-
-    In a directory these are *.array_record and *.arrayrecord. Raises ConfigError if there is none,
-    or one is not an ArrayRecord.
+    """Return the records of the files of `data.path` (in a directory: *.array_record and
+    *.arrayrecord) in sorted order; raises ConfigError if one is not an ArrayRecord.
     """
     return ArrayRecords(require_content(files_of(config, "array_record")))
 

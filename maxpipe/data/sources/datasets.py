@@ -289,11 +289,8 @@ class TableDocuments(Tables):
 
 
 def datasets(config: DataConfig) -> TableDocuments:
-    """Return the rows of the data sets of `data.path`, entries in sorted order, the hub's last.
-
-    Raises:
-      ConfigError: a data set is missing, cannot be read, or has no column of text or token ids;
-        or the library is not installed.
+    """Return the rows of the data sets of `data.path`, entries in sorted order, the hub's last;
+    raises ConfigError if one cannot be read, or has no column of text or token ids.
     """
     names = [config.column] if config.column else COLUMNS
     selected = []

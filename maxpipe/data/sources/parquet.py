@@ -125,11 +125,8 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
 
 
 def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, object]]:
-    """Yield the rows of a parquet file as Python values, of those `fields` that exist.
-
-    Raises:
-      ConfigError: the file is damaged, lacks the column `needed` or has a text that is not UTF-8,
-        or pyarrow is not installed.
+    """Yield the rows of a parquet file as Python values, of those `fields` that exist; raises
+    ConfigError if the file is damaged, lacks the column `needed` or has a text that is not UTF-8.
     """
     with _reading(path):
         file = _pyarrow().parquet.ParquetFile(path)
@@ -162,11 +159,8 @@ def _pyarrow() -> ModuleType:
 
 
 def parquet(config: DataConfig) -> ArrowRows:
-    """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order.
-
-    Raises:
-      ConfigError: there is no file, one is not a parquet file, has no such column or a null among
-        its token ids, or pyarrow is not installed.
+    """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order;
+    raises ConfigError if one is not a parquet file, lacks the column or has a null in its ids.
     """
     files = require_content(files_of(config, "parquet"))
     return ArrowRows([_as_arrow(path, config) for path in files], originals=files)

@@ -94,12 +94,8 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 def token_bin(config: DataConfig) -> TokenFiles:
-    """Return the documents of the files of `data.path`, files in sorted order.
-
-    In a directory these are *.bin and *.npy.
-
-    Raises:
-      ConfigError: there is no file, or one is empty, of another format, or without document ends.
+    """Return the documents of the files of `data.path` (in a directory: *.bin and *.npy) in sorted
+    order; raises ConfigError if one is empty, of another format, or without document ends.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
     if is_remote(config.path):
