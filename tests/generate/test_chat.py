@@ -2,20 +2,26 @@
 
 import io
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers.engines import canonical_params
 from helpers.hf_folder import write_byte_pairs
 from helpers.training_process import BASE, TINY_MODEL
 
 import maxpipe
 from maxpipe import train
-from maxpipe.config import ConfigError
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import ConfigError, load, resolve
 from maxpipe.data.chat_template import ChatTemplate
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.generate import __main__ as cli
 from maxpipe.generate import model
 from maxpipe.generate.chat import before, end_of_turn
+from maxpipe.model.program import ModelProgram
+from maxpipe.training.run_directory import RunDirectory
 
 FINETUNE = BASE.with_name("finetune.yml")
 SPECIALS = ["<s>", "</s>", "<|end|>"]
@@ -28,19 +34,30 @@ MINE = (
 ONE = [{"role": "user", "content": "One?"}]
 
 
-def _train(directory: Path, *words: str) -> Path:
-    """Train for a step on conversations; return the run's directory."""
-    tiny = ("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1")
-    one_layer = ("model.num_layers=1", "mesh.ici.stage=1", "pipeline.num_repeats=1")
-    words = (*TINY_MODEL, *tiny, *one_layer, *words)
-    assert train.main([str(FINETUNE), f"output_dir={directory}", *words]) == 0
-    return directory / "finetune"
+TINY = (
+    *TINY_MODEL,
+    *("steps=1", "eval.every=0", "mesh.simulated_devices=0", "mesh.ici.fsdp=-1"),
+    *("model.num_layers=1", "mesh.ici.stage=1", "pipeline.num_repeats=1"),
+)
+
+
+def _save(directory: Path, *words: str) -> Path:
+    """Write what a run on conversations keeps, with random weights; return its directory."""
+    config = resolve(load(str(FINETUNE), [*TINY, f"output_dir={directory}", *words]), 1)
+    run = RunDirectory(config)
+    run.claim(config)
+    run.keep_tokenizer(config)
+    checkpoints = Checkpointer(run.checkpoints, config.checkpoint)
+    state = {"params": canonical_params(ModelProgram(config.model))}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), {"config": asdict(config)})
+    checkpoints.close()
+    return Path(run.root)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run on bytes with ChatML."""
-    return _train(tmp_path_factory.mktemp("chatml"))
+    return _save(tmp_path_factory.mktemp("chatml"))
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +67,12 @@ def own_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = write_byte_pairs(directory, "What does it do?\n", SPECIALS, size=300)
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     (directory / "mine.jinja").write_text(MINE)
-    words = (f"data.tokenizer={tokenizer}", f"data.chat_template={directory / 'mine.jinja'}")
-    run = _train(directory, *words)
+    words = [f"data.tokenizer={tokenizer}", f"data.chat_template={directory / 'mine.jinja'}"]
+    assert train.main([str(FINETUNE), *TINY, f"output_dir={directory}", *words]) == 0
     tokenizer.unlink()
     (directory / "tokenizer_config.json").unlink()
     (directory / "mine.jinja").unlink()
-    return run
+    return directory / "finetune"
 
 
 def _writes(monkeypatch: pytest.MonkeyPatch, *answers: str | list[int]) -> list[list[int]]:
@@ -189,8 +206,7 @@ def test_run_without_template_is_refused(tmp_path, own_dir, run_dir, capsys):
     plain = shutil.copytree(run_dir, tmp_path / "plain")
     shutil.rmtree(plain / "tokenizer")  # as in a run of an earlier version
     assert maxpipe.load_model(plain).read_conversation(ONE)
-    words = ("data.source=synthetic", "data.chat_template=", "run_name=text")
-    text = _train(tmp_path, *words).with_name("text")
+    text = _save(tmp_path, "data.source=synthetic", "data.chat_template=", "run_name=text")
     code, out, error = _call(capsys, text, "--chat", "--prompt=a")
     assert (code, out) == (2, "")
     assert "--chat: the run has no chat template: it was not trained on conversations" in error

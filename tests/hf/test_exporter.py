@@ -1,33 +1,16 @@
-"""What an export writes besides weights, and what is there after it was killed."""
+"""What an export writes besides weights, and when."""
 
 import json
-import signal
 from dataclasses import replace
 
 import pytest
 from helpers.hf_folder import save_run, write_byte_pairs, write_folder
-from helpers.training_process import TrainingProcess
 
 from maxpipe import export
 from maxpipe.config import catalog
+from maxpipe.hf import exporter
 from maxpipe.hf.safetensors import read_folder, read_header
 from maxpipe.storage.model_folders import LocalFile, LocalFolder
-
-# Prints a line when all weights and config.json are written, and goes on no further.
-EXPORT_THAT_STOPS = """
-import sys, time
-from maxpipe import export
-from maxpipe.hf import exporter
-
-def write_json(path, content, write=exporter.write_json):
-    write(path, content)
-    if path.name == "config.json":
-        print("config.json is written", flush=True)
-        time.sleep(600)
-
-exporter.write_json = write_json
-export.main(sys.argv[1:])
-"""
 
 
 @pytest.fixture
@@ -139,17 +122,20 @@ def test_export_to_a_url_is_refused_instead_of_writing_below_a_directory_called_
     assert not any(tmp_path.iterdir())
 
 
-def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
+def test_export_has_its_name_when_it_is_complete(folder, tmp_path, monkeypatch):
     run, target = save_run(folder), tmp_path / "exports" / "exported"
-    words = [run, "--hf", str(target)]
-    with TrainingProcess(tmp_path / "log", words, program=EXPORT_THAT_STOPS) as process:
-        process.wait_for("config.json is written")
-        process.send(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert not target.exists()
-    (unfinished,) = target.parent.iterdir()
-    assert unfinished.name.startswith(".exported.unfinished-")
-    assert export.main(words) == 0
+    left = target.with_name(".exported.unfinished-1")  # of one that was killed
+    left.mkdir(parents=True)
+    written = []
+
+    def write_json(path, content, write=exporter.write_json):
+        write(path, content)
+        written.append((path.name, target.exists()))
+
+    monkeypatch.setattr(exporter, "write_json", write_json)
+    assert export.main([run, "--hf", str(target)]) == 0
+    assert written[-1] == ("config.json", False)
+    assert {*target.parent.iterdir()} == {target, left}
     assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()
 
 
