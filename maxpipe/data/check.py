@@ -10,7 +10,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import BadDocument, Documents, EncodedDocuments, MarkedText, Split
-from maxpipe.data.loader import check_base_tokenizer, encoder_of
+from maxpipe.data.loader import check_base_tokenizer, encoder_of, open_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
 NAMED = 10  # how many problems are printed
@@ -39,6 +39,7 @@ def check(config: Config) -> int:
     """
     from maxpipe.data.mixture import open_mixture
 
+    open_tokenizer(config)
     check_base_tokenizer(config)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
