@@ -104,6 +104,7 @@ def test_benchmark_list_shows_every_case(capsys):
     )
 
 
+@pytest.mark.slow
 def test_benchmark_gpu_without_a_gpu_exits_with_2(capsys):
     assert benchmark.main(["--gpu", "--rounds", "1"]) == 2
     assert "GPU" in capsys.readouterr().err
