@@ -49,7 +49,7 @@ def test_check_rules_of_another_layout_names_rule_and_remedy(rule, remedy):
         [["activation_batch", ["data", "fsdp", "expert"]]],
         [["activation_length", ["context", "tensor"]]],
         [["embed", []], ["outer_embed", ["fsdp"]]],
-        [["mlp", ["fsdp"]], ["embed", ["tensor"]]],
+        [["mlp", ["fsdp"]], ["embed", []], ["outer_embed", ["stage"]]],
     ],
     ids=str,
 )
