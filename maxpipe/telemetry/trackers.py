@@ -262,13 +262,13 @@ class Trackers:
 
     def log(self, step: int, scalars: Row) -> None:
         """Hand a row of points over, and return at once."""
-        self._calls.put(methodcaller("log", step, scalars))
+        if self._projects:  # otherwise nobody takes them
+            self._calls.put(methodcaller("log", step, scalars))
 
     def close(self, *, is_done: bool) -> None:
         """Wait until everything has been sent, for at most `CLOSE_SECONDS`.
 
-        Args:
-          is_done: whether the run has made all of its steps.
+        `is_done` says whether the run has made all of its steps.
         """
         self._calls.put(methodcaller("close", is_done=is_done))
         self._calls.put(None)

@@ -238,6 +238,12 @@ def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPa
     tracker.may_go.set()
 
 
+def test_points_of_a_run_without_trackers_are_not_kept() -> None:
+    tracking = Trackers(TrackedRun(Config(), Path(), is_resumed=False), print)
+    tracking.log(1, {})
+    assert tracking._calls.empty()
+
+
 def test_trackers_are_closed_when_the_metrics_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
