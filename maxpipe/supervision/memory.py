@@ -3,22 +3,18 @@
 `maxpipe.checkpoint.replicas` describes its contents. Imports no JAX.
 """
 
+import fcntl
 import os
-import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-
-from maxpipe.storage.lease import machine, start_of_process
 
 MEMORY = "MAXPIPE_MEMORY"
 
 _SHARED = Path("/dev/shm")  # in memory on every Linux
-# Digest of the machine, and number and start of the process that owns the directory.
-_NAME = re.compile(r"maxpipe-replicas-([0-9a-f]{8})-(\d+)-(\d+)-\w+")
+_PREFIX, _LOCK = "maxpipe-replicas-", ".lock"
 
 
 def hold(directory: Path) -> None:
@@ -35,23 +31,27 @@ def hold(directory: Path) -> None:
 def shared_memory() -> Iterator[Path | None]:
     """Yield a new directory in memory, removed at the end; None where there is none, or no room.
 
-    Directories of owners that were killed are removed here.
+    Directories of owners that were killed are removed here, also those of an earlier container of
+    this pod: the owner of each locks a file beside it, and the lock ends with the process.
     """
-    here, pid = f"{zlib.crc32(machine().encode()):08x}", os.getpid()
-    for orphan in _SHARED.glob("maxpipe-replicas-*"):
-        owner = _NAME.fullmatch(orphan.name)
-        if owner and owner[1] == here and start_of_process(int(owner[2])) != int(owner[3]):
-            shutil.rmtree(orphan, ignore_errors=True)
-    prefix = f"maxpipe-replicas-{here}-{pid}-{start_of_process(pid) or 0}-"
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_SHARED))
-    except OSError:  # without it there are no replicas, but the run goes on
-        yield None
-        return
-    try:
+    for file in _SHARED.glob(f"{_PREFIX}*{_LOCK}"):
+        with suppress(OSError), file.open("rb") as lock:  # others' cannot be opened, or are locked
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+            file.unlink()
+    with ExitStack() as stack:
+        try:
+            lock_number, name = tempfile.mkstemp(_LOCK, _PREFIX, _SHARED)
+            stack.callback(os.close, lock_number)
+            stack.callback(Path(name).unlink, missing_ok=True)
+            fcntl.flock(lock_number, fcntl.LOCK_EX)
+            directory = Path(name).with_suffix("")
+            hold(directory)
+        except OSError:  # without it there are no replicas, but the run goes on
+            yield None
+            return
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
         yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def memory_of_process() -> Path | None:

@@ -17,7 +17,6 @@ def shared(tmp_path, monkeypatch):
 
 def test_shared_memory_is_there_until_its_owner_ends(shared):
     with shared_memory() as here:
-        assert [*shared.iterdir()] == [here]
         shutil.rmtree(here)
         (here / "run").mkdir(parents=True)  # as a copy of another host's steps does
         hold(here)
@@ -28,19 +27,13 @@ def test_shared_memory_is_there_until_its_owner_ends(shared):
 
 
 def test_shared_memory_removes_what_killed_owners_have_left_and_nothing_else(shared):
-    with shared_memory() as other:
-        here, pid, start = other.name.split("-")[2:5]
-        stays = {
-            f"maxpipe-replicas-{here}-{pid}-{int(start) - 1}-killed": False,
-            f"maxpipe-replicas-{here}-{2**22 + 1}-{start}-killed": False,
-            f"maxpipe-replicas-00000000-{pid}-1-elsewhere": True,  # its process is not seen here
-            "maxpipe-replicas-of-another-program": True,
-        }
-        for name in stays:
-            (shared / name / "run").mkdir(parents=True)
-        with shared_memory():
-            assert {name: (shared / name).exists() for name in stays} == stays
-        assert other.is_dir()
+    for name in ("killed", "of-another-program"):
+        (shared / f"maxpipe-replicas-{name}" / "run").mkdir(parents=True)
+    (shared / "maxpipe-replicas-killed.lock").touch()  # its lock ended, in whatever container
+    with shared_memory():
+        names = {path.name for path in shared.iterdir()}
+    assert "maxpipe-replicas-of-another-program" in names
+    assert not any(name.startswith("maxpipe-replicas-killed") for name in names)
 
 
 def test_shared_memory_where_there_is_none_or_no_room_is_none(monkeypatch, shared):
