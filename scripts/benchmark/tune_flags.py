@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from maxpipe.compile.compile_process import compile_command
-from maxpipe.config import load
+from maxpipe.config import ConfigError, Problem
+from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import added_to, assignment, names_in, own_flags, sets_to_try
@@ -21,9 +22,15 @@ VARIABLE = "LIBTPU_INIT_ARGS"
 LEAST_GAIN = 0.005  # share of a step; predictions that differ by less are the same
 
 
+@exit_on_config_error()
 def main(words: Sequence[str]) -> int:
     """Print a row for each set, and the best one as a line for a shell."""
-    chip = canonical_topology(load(words[0], words[1:]).config.compile.topology).partition(":")[0]
+    command, title = "python scripts/benchmark/tune_flags.py", (__doc__ or "").partition("\n")[0]
+    arguments = parse_args(words, prog=command, description=title)
+    topology = arguments.loaded.config.compile.topology
+    if topology in ("", "cpu"):
+        raise ConfigError(Problem("compile.topology", "name TPUs, such as v5p:4x4x4"))
+    chip = canonical_topology(topology).partition(":")[0]
     own = own_flags(VARIABLE, os.environ)
     print("| flags | step s | vs first | GiB | compiled in |\n|---|---|---|---|---|", flush=True)
     first = best = compiled(words, "none", own, None)
@@ -66,6 +73,4 @@ def compiled(words: Sequence[str], name: str, text: str, first: float | None) ->
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
     sys.exit(main(sys.argv[1:]))

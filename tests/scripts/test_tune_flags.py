@@ -2,19 +2,15 @@
 
 import math
 
+import pytest
 from helpers.scripts import load_script
 
 from maxpipe.devices.chips import GIB
 from maxpipe.devices.xla_flags import FlagSet, names_in
 from maxpipe.plan.search.candidate import Proof
 
-SETS = [
-    FlagSet("a", {"a": "1"}),
-    FlagSet("b", {"b": "1"}),
-    FlagSet("b twice", {"b": "2"}),
-    FlagSet("slower", {"slower": "1"}),
-    FlagSet("large", {"large": "1"}),
-]
+SETS = [FlagSet(name, {name: "1"}) for name in ("a", "b", "slower", "large")]
+SETS.insert(2, FlagSet("b twice", {"b": "2"}))
 FACTORS = {"a": 0.9, "b": 0.8, "slower": 1.2, "large": 0.1}
 
 
@@ -38,3 +34,7 @@ def test_sets_that_fit_and_gain_are_combined_and_the_fastest_is_printed_for_a_sh
     ]  # fmt: skip
     assert rows[-1] == "| b + a | 1.44 | 0.720 | 3.00 | 7 s |"
     assert (best, line) == ("best: b + a", 'LIBTPU_INIT_ARGS="--b=1 --a=1"')
+
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["base"])
+    assert "config error: compile.topology: name TPUs" in capsys.readouterr().err
