@@ -178,7 +178,7 @@ class RunDirectory:
             self._mirror.write_file("config.yml", to_yaml(config, derived=self.derived).encode())
             for name, content in _tokenizer_contents(config.data).items():
                 self._mirror.write_file(f"{TOKENIZER}/{name}", content)
-            for file in self.origin.iterdir() if self.origin.is_dir() else ():
+            for file in filter(Path.is_file, self.origin.glob("*")):
                 self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:

@@ -74,8 +74,9 @@ def test_mirrored_run_generates_with_its_copy(config, meta, s3, tmp_path):
     s3.create_bucket(Bucket="tokenizer-of-run")
     url = "s3://tokenizer-of-run/base/checkpoints"
     mirror = Mirror(url, open_store(url, "test"))
+    # Directories of other programs are passed over, in a run and in its mirror.
+    (RunDirectory(config).origin / ".ipynb_checkpoints").mkdir(parents=True)
     RunDirectory(config, mirror).publish(config)
-    # The mirror passes over directories of other programs, as in tokenizer/ of a run.
     s3.put_object(Bucket="tokenizer-of-run", Key="base/tokenizer/.ipynb_checkpoints/a", Body=b"")
     shutil.rmtree(tmp_path / "tokenizers")
     again = Mirror(url, open_store(url, "test"))
