@@ -18,7 +18,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "wd": ("optimizer.weight_decay",),
     "optimizer": ("optimizer.name",),
     "lr_scheduler": ("optimizer.schedule",),
-    "warmup": ("optimizer.warmup_steps",),
     "clip_grad_norm": ("optimizer.grad_clip_norm",),
     "max_grad_norm": ("optimizer.grad_clip_norm",),
     "max_steps": ("steps",),
@@ -30,7 +29,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "d_ff": ("model.mlp_dim",),
     "ffn_dim": ("model.mlp_dim",),
     "intermediate_size": ("model.mlp_dim",),
-    "n_layers": ("model.num_layers",),
+    "layers": ("model.num_layers",),
     "num_hidden_layers": ("model.num_layers",),
     "n_heads": ("model.num_query_heads",),
     "num_heads": ("model.num_query_heads",),
@@ -45,7 +44,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "block_size": ("data.sequence_length",),
     "dataset": ("data.source", "data.path"),
     "micro_batches": ("pipeline.num_microbatches",),
-    "microbatches": ("pipeline.num_microbatches",),
     "num_stages": ("mesh.ici.stage",),
     "stages": ("mesh.ici.stage",),
     "pipeline_parallel_size": ("mesh.ici.stage",),
@@ -55,7 +53,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "dp": ("mesh.ici.data",),
     "cp": ("mesh.ici.context",),
     "num_devices": ("mesh.simulated_devices",),
-    "devices": ("mesh.simulated_devices",),
     "gradient_checkpointing": ("pipeline.remat_policy",),
     "remat": ("pipeline.remat_policy",),
     "save_every": ("checkpoint.every",),
@@ -158,8 +155,8 @@ def unknown_key(key: str, is_section: bool = False) -> str:
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    These are keys that end in the same word or that other trainers call so; or else those with the
-    most similar last word, in the section if it exists, then in any.
+    These are keys that end in the same word, or in one with it as a part, or that other trainers
+    call so; else those with the most similar last word, in the section if it exists, then in any.
     """
     names = [*SECTIONS] if is_section else [*OPTIONS]
     section, _, last = key.rpartition(".")
@@ -167,6 +164,9 @@ def nearest_keys(key: str, is_section: bool = False) -> list[str]:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     if not is_section and last in SYNONYMS:
         return [*SYNONYMS[last]]
+    longer = [name for name in names if f"_{last}_" in f"_{_last(name)}_"]
+    if len({_last(name) for name in longer}) == 1:  # of others each is as likely
+        return sorted(longer, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     home = _existing_part(section)
     inside = [name for name in names if name.rpartition(".")[0] == home]
     for places, cutoff in ((inside, 0.75), (names, 0.85)):

@@ -23,7 +23,7 @@ MEANT = {  # unknown key: what the message proposes
     "optimizer.weightdecay": "optimizer.weight_decay",
     # What is near in its section
     "model.layers": "model.num_layers",
-    "pipeline.microbatch": "pipeline.num_microbatches",
+    "eval.batch_size": "eval.global_batch_size or data.global_batch_size",
     "data.foo.tokenizr": "data.tokenizer",
     # One of another section that differs in a letter
     "pipeline.num_layer": "model.num_layers",
