@@ -61,14 +61,13 @@ def status(run: Path) -> list[str]:
     """
     file = run / STATUS_FILE
     try:
-        known = read_record(file, Status)
-    except Damaged:
+        known, silent = read_record(file, Status), time.time() - file.stat().st_mtime
+    except (Damaged, FileNotFoundError):
         message = (
             f"no supervisor has written {file}, or it is damaged: RUN_DIR is "
             "<output_dir>/<run_name> of a run under maxpipe supervise"
         )
         raise ConfigError(Problem("--status", message)) from None
-    silent = time.time() - file.stat().st_mtime
     state = known.state
     has_ended = state.startswith("has ended")
     if silent > SILENT_SECONDS and not has_ended:
