@@ -14,9 +14,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_step_record
@@ -78,6 +77,7 @@ class Mirror:
         self._store = store
         self._seconds = deadline_seconds
         self._deadline = Deadline(deadline_seconds)
+        self._ask = self._deadline.wait
         self._names = self._list()  # replaced, never mutated: other threads may be reading it
 
     def __str__(self) -> str:
@@ -264,10 +264,6 @@ class Mirror:
     ) -> None:
         callback = self._deadline.callback()
         self._ask(transfer, sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
-
-    def _ask(self, request: Callable[..., Any], *words: object, **options: object) -> Any:
-        """Return the store's answer to a request; raise `StoreSilent` if there is none in time."""
-        return self._deadline.wait(partial(request, *words, **options))
 
     def _find(self, root: str) -> dict[str, dict[str, int]]:
         """Return path without protocol -> size and other facts of each object below a path."""

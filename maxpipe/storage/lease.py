@@ -139,15 +139,15 @@ class LeaseObjects:
     def read(self, name: str) -> Entry | None:
         path = f"{self._url}/{name}"
         try:
-            content = self._deadline.wait(lambda: self._store.cat_file(path))
-            modified = self._deadline.wait(lambda: self._store.modified(path))
+            content = self._deadline.wait(self._store.cat_file, path)
+            modified = self._deadline.wait(self._store.modified, path)
             return Entry(content.decode(errors="replace"), modified.timestamp())
         except FileNotFoundError:
             return None
 
     def create(self, name: str, text: str) -> bool:
         # Some stores ignore the condition of the write.
-        if self._deadline.wait(lambda: self._store.exists(f"{self._url}/{name}")):
+        if self._deadline.wait(self._store.exists, f"{self._url}/{name}"):
             return False
         try:
             self._write(name, text, "create")
@@ -160,14 +160,14 @@ class LeaseObjects:
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._deadline.wait(lambda: self._store.rm_file(f"{self._url}/{name}"))
+            self._deadline.wait(self._store.rm_file, f"{self._url}/{name}")
 
     def is_gone(self) -> bool:
         return False  # an object store has no directories
 
     def _write(self, name: str, text: str, mode: str) -> None:
         path = f"{self._url}/{name}"
-        self._deadline.wait(lambda: self._store.pipe_file(path, text.encode(), mode=mode))
+        self._deadline.wait(self._store.pipe_file, path, text.encode(), mode=mode)
 
 
 LeasePlace = LeaseDirectory | LeaseObjects

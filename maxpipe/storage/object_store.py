@@ -58,19 +58,19 @@ class Deadline:
         self._seconds = seconds
         self._last_sign = time.monotonic()
 
-    def wait(self, request: Callable[[], Answer]) -> Answer:
-        """Return `request()`, which runs in a thread of its own.
+    def wait(self, request: Callable[..., Answer], *words: object, **options: object) -> Answer:
+        """Return the answer to a request, a function that runs in a thread of its own.
 
         Raises:
           StoreSilent: it has neither ended nor made progress in time; its thread is left alone.
         """
         if not self._seconds:
-            return request()
+            return request(*words, **options)
         future: Future[Answer] = Future()
 
         def run() -> None:
             try:
-                future.set_result(request())
+                future.set_result(request(*words, **options))
             except BaseException as error:
                 future.set_exception(error)
 
