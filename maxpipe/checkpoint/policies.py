@@ -3,14 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
-from maxpipe.storage.records import Damaged, shaped
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
@@ -197,23 +195,12 @@ def step_since(
         return None
     for step in sorted(steps, reverse=True):
         try:
-            mark = record_of(step).meta.get(FOLLOWED)
+            mark = record_of(step).meta.get(FOLLOWED, {})
         except CheckpointDamaged:
             continue
-        with suppress(Damaged):
-            left = shaped(mark, _Mark)
-            is_earlier = (left.resume, left.job) == (resume, job[0]) and left.attempt < job[1]
-            return step if is_earlier else None
-        return None
+        is_same = mark and (mark["resume"], mark["job"]) == (resume, job[0])
+        return step if is_same and mark["attempt"] < job[1] else None
     return None
-
-
-class _Mark(NamedTuple):
-    """What `followed` leaves in a checkpoint."""
-
-    resume: str
-    job: str
-    attempt: int
 
 
 def _refusal(message: str) -> ConfigError:

@@ -64,8 +64,3 @@ def test_step_since_passes_over_damaged_records():
     damaged = CheckpointDamaged("no record")
     assert since({10: {}, 20: earlier, 30: damaged}) == 20
     assert since({10: {}, 20: damaged}) is None
-
-
-def test_step_since_of_a_mark_that_no_save_has_written_is_none():
-    for mark in ["job", {"resume": "10"}, {"resume": "10", "job": "job"}]:
-        assert since({20: {"followed": mark}}) is None
