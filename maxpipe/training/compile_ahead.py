@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import jax
 from jax.sharding import Mesh
@@ -35,12 +35,16 @@ from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import LOAD, holds, write
 from maxpipe.training.trainer import Trainer
 
-BuildTrainer = Callable[..., Trainer]  # (config, mesh, note=...), `maxpipe.builder.build_trainer`
-
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
 # Otherwise the compiler would wait for measurements by processes that do not compile this.
 OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
+
+
+class BuildTrainer(Protocol):
+    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
+
+    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def step_file(config: Config, count: int) -> Path:

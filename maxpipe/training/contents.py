@@ -38,7 +38,7 @@ def run_contents(config: Config) -> dict[str, str]:
             except (ConfigError, OSError) as error:
                 contents[key] = str(error)
     contents |= {f"code of {name}": _code_digest(name) for name in own_packages(config)}
-    versions = package_versions() | {_RUNTIME: _runtime_version()}
+    versions = package_versions() | {_RUNTIME: installed_version(_RUNTIME)}
     contents |= {f"version of {name}": version for name, version in versions.items()}
     return contents | {"code of maxpipe": source_digest()}
 
@@ -60,11 +60,12 @@ def own_packages(config: Config) -> list[str]:
     return sorted(names - {"", "maxpipe"})
 
 
-def _runtime_version() -> str:
+def installed_version(package: str) -> str:
+    """Return the version of a package, or "missing"."""
     try:
-        return metadata.version(_RUNTIME)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return "missing"
 
 
 def _model_digest(key: str, value: str) -> str:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -62,7 +61,7 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.compile_ahead import build_with_step_ahead, compile_ahead
+from maxpipe.training.compile_ahead import BuildTrainer, build_with_step_ahead, compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.elastic import fit_hosts
 from maxpipe.training.initial_weights import (
@@ -93,12 +92,6 @@ from maxpipe.training.samples import check_samples
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
-
-
-class BuildTrainer(Protocol):
-    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
-
-    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def ignore_start(session: Session) -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -25,6 +24,7 @@ from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record
+from maxpipe.training.contents import installed_version
 from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -115,7 +115,7 @@ def origin(config: Config, mesh: Mesh) -> Origin:
         **{key: get(config, key) for key in keys},
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "order of devices": hashlib.sha256(repr(places).encode()).hexdigest()[:16],
-        **{name: _version(name) for name in names},
+        **{name: installed_version(name) for name in names},
         "sources of maxpipe": source_digest(),
     }
 
@@ -194,10 +194,3 @@ def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
 
 def _again(file: str) -> str:
     return f"compile it again with python -m maxpipe.compile ... {SAVE}={file}, or leave out {LOAD}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "missing"
