@@ -14,11 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxpipe.checkpoint.run_argument import (
-    add_average_argument,
-    add_run_arguments,
-    find_checkpoint,
-)
+from maxpipe.checkpoint.run_argument import find_checkpoint, run_parser
 from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
@@ -52,14 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m maxpipe.evaluate",
-        description="Evaluate a trained model on tasks of lm-eval.",
-        allow_abbrev=False,
-    )
+    parser = run_parser("evaluate", "Evaluate a trained model on tasks of lm-eval.")
     add = parser.add_argument
-    add_run_arguments(parser)
-    add_average_argument(parser)
     add(
         "--tasks",
         type=lambda text: [name for name in text.split(",") if name],

@@ -15,11 +15,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from maxpipe.checkpoint.run_argument import (
-    add_average_argument,
-    add_run_arguments,
-    find_checkpoint,
-)
+from maxpipe.checkpoint.run_argument import find_checkpoint, run_parser
 from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.outputs import check_local
@@ -56,14 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m maxpipe.export",
-        description="Write a checkpoint for Hugging Face transformers.",
-        allow_abbrev=False,
-    )
+    parser = run_parser("export", "Write a checkpoint for Hugging Face transformers.")
     add = parser.add_argument
-    add_run_arguments(parser)
-    add_average_argument(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", metavar="DIR", help="the new directory, for transformers")
     target.add_argument(

@@ -1,4 +1,4 @@
-"""Parse RUN_DIR and --step of commands that read a run, and find the run. Imports no JAX."""
+"""Parse the command line of commands that read a run, and find the run. Imports no JAX."""
 
 import argparse
 
@@ -11,20 +11,20 @@ from maxpipe.config.imports import add_import_flag
 RUN_DIR = "RUN_DIR"  # the argument, for messages
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN_DIR, --step and --import, parsed as `run_dir`, `step` and `imports`."""
+def run_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of RUN_DIR, --step, --average and --import, which is parsed as `imports`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m maxpipe.{name}", description=description, allow_abbrev=False
+    )
     text = "run directory, or its checkpoints; also s3:// and gs://"
     parser.add_argument("run_dir", metavar=RUN_DIR, help=text)
     parser.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint to read; default: the newest"
     )
     add_import_flag(parser)
-
-
-def add_average_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --average, parsed as `average`, for `find_steps`."""
     text = "read the mean of this many checkpoints, the last ones up to --step; default: 1"
     parser.add_argument("--average", type=int, default=1, metavar="N", help=text)
+    return parser
 
 
 def find_checkpoint(flags: argparse.Namespace) -> tuple[StepStore, list[int]]:

@@ -15,7 +15,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments, find_checkpoint
+from maxpipe.checkpoint.run_argument import find_checkpoint, run_parser
 from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections import MOST_SEED
@@ -45,14 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m maxpipe.generate",
-        description="Continue a text with a trained model, or talk to it.",
-        allow_abbrev=False,
-    )
+    parser = run_parser("generate", "Continue a text with a trained model, or talk to it.")
     add = parser.add_argument
-    add_run_arguments(parser)
-    add_average_argument(parser)
     add("--prompt", type=_utf8, metavar="TEXT", help="the text to continue")
     add(
         "--chat",
