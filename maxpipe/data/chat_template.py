@@ -18,7 +18,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, MarkedText, sources_of
+from maxpipe.data.documents import BadDocument, MarkedText
 from maxpipe.data.template_process import ProcessEnded, ask
 from maxpipe.data.tokenizer_json import (
     SPECIAL_TOKENS_MAP,
@@ -153,7 +153,7 @@ def load_chat_template(
 
 
 def is_chat(data: DataConfig) -> bool:
-    return any(SOURCES[source].is_chat for source in sources_of(data))
+    return any(SOURCES[source].is_chat for source in data.sources)
 
 
 def trained_template(data: DataConfig) -> ChatTemplate | None:

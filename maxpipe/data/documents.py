@@ -173,11 +173,6 @@ def describe_sources(data: DataConfig) -> str:
     )
 
 
-def sources_of(data: DataConfig) -> list[str]:
-    """Return the sources that training reads, in the order of `data.mixture` if there is one."""
-    return [entry["source"] for entry in data.mixture] or [data.source]
-
-
 def is_mixed(config: DataConfig, split: Split) -> bool:
     """Return whether a split reads `data.mixture`, where each source is split separately."""
     return bool(config.mixture) and not (split == "eval" and config.eval_path)

@@ -26,7 +26,6 @@ from maxpipe.data.documents import (
     Split,
     notes_of,
     open_sources,
-    sources_of,
 )
 from maxpipe.data.files import path_error
 from maxpipe.data.tokenizers import (
@@ -150,7 +149,7 @@ def make_loader(
 
 def source_names(data: DataConfig) -> list[str]:
     """Return a name for each entry of a mixture: its source, with the path if sources repeat."""
-    sources = sources_of(data)
+    sources = data.sources
     paths = [f"{entry['source']}:{entry.get('path', '')}" for entry in data.mixture]
     names = [
         source if sources.count(source) == 1 else path
@@ -193,7 +192,7 @@ def check_base_tokenizer(config: Config) -> None:
     data = config.data
     base = base_tokenizer(config.init_from, config.model.from_hf) if config.init_from else ""
     is_free = "tokenizer" in config.checkpoint.accept_changes
-    is_read = any(SOURCES[source].needs_tokenizer for source in sources_of(data))
+    is_read = any(SOURCES[source].needs_tokenizer for source in data.sources)
     if not base or is_free or not is_read:
         return
     if not extends(*(load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base))):
@@ -224,7 +223,7 @@ def conversation_notes(config: Config) -> list[str]:
     any answer, so that nothing is learned from them.
     """
     data = config.data
-    if not all(SOURCES[source].is_chat for source in sources_of(data)):
+    if not all(SOURCES[source].is_chat for source in data.sources):
         return []
     sizes: list[int] = []
     weights: list[np.ndarray] = []  # of the targets of each conversation

@@ -180,11 +180,6 @@ def _propose_readers(prefix: str) -> str:
     return f"set {prefix}text (or {', '.join(readers)}), or leave the path out"
 
 
-def _sources_read(c: Config) -> list[str]:
-    """Return the sources of the training documents."""
-    return [entry["source"] for entry in c.data.mixture] or [c.data.source]
-
-
 @check
 def check_data_path(c: Config) -> Wrong:
     """Refuse a path for a source that reads none."""
@@ -203,7 +198,7 @@ def check_data_path(c: Config) -> Wrong:
 @check
 def check_chat_template(c: Config) -> Wrong:
     """Check that conversations have a template, and that one is given for conversations only."""
-    read, value = _sources_read(c), c.data.chat_template
+    read, value = c.data.sources, c.data.chat_template
     chats = [source for source in read if source in SOURCES and SOURCES[source].is_chat]
     for key, given in (("data.chat_template", value), ("data.chat_date", c.data.chat_date)):
         if given and not chats:
@@ -224,7 +219,7 @@ def check_chat_template(c: Config) -> Wrong:
 @check
 def check_column(c: Config) -> Wrong:
     """Refuse a column for sources that have none to choose."""
-    read = [*_sources_read(c), *[c.data.source] * bool(c.data.eval_path)]
+    read = [*c.data.sources, *[c.data.source] * bool(c.data.eval_path)]
     able = [name for name, facts in SOURCES.items() if facts.has_column]
     if c.data.column and not {*read} & {*able}:
         message = f"data.source={read[0]} reads no column of this name, only {', '.join(able)} do"
@@ -243,7 +238,7 @@ def derive_tokenizer(c: Config) -> Derived:
         message = f"{name} has ids that model.vocab_size={num_ids} has not; {remedy}"
         yield "data.tokenizer", message
     is_smaller = name in TOKENIZERS and num_ids < TOKENIZERS[name].vocab_size
-    is_text = c.data.eval_path or any(SOURCES[s].needs_tokenizer for s in _sources_read(c))
+    is_text = c.data.eval_path or any(SOURCES[s].needs_tokenizer for s in c.data.sources)
     return {"data.tokenizer": f"{PLAIN_IDS}{num_ids}"} if is_smaller and not is_text else {}
 
 

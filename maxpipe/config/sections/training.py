@@ -89,6 +89,11 @@ class DataConfig:
     )
     prefetch: int = option(4, "number of batches prepared ahead", minimum=1)
 
+    @property
+    def sources(self) -> list[str]:
+        """Return the sources that training reads, in the order of `mixture` if there is one."""
+        return [entry["source"] for entry in self.mixture] or [self.source]
+
 
 @dataclass(frozen=True)
 class EvalConfig:
