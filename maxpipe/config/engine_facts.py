@@ -59,10 +59,8 @@ class Engine:
     def takes(self, key: str) -> bool:
         """Return whether it reads a key; True for every key outside `pipeline.*`."""
         section, name = f"{key}.".split(".")[:2]
-        return section != "pipeline" or self.has_option(name)
-
-    def has_option(self, name: str) -> bool:
-        """Return whether it reads an option of `pipeline.*`."""
+        if section != "pipeline":
+            return True
         if self.reads:
             return name in ("engine", *self.reads)
         refused = {r.key for r in self.refusals if not r.reads_others}

@@ -437,17 +437,12 @@ LIMITS = (
         blocks=False,
     ),
 )
-_LIMIT_OF = {key: limit for limit in LIMITS for key in limit.keys}
-
-
-def limit_of(key: str) -> Limit | None:
-    """Return what bounds the value of a MaxText key; None if nothing does."""
-    return _LIMIT_OF.get(key)
+LIMIT_OF = {key: limit for limit in LIMITS for key in limit.keys}
 
 
 def maxtext_hint(key: str) -> str:
     """Return what to use for a MaxText key; empty if it is not one or ours has the same name."""
-    if limit := limit_of(key):
+    if limit := LIMIT_OF.get(key):
         return f"MaxText's {key} has no counterpart: {limit.advice}"
     ours, differs = KEYS.get(key, Key())
     if not differs and (not ours or ours.endswith(f".{key}")):

@@ -11,7 +11,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_config_json
 from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.imports import implementation
-from maxpipe.config.options import OPTIONS
+from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.rules.engines import idleness
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.hf.rope import Json, max_position, read_rope, write_rope
@@ -194,9 +194,7 @@ def _check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: 
     """
     config = replace(Config(), model=m)
     for key, value in meaning.items():
-        actual: Any = m
-        for name in key.split("."):
-            actual = getattr(actual, name)
+        actual: Any = get(config, f"model.{key}")
         if key.startswith("rope_scaling.") and idleness(config, f"model.{key}"):
             continue
         if key == "mlp_dim" and m.moe.experts and not m.first_dense_layers:

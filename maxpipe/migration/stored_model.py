@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import Box
 from maxpipe.config.errors import Problem
 from maxpipe.config.sections import ModelConfig
+from maxpipe.hf.tensors import spec_leaves
 from maxpipe.migration.orbax_arrays import FLOATS
-from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def parameters(m: ModelConfig) -> dict[Path, Parameter]:
     """Return the MaxText counterpart of each parameter of a resolved model, by its path."""
     splits_pairs = rotates_neighbours(m) and not m.rope_interleaved
     named = {}
-    for path, spec in _specs(m):
+    for path, spec in spec_leaves(ModelProgram(m).specs):
         sublayer, kind = path[1:2], path[-2 if path[-1] == "scale" else -1].partition("_")[0]
         is_rotated = sublayer == ("attention",) and kind in ("query", "key")
         factor = 1.0 if divides_scores(m) or path[-1] != "query" else math.sqrt(m.head_dim)
@@ -123,7 +122,8 @@ def model_problems(m: ModelConfig) -> list[Problem]:
         for key, legal in _LEGAL.items()
         if getattr(m, key) not in legal
     ]
-    unnamed = [".".join(path) for path, _ in _specs(m) if path not in _NAMES]
+    paths = [path for path, _ in spec_leaves(ModelProgram(m).specs)]
+    unnamed = [".".join(path) for path in paths if path not in _NAMES]
     if unnamed and not problems:
         message = (
             f"the model has {', '.join(unnamed)}, which the weights of MaxText's blocks llama2, "
@@ -131,14 +131,6 @@ def model_problems(m: ModelConfig) -> list[Problem]:
         )
         problems.append(Problem("model", message))
     return problems
-
-
-def _specs(m: ModelConfig) -> Iterator[tuple[Path, ParamSpec]]:
-    flat = jax.tree_util.tree_leaves_with_path(
-        ModelProgram(m).specs, is_leaf=lambda spec: isinstance(spec, ParamSpec)
-    )
-    for path, spec in flat:
-        yield tuple(str(key.key) for key in path), spec
 
 
 class StoredModel:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.maxtext import KEYS, MODEL_LIMITS, SAME_NAMES, limit_of, misspelt
+from maxpipe.config.maxtext import KEYS, LIMIT_OF, MODEL_LIMITS, SAME_NAMES, misspelt
 from maxpipe.config.values import as_written, is_finite
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
@@ -87,7 +87,7 @@ def _check_keys(t: Translator) -> None:
     """Check keys without a counterpart against their limits, and name keys that nothing reads."""
     unknown = []
     for key, value in t.theirs.values.items():
-        limit = limit_of(key)
+        limit = LIMIT_OF.get(key)
         if limit in MODEL_LIMITS and block_of(t) is None:
             continue
         if isinstance(value, int | float) and not is_finite(value):

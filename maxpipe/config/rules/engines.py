@@ -44,8 +44,7 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
       before: the config before values were derived; what it says counts, too.
     """
     engine = ENGINES.get(c.pipeline.engine)
-    section, name = f"{key}.".split(".")[:2]
-    if engine and section == "pipeline" and not engine.has_option(name):
+    if engine and not engine.takes(key):
         where = f"on the {c.pipeline.engine} engine"
         return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", False)
     bounds = OPTIONS[key].bounds
@@ -54,9 +53,8 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
             alternatives = condition.split(" or ")
             if not any(_is_met(config, a) for config in (c, before or c) for a in alternatives):
                 return Idleness(f"without {_shown(condition)}", is_refused)
-    for switch, table in _tables_of(key):
+    for switch, table, able in _tables_of(key):
         if fact := _leaves_out(switch, table.get(get(c, switch)), key):
-            able = [name for name, entry in table.items() if not _leaves_out(switch, entry, key)]
             reason = f"with {switch}={get(c, switch)}, only with {', '.join(able)}"
             return Idleness(reason, fact == "refused")
     return None
@@ -66,8 +64,7 @@ def conditions_of(key: str) -> list[str]:
     """Return what leaves a key without effect, for `--help`; engines are not included."""
     bounds = OPTIONS[key].bounds
     conditions = [f"without {_shown(needs)}" for needs in (bounds.needs, bounds.acts_with) if needs]
-    for switch, table in _tables_of(key):
-        able = [name for name, entry in table.items() if not _leaves_out(switch, entry, key)]
+    for switch, table, able in _tables_of(key):
         idle = [name for name in table if name not in able]
         condition = f"with {switch}={', '.join(idle)}"
         if len(able) < len(idle):
@@ -143,11 +140,12 @@ def _rule_of(key: str) -> Rule:
     return check(run)
 
 
-def _tables_of(key: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the tables with variants that leave a key without effect, by the keys they are of."""
+def _tables_of(key: str) -> Iterator[tuple[str, Mapping[str, object], list[str]]]:
+    """Yield keys with variants that leave a key without effect, their tables, and the others."""
     for switch, table in _TABLES.items():
-        if any(_leaves_out(switch, entry, key) for entry in table.values()):
-            yield switch, table
+        able = [name for name, entry in table.items() if not _leaves_out(switch, entry, key)]
+        if len(able) < len(table):
+            yield switch, table, able
 
 
 def _leaves_out(switch: str, variant: object, key: str) -> str:
