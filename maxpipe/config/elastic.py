@@ -74,10 +74,8 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     counts = _counts(loaded, config, whole)
     if counts:
         return counts
-    number, rest = divmod(whole.devices, whole.processes)
+    number = whole.devices // whole.processes
     each = f"{number} device{'s' * (number > 1)}"
-    if rest:
-        each = f"unequal numbers of the {whole.devices} devices"
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
     message = (
         f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "

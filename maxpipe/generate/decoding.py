@@ -62,11 +62,6 @@ class Sampling:
     # Holtzman et al. 2020); 1 = all.
     top_p: float = 1.0
 
-    def __post_init__(self) -> None:
-        assert self.temperature >= 0, self
-        assert self.top_k >= 0, self
-        assert 0 < self.top_p <= 1, self
-
     def __call__(self, logits: jax.Array, key: jax.Array) -> jax.Array:
         """Draw token ids, int32 [B], from logits, float32 [B,V]."""
         if self.temperature == 0:
