@@ -23,8 +23,8 @@ Tables come in two forms:
     free-running  a tick holds at most one unit per stage. Only the order of units on each stage
                   matters, as in systems that dispatch every stage on its own.
 
-An example with S=2, M=2, V=2 in `loop` placement, free-running, as `table_text` prints it. The cell
-`2F1` is global chunk 2, which is chunk 1 of stage 0, forward, microbatch 1:
+An example with S=2, M=2, V=2 in `loop` placement, free-running. The cell `2F1` is global chunk 2,
+which is chunk 1 of stage 0, forward, microbatch 1:
 
     tick    0   1   2   3   4   5   6   7   8   9
     stage 0 0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
@@ -282,24 +282,3 @@ def phases(table: Table) -> list[Phase]:
         Phase(start, stop, tuple(k for k, on in zip(table.kinds, active[start], strict=True) if on))
         for start, stop in zip(starts, stops, strict=True)
     ]
-
-
-def table_text(table: Table) -> str:
-    """Return the table as text, a row per stage and a column per tick.
-
-    A cell such as `2F0` is global chunk, kind, microbatch; with one chunk per stage it is `F0`. The
-    units of a lockstep tick are joined by `+`.
-    """
-    cells = [[""] * table.num_ticks for _ in range(table.num_stages)]
-    # By kinds first, so that the units of a lockstep tick are joined in slot order.
-    for kind in table.kinds:
-        for tick, stage, microbatch, chunk in zip(*table.units(kind), strict=True):
-            unit = Unit(kind, int(microbatch), int(table.global_chunk(chunk, stage)))
-            text = str(unit) if table.num_repeats > 1 else f"{kind}{microbatch}"
-            cells[stage][tick] += ("+" if cells[stage][tick] else "") + text
-    rows = [["tick", *map(str, range(table.num_ticks))]]
-    rows += [[f"stage {stage}", *row] for stage, row in enumerate(cells)]
-    # Columns are as wide as their widest cell.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)

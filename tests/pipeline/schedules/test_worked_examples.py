@@ -11,11 +11,25 @@ from maxpipe.config.imports import implementation
 from maxpipe.pipeline.schedules import lockstep, order, slots, table
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.pipeline.schedules.table import table_text
+from maxpipe.pipeline.schedules.table import Unit
 
 EXAMPLE = re.compile(
     r"S=(\d+), M=(\d+)(?:, V=(\d+))?.*?\n\n((?: +(?:tick|stage \d) .*\n)+)", re.DOTALL
 )
+
+
+def table_text(table):
+    """Return a row per stage and a column per tick; units of a lockstep tick are joined by `+`."""
+    cells = [[""] * table.num_ticks for _ in range(table.num_stages)]
+    for kind in table.kinds:
+        for tick, stage, microbatch, chunk in zip(*table.units(kind), strict=True):
+            unit = Unit(kind, microbatch, table.global_chunk(chunk, stage))
+            text = str(unit) if table.num_repeats > 1 else f"{kind}{microbatch}"
+            cells[stage][tick] += ("+" if cells[stage][tick] else "") + text
+    rows = [["tick", *map(str, range(table.num_ticks))]]
+    rows += [[f"stage {stage}", *row] for stage, row in enumerate(cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
