@@ -6,8 +6,6 @@ for each part of the machine, as if the others were free.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, Tpu
 from maxpipe.pipeline.chunk import remat_policy
@@ -19,6 +17,7 @@ from maxpipe.plan.footprint import (
     total_parameters,
     with_dense_layers,
 )
+from maxpipe.plan.number import single
 from maxpipe.plan.search.memory import program_memory
 from maxpipe.plan.search.sizes import sizes_of_configuration
 
@@ -78,7 +77,7 @@ def estimate(config: Config, tpu: Tpu | None) -> Memory:
         gathered in steps on TPUs.
     """
     memory = program_memory(sizes_of_configuration(config, tpu, on_tpus=tpu is not None))
-    return Memory(*(float(np.ravel(part)[0]) for part in memory))
+    return Memory(*map(single, memory))
 
 
 def step_bounds(

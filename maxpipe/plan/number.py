@@ -6,3 +6,8 @@ import numpy as np
 
 Number: TypeAlias = float | np.ndarray
 FLOAT32 = 4.0  # bytes
+
+
+def single(number: Number) -> float:
+    """Return the number of the only candidate, or the first one's."""
+    return float(np.ravel(number)[0])

@@ -13,7 +13,7 @@ from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
-from maxpipe.plan.number import Number
+from maxpipe.plan.number import Number, single
 from maxpipe.plan.prefetch import IDLE_SHARE
 from maxpipe.plan.search.memory import memory_bytes
 from maxpipe.plan.search.sizes import BlockSizes, sizes_of_configuration
@@ -37,7 +37,7 @@ def with_remat_cheap(config: Config, tpu: Tpu | None, note: Note = ignore_note) 
     does = True
     if tpu is not None and _has_choice(sizes) and np.any(_several(sizes)):
         does = bool(np.all(_is_scarce(sizes, tpu)))
-        held = float(np.ravel(_cheap_bytes(sizes))[0])
+        held = single(_cheap_bytes(sizes))
         note(
             f"{KEY}={str(does).lower()}: with at most {held / GIB:.2f} GiB of cheap values held, "
             f"a step takes {'over' if does else 'at most'} {IDLE_SHARE:.0%} of a device's "

@@ -127,11 +127,7 @@ def _tick_bound(task: Task, slots: dict[str, float]) -> float:
 def _solve_ticks(
     task: Task, seed: Simulation, slots: dict[str, float], seconds: float, progress: Progress
 ) -> tuple[Table | None, float]:
-    from maxpipe.plan.cp_sat import (
-        SlotTimes,
-        scale_of,  # an extra, slow to import
-        solve_ticks,
-    )
+    from maxpipe.plan.cp_sat import SlotTimes, scale_of, solve_ticks  # an extra, slow to import
 
     communication = task.costs.communication if task.num_stages > 1 else 0.0
     times = SlotTimes(

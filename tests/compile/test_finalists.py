@@ -188,6 +188,6 @@ def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch
 
 def test_offloading_is_said_to_have_no_price(plan, capsys):
     choices = {**plan.request.choices, "pipeline.remat_policy": ["minimal_offloaded"]}
-    flags = argparse.Namespace(compile=0, probe=0, compare=False, json=None, html=None, write=None)
+    flags = argparse.Namespace(compile=0, compare=False, json=None, html=None, write=None)
     assert launch(dataclasses.replace(plan.request, choices=choices), flags, []) == 0
     assert "transfers to the host's memory are not in these seconds" in capsys.readouterr().out

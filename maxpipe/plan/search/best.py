@@ -157,22 +157,15 @@ def _misfits(request: Request, outcome: Outcome, best: Row) -> list[Row]:
     return with_misfit_reasons(rows, best, request)
 
 
-def _misfit_reason(row: Row, best: Row, limit: float) -> str:
-    """Return in words how much faster than the best a row would be, and how much too large it is.
-
-    Args:
-      row: the row that does not fit.
-      best: the best row that fits.
-    """
-    excess = (row.memory - limit) / GIB
-    return f"{loss_of(row, best)}, {excess:.3g} GiB above the usable {limit / GIB:.3g}"
-
-
 def with_misfit_reasons(misfits: Sequence[Row], best: Row, request: Request) -> list[Row]:
-    """Return rows that do not fit, with what they would gain over the best."""
-    if request.limit is None:
+    """Return rows that do not fit, with what each would gain over the best and what it lacks."""
+    if (limit := request.limit) is None:
         return [*misfits]
-    return [replace(row, reason=_misfit_reason(row, best, request.limit)) for row in misfits]
+    above = f"GiB above the usable {limit / GIB:.3g}"
+    return [
+        replace(row, reason=f"{loss_of(row, best)}, {(row.memory - limit) / GIB:.3g} {above}")
+        for row in misfits
+    ]
 
 
 def _checked(
@@ -252,7 +245,7 @@ def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
     """
     plans: list[Plan] = []
     problem: ConfigError | None = None
-    for topology in _promising_slices(request, facts):
+    for topology in doubling([t for t in request.smallest if holds_state(request.on(t), facts)]):
         note(f"trying      {topology}")
         try:
             plan = make_plan(request.on(topology), facts)
@@ -268,11 +261,6 @@ def smallest_plans(request: Request, facts: Facts, note: Note) -> list[Plan]:
     if problem is not None:
         raise problem
     return [make_plan(request.on(request.smallest[-1]), facts)]
-
-
-def _promising_slices(request: Request, facts: Facts) -> Iterator[str]:
-    """Yield the slices whose memory is large enough for the state alone."""
-    return doubling([t for t in request.smallest if holds_state(request.on(t), facts)])
 
 
 def holds_state(request: Request, facts: Facts) -> bool:

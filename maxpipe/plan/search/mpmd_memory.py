@@ -21,7 +21,7 @@ from maxpipe.config.sections import Config
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.plan.footprint import itemsize, optimizer_bytes
-from maxpipe.plan.number import FLOAT32, Number
+from maxpipe.plan.number import FLOAT32, Number, single
 from maxpipe.plan.search.facts import Parameters
 from maxpipe.plan.search.patterns import FIRST_STAGE, LAST_STAGE, OTHER_STAGES, units_in_flight
 from maxpipe.plan.search.sizes import BlockSizes, sizes_of_configuration
@@ -65,28 +65,28 @@ class StageMemory:
         """Return the peak on one device of a stage whose chunks have `sizes` layers."""
         working = _working(self._sizes, max(sizes), *self._ends(stage))
         held = self.state_bytes(stage, sum(sizes)) + self.in_flight_bytes(stage, sizes)
-        return held + _single(working)
+        return held + single(working)
 
     def state_bytes(self, stage: int, layers: int) -> float:
         """Return the bytes of parameters, optimizer state and sums of gradients."""
-        return _single(_state(self._sizes, layers, *self._ends(stage)))
+        return single(_state(self._sizes, layers, *self._ends(stage)))
 
     def updated_parameters(self, stage: int, layers: int) -> float:
         """Return how many parameters the stage's optimizer updates on a device."""
-        return _single(_owned(self._sizes.trained, layers, *self._ends(stage)))
+        return single(_owned(self._sizes.trained, layers, *self._ends(stage)))
 
     def in_flight_bytes(self, stage: int, chunks: Sequence[int]) -> float:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
         sizes, layers = self._sizes, np.asarray(chunks, float)
         embed = sizes.config.model.embed_dim
-        unit = embed + layers * _single(sizes.saving.residuals)
-        handed_over = embed + layers * _single(sizes.saving.handed_over)
+        unit = embed + layers * single(sizes.saving.residuals)
+        handed_over = embed + layers * single(sizes.saving.handed_over)
         if self._ends(stage)[0]:  # the units of the first chunk run first dense layers, too
-            unit[0] += _single(sizes.saving.first_kept)
-            handed_over[0] += _single(sizes.saving.first_handed_over)
+            unit[0] += single(sizes.saving.first_kept)
+            handed_over[0] += single(sizes.saving.first_handed_over)
         peak = float((self._units_in_flight[stage] @ np.concatenate([unit, handed_over])).max())
         columns = peak + float(self._arrived[stage]) * embed
-        return _single(sizes.tokens) * sizes.itemsize * columns
+        return single(sizes.tokens) * sizes.itemsize * columns
 
     @cached_property
     def _units_in_flight(self) -> list[np.ndarray]:
@@ -96,10 +96,6 @@ class StageMemory:
         """Return whether a stage has the first, and the last, chunk."""
         chunks = self._table.stage_of_chunk
         return float(chunks[0] == stage), float(chunks[-1] == stage)
-
-
-def _single(number: Number) -> float:
-    return float(np.ravel(number)[0])
 
 
 def _owned(parameters: Parameters, layers: Number, first: Number, last: Number) -> Number:
