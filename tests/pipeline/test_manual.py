@@ -1,4 +1,4 @@
-"""Collectives inside `shard_map`: gathered weights, summed gradients, the ring."""
+"""Collectives inside `shard_map`: gathered weights, summed gradients, the ring, their order."""
 
 import math
 
@@ -6,43 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.manual import manual, mesh_of, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.pipeline.manual import (
     MANUAL_AXES,
     Gather,
+    after,
     gather_tree,
     manual_part,
+    needs_order,
     psum,
     ring,
     sum_replicas,
 )
 
 P = PartitionSpec
-
-
-def make_axes(stage=1, data=1, fsdp=1, context=1, tensor=1):
-    sizes = stage, data, fsdp, context, tensor, 1
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor", "expert"))
-
-
-def run(f, in_specs, out_specs, **sizes):
-    """`f` on a mesh of these sizes, manual over `MANUAL_AXES`, as a function of global arrays."""
-    return jax.jit(
-        jax.shard_map(
-            f,
-            mesh=make_axes(**sizes),
-            axis_names=set(MANUAL_AXES),
-            check_vma=False,
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
-    )
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 SPECS = [
@@ -60,7 +39,7 @@ SPECS = [
 def test_gather_and_scatter_of_any_spec_are_copies_and_sums(spec, num_leading):
     """`scatter` sums over the devices of an axis; each keeps its shard of the parameter."""
     gather = Gather(spec, jnp.float32, jnp.float32)
-    manual = P(*[None] * num_leading, *[None if entry == "tensor" else entry for entry in spec])
+    whole = P(*[None] * num_leading, *[None if entry == "tensor" else entry for entry in spec])
     leading = (3, 2)[:num_leading]
     weight, scales = random(*leading, 8, 8), np.arange(1, 9, dtype=np.float32)
 
@@ -71,7 +50,7 @@ def test_gather_and_scatter_of_any_spec_are_copies_and_sums(spec, num_leading):
 
     sizes = {"data": 2, "fsdp": 2} | ({"tensor": 2} if "tensor" in spec else {"stage": 2})
     num_manual = 4 if "tensor" in spec else 8
-    full, total = run(f, (manual, P(MANUAL_AXES)), (P(), manual), **sizes)(
+    full, total = manual(f, (whole, P(MANUAL_AXES)), (P(), whole), **sizes)(
         weight, scales[:num_manual]
     )
     np.testing.assert_array_equal(full, weight)
@@ -97,7 +76,7 @@ def test_gather_and_scatter_in_steps_are_copies_and_sums(spec, sizes, transfers)
         full = gather.gather_in_steps(shard)
         return full, gather.scatter_in_steps(full * scale[0])
 
-    f = run(in_steps, (spec, P(MANUAL_AXES)), (P(), spec), **sizes)
+    f = manual(in_steps, (spec, P(MANUAL_AXES)), (P(), spec), **sizes)
     full, total = f(weight, scales)
     np.testing.assert_array_equal(full, weight)
     np.testing.assert_allclose(total, weight * scales.sum(), rtol=1e-6)
@@ -114,7 +93,7 @@ def test_scatter_in_steps_of_bfloat16_sums_in_float32(size):
     def f(value):
         return gather.scatter_in_steps(jnp.full((16, 2), value[0], jnp.bfloat16))
 
-    sums = run(f, P("fsdp"), P("fsdp"), fsdp=size)(values)
+    sums = manual(f, P("fsdp"), P("fsdp"), fsdp=size)(values)
     assert sums.dtype == jnp.float32
     np.testing.assert_array_equal(sums, np.full((16, 2), 255 + size, np.float32))
 
@@ -122,7 +101,7 @@ def test_scatter_in_steps_of_bfloat16_sums_in_float32(size):
 @pytest.mark.parametrize("name", ["gather", "gather_in_steps"])
 def test_gather_of_integers_keeps_their_dtype(name):
     gather = getattr(Gather(P("fsdp"), jnp.int32, jnp.bfloat16), name)
-    full = run(gather, P("fsdp"), P(), fsdp=4)(np.arange(1000, 1004))
+    full = manual(gather, P("fsdp"), P(), fsdp=4)(np.arange(1000, 1004))
     assert full.dtype == jnp.int32
     np.testing.assert_array_equal(full, np.arange(1000, 1004))
 
@@ -141,7 +120,7 @@ def test_gather_in_bfloat16_sums_gradients_in_float32(param_dtype):
         assert gather(shard).dtype == jnp.bfloat16
         return jax.grad(loss)({"w": shard})["w"]
 
-    gradient = run(f, (P("fsdp"), P("fsdp")), P("fsdp"), fsdp=8)(weight, values)
+    gradient = manual(f, (P("fsdp"), P("fsdp")), P("fsdp"), fsdp=8)(weight, values)
     assert gradient.dtype == jnp.dtype(param_dtype)
     np.testing.assert_array_equal(gradient, np.full((8, 2), 263, np.float32).astype(param_dtype))
 
@@ -151,7 +130,7 @@ def test_gather_in_bfloat16_sums_gradients_in_float32(param_dtype):
 def test_ring_of_stages_rolls_the_stage_axis(size, shift):
     """Each device of another axis is in a ring of its own."""
     values = np.arange(size * 2, dtype=np.float32).reshape(size, 2)
-    moved = run(
+    moved = manual(
         lambda x: ring(x, size, shift), P("stage", "data"), P("stage", "data"), stage=size, data=2
     )(values)
     np.testing.assert_array_equal(moved, np.roll(values, shift, axis=0))
@@ -160,11 +139,48 @@ def test_ring_of_stages_rolls_the_stage_axis(size, shift):
 def test_psum_over_axes_of_one_device_next_to_an_automatic_axis_compiles():
     """XLA's partitioner refuses `lax.psum` of what it has split."""
     x = random(4, 6)
-    split = jax.device_put(x, NamedSharding(make_axes(tensor=2), P("tensor")))
-    total = run(lambda x: psum(x @ x.T, MANUAL_AXES), P(), P(), tensor=2)(split)
+    split = jax.device_put(x, NamedSharding(mesh_of(tensor=2), P("tensor")))
+    total = manual(lambda x: psum(x @ x.T, MANUAL_AXES), P(), P(), tensor=2)(split)
     np.testing.assert_allclose(total, x @ x.T, rtol=1e-5)
 
 
 def test_manual_part_keeps_order_and_drops_automatic_axes():
     spec = P(("tensor", "fsdp"), None, ("stage", "data"), "tensor", "fsdp")
     assert manual_part(spec) == P("fsdp", None, ("stage", "data"), None, "fsdp")
+
+
+def test_after_any_earlier_values_keeps_every_bit():
+    values = {
+        "float": jnp.array([-0.0, jnp.nan, jnp.inf, 1.5]),
+        "index": jnp.int32(7),
+        "flag": jnp.array(True),
+    }
+    for earlier in (jnp.nan, jnp.inf, -1.0, 0.0, 2.0):
+        result = jax.jit(after)(values, jnp.full((2, 3), earlier), [None, jnp.zeros((0,))])
+        for name, value in values.items():
+            assert np.asarray(result[name]).tobytes() == np.asarray(value).tobytes()
+            assert result[name].dtype == value.dtype
+
+
+def test_after_nothing_returns_the_values_themselves():
+    x = jnp.ones(3)
+    assert after(x, None, []) is x
+
+
+def test_after_compiled_leaves_a_dependency():
+    """XLA sees through a barrier, but must not see through this."""
+
+    def depends(x, earlier):
+        return after(x, jnp.sin(earlier))
+
+    def barrier(x, earlier):
+        return jax.lax.optimization_barrier((x, jnp.sin(earlier)))[0]
+
+    operands = jnp.ones(3), jnp.ones(3)
+    assert "sine" in jax.jit(depends).lower(*operands).compile().as_text()
+    assert "sine" not in jax.jit(barrier).lower(*operands).compile().as_text()
+
+
+def test_needs_order_of_one_or_several_cpu_devices_is_of_several():
+    assert not needs_order(Mesh(np.array(jax.devices()[:1]), ("stage",)))
+    assert needs_order(Mesh(np.array(jax.devices()[:2]), ("stage",)))

@@ -90,7 +90,7 @@ class Settings:
       num_stages: S.
       delayed: whether transfers take a tick longer.
       skip_idle: whether a conditional skips idle slots; otherwise they are computed and masked.
-      in_order: whether collectives wait for each other, see `collective_order`.
+      in_order: whether collectives wait for each other, see `manual.after`.
       idle_fill: what idle slots return and, unless it is 0, what stores hold at first; tests use
         NaN. With 0 stores may hold anything at first.
     """

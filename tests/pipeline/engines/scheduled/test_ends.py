@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.manual import manual, mesh_of, random
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.manual import MANUAL_AXES, psum
@@ -13,28 +14,6 @@ from maxpipe.pipeline.manual import MANUAL_AXES, psum
 P = PartitionSpec
 BATCH = P(("data", "fsdp"), "context")
 VOCAB, D, T = 11, 8, 4
-
-
-def make_mesh(stage=1, data=1, fsdp=1, context=1, tensor=1):
-    sizes = stage, data, fsdp, context, tensor, 1
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor", "expert"))
-
-
-def manual(mesh, f, in_specs, out_specs):
-    run = jax.shard_map(
-        f,
-        mesh=mesh,
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
-    return jax.jit(run)
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 COLUMNS = (
@@ -54,7 +33,7 @@ COLUMNS = (
 def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
     """Every stage gets the same activations; only stage 0's gradient counts."""
     axes = {"stage": 2, "fsdp": 2, "context" if "context" in columns else "data": 2}
-    mesh, spec, rows = make_mesh(**axes), P(None, tuple(columns.split())), 8
+    spec, rows = P(None, tuple(columns.split())), 8
     embedding = ShardedEmbedding(spec, jnp.float32)
     table, gradient = random(VOCAB, D), random(rows, T, D, seed=1)
     tokens = np.random.default_rng(2).integers(0, VOCAB, (rows, T)).astype(np.int32)
@@ -65,7 +44,7 @@ def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
         total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in columns.split()))
         return embedding.lookup(table, tokens)[None], total
 
-    lookup, total = manual(mesh, run, (spec, BATCH, BATCH), (P("stage", *BATCH), spec))(
+    lookup, total = manual(run, (spec, BATCH, BATCH), (P("stage", *BATCH), spec), **axes)(
         table, tokens, gradient
     )
     expected = np.zeros_like(table)
@@ -77,7 +56,7 @@ def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
 
 def test_embedding_with_rows_over_an_automatic_axis_equals_a_dense_lookup():
     """The default rules lay the vocabulary over tensor."""
-    mesh = make_mesh(stage=2, fsdp=2, tensor=2)
+    axes = {"stage": 2, "fsdp": 2, "tensor": 2}
     spec = P("tensor", ("stage", "fsdp"))
     embedding = ShardedEmbedding(spec, jnp.bfloat16)
     table, tokens = random(16, D), np.arange(16, dtype=np.int32).reshape(4, T)
@@ -88,8 +67,8 @@ def test_embedding_with_rows_over_an_automatic_axis_equals_a_dense_lookup():
         )
 
     specs = P(None, ("stage", "fsdp"))
-    table = jax.device_put(table, jax.NamedSharding(mesh, spec))
-    lookup, total = manual(mesh, run, (specs, BATCH, BATCH), (BATCH, specs))(
+    table = jax.device_put(table, jax.NamedSharding(mesh_of(**axes), spec))
+    lookup, total = manual(run, (specs, BATCH, BATCH), (BATCH, specs), **axes)(
         table, tokens, table[tokens]
     )
     assert lookup.dtype == jnp.bfloat16
@@ -128,7 +107,7 @@ def test_head_shares_of_all_stages_are_every_token_once(stages, rows):
         return head.share(only_last, targets, weights)
 
     specs = P("stage"), P("stage"), P("stage")
-    x, share_targets, share_weights = manual(make_mesh(stages), share, (P(), P(), P()), specs)(
+    x, share_targets, share_weights = manual(share, (P(), P(), P()), specs, stage=stages)(
         y, targets, weights
     )
     tokens, size = rows * T, stages * -(-rows * T // stages)
@@ -158,12 +137,10 @@ def test_head_loss_and_gradients_equal_dense_ones(stages, data, rows):
         )
         return *sums, gradient[None], jax.tree.map(lambda g: psum(g, MANUAL_AXES), outer_gradient)
 
-    actual = manual(
-        make_mesh(stages, data),
-        run,
-        (P(), BATCH, BATCH, BATCH, P()),
-        (P(), P(), P("stage", BATCH[0]), P()),
-    )(outer, y, targets, weights, scale)
+    in_specs, out_specs = (P(), BATCH, BATCH, BATCH, P()), (P(), P(), P("stage", BATCH[0]), P())
+    actual = manual(run, in_specs, out_specs, stage=stages, data=data)(
+        outer, y, targets, weights, scale
+    )
 
     def dense(outer, y):
         loss, cross_entropy = head_loss(
