@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.config import ConfigError, load, notes, resolve
+from maxpipe.config import ConfigError, catalog, load, notes, resolve
 
 BASE = """\
 run_name: test
@@ -71,6 +71,12 @@ def problems(base):
         return {}
 
     return _problems
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """add("SCHEDULES", name, entry): an entry that only this test has."""
+    return lambda table, name, entry: monkeypatch.setitem(getattr(catalog, table), name, entry)
 
 
 @pytest.fixture

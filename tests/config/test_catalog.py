@@ -38,12 +38,6 @@ def test_unknown_name_lists_the_choices(base):
     assert [k for k, names in choices.items() if ", ".join(names) not in messages[k]] == []
 
 
-@pytest.fixture
-def add(monkeypatch):
-    """add("SCHEDULES", name, entry): an entry that only this test has."""
-    return lambda table, name, entry: monkeypatch.setitem(getattr(catalog, table), name, entry)
-
-
 class TestAddedSchedule:
     ENTRY = catalog.Schedule("maxpipe.pipeline.schedules.zero_bubble:zb_h1", engines=("mpmd",))
 

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from maxpipe.config import catalog
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
 from maxpipe.config.help import describe
@@ -113,11 +111,6 @@ def test_help_says_what_a_key_needs():
 
 
 class TestAddedVariants:
-    @pytest.fixture
-    def add(self, monkeypatch):
-        """add("SCHEDULES", name, entry): an entry that only this test has."""
-        return lambda table, name, entry: monkeypatch.setitem(getattr(catalog, table), name, entry)
-
     def test_optimizer_without_a_key(self, add, noted):
         add("OPTIMIZERS", "mine", catalog.Optimizer("module:mine", moments=0, unused=("beta2",)))
         line = "optimizer.beta2 has no effect with optimizer.name=mine, only with adamw, lion, muon"
