@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import command as command_of
+from helpers.commands import exit_code
 from helpers.compile_command import tpu_aot
 from helpers.documentation import (
     COMMANDS,
@@ -191,14 +192,6 @@ def run(words, place):
     if words[0] == "python":
         return exit_code(run_script, words[1:])
     return f"say in this file how to run {words[0]}"
-
-
-def exit_code(function, *arguments):
-    """Return the code with which a function ends this process, or 0."""
-    try:
-        return function(*arguments) or 0
-    except SystemExit as end:
-        return end.code or 0
 
 
 def run_module(module, words):

@@ -8,6 +8,7 @@ import sys
 from functools import reduce
 
 import pytest
+from helpers.commands import exit_code
 from helpers.compile_command import tpu_aot
 from helpers.training_process import command
 
@@ -40,10 +41,7 @@ def run_dir(tmp_path_factory):
 def call(capsys, run_dir, *words, prompt="def "):
     """Run the command; return exit code, standard output and standard error."""
     capsys.readouterr()
-    try:
-        code = cli.main([str(run_dir), f"--prompt={prompt}", *words])
-    except SystemExit as end:
-        code = end.code
+    code = exit_code(cli.main, [str(run_dir), f"--prompt={prompt}", *words])
     return code, *capsys.readouterr()
 
 

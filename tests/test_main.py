@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import command
+from helpers.commands import command, exit_code
 
 import maxpipe
 from maxpipe import ctrl_c
@@ -79,11 +79,7 @@ def test_flags_with_an_empty_text_are_refused_and_not_taken_as_left_out(
     monkeypatch.chdir(tmp_path)
     for line, text in itertools.product(WITH_A_NAME, ("", " ")):
         name, *words = line.split()
-        try:
-            code = command(name).main([*words, text])
-        except SystemExit as end:
-            code = end.code
-        assert code == 2, line
+        assert exit_code(command(name).main, [*words, text]) == 2, line
         message = f"{words[-1]}: is empty; give a value, or leave it out"
         assert message in capsys.readouterr().err, line
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import exit_code
 from helpers.engines import canonical_params
 from helpers.hf_folder import write_byte_pairs
 from helpers.training_process import BASE, TINY_MODEL
@@ -91,11 +92,7 @@ def _writes(monkeypatch: pytest.MonkeyPatch, *answers: str | list[int]) -> list[
 
 def _call(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
-    try:
-        code = cli.main([str(run), *words])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    return code, *capsys.readouterr()
+    return exit_code(cli.main, [str(run), *words]), *capsys.readouterr()
 
 
 def test_answer_follows_the_template_and_ends_with_the_turn(run_dir, capsys, monkeypatch):

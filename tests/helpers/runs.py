@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from helpers.commands import exit_code
 from maxpipe import train as command
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import step_record
@@ -60,10 +61,7 @@ def run(words: list[str]) -> Ended:
     """Run the command to its end."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code: Any = command.main(last_words(words))
-        except SystemExit as end:
-            code = end.code
+        code = exit_code(command.main, last_words(words))
     return Ended(code, out.getvalue(), err.getvalue())
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from helpers.commands import exit_code
 from helpers.runs import last_words, rows
 from maxpipe import train
 
@@ -46,10 +47,7 @@ def command(output_dir: str | Path, *words: str) -> list[str]:
 
 def train_here(output_dir: str | Path, *words: str) -> Any:
     """Make a tiny run on all devices of this process; return the exit code."""
-    try:
-        return train.main(command(output_dir, *DATA_PARALLEL, *words))
-    except SystemExit as end:
-        return end.code
+    return exit_code(train.main, command(output_dir, *DATA_PARALLEL, *words))
 
 
 @contextlib.contextmanager
