@@ -4,7 +4,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words
@@ -84,21 +83,16 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     path, *words = arguments.words
     if problems := [*problems, *repeated_words(words)]:
         raise ConfigError(*problems)
+    from maxpipe.render.stage_times import draw_configuration  # imports JAX, which is slow
+
     try:
-        drawing = _with_jax().draw_configuration(path, words)
+        drawing = draw_configuration(path, words)
     except ScheduleError as error:
         raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from None
     _write_files(arguments, drawing.runs, drawing.subtitle)
     if not _names_files(arguments):
         _print(drawing.runs[:1], arguments.plan)
         sys.stdout.write("\n" + drawing.text)
-
-
-def _with_jax() -> ModuleType:
-    # Drawing schedules by name needs no JAX, which is slow to import.
-    import maxpipe.render.stage_times as module
-
-    return module
 
 
 def _without_seconds(arguments: argparse.Namespace) -> list[Problem]:
@@ -127,7 +121,9 @@ def _write(flag: str, path: str, text: str) -> None:
 
 def _print(runs: Sequence[Simulation], plan: bool) -> None:
     if plan:
-        sys.stdout.write(_with_jax().plans_text(runs))
+        from maxpipe.render.stage_times import plans_text  # imports JAX, which is slow
+
+        sys.stdout.write(plans_text(runs))
         return
     width = terminal_width(sys.stdout) or 120
     colour = wants_colour(sys.stdout)
