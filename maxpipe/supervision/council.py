@@ -259,8 +259,7 @@ class Council:
 
     def _learn(self, member: int, sizes: Sizes) -> None:
         """Note sizes that process 0's trainer has told, or an earlier council has passed on."""
-        fits = all(0 < number < self._count for number in sizes.counts)
-        if not fits or not sizes.wait_seconds >= 0:
+        if not all(0 < number < self._count for number in sizes.counts):
             raise Damaged(f"no sizes of {self._count} processes: {sizes}")
         if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
             self._sizes = sizes
