@@ -23,8 +23,7 @@ def since(metas, resume="10", job=("job", 2)):
 
 
 def test_followed_value_of_a_job_is_in_the_meta_and_others_are_not():
-    mark = {"followed": {"resume": "10", "job": "job", "attempt": 2}}
-    assert followed("10", ("job", 2)) == mark
+    assert followed("10", ("job", 2)) == {"followed": {"resume": "10", "job": "job", "attempt": 2}}
     assert followed("never", ("job", 2))["followed"]["resume"] == "never"
     assert followed("auto", ("job", 2)) == followed("must", ("job", 2)) == {}
     assert followed("10", ("", 0)) == {}
