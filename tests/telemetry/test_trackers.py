@@ -232,9 +232,8 @@ def test_run_does_not_wait_for_a_tracker_that_hangs(monkeypatch: pytest.MonkeyPa
     tracker.may_go.clear()
     tracking, lines = _track(monkeypatch, lambda *_: tracker)
     tracking.close(is_done=False)
-    assert lines[1:] == [
-        "warning: telemetry.mlflow: not everything was sent in time; metrics.jsonl has every step"
-    ]
+    warning = "not everything was sent in time; metrics.jsonl has every step"
+    assert f"warning: telemetry.mlflow: {warning}" in lines
     tracker.may_go.set()
 
 
