@@ -155,8 +155,9 @@ def unknown_key(key: str, is_section: bool = False) -> str:
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    These are keys that end in the same word, or in one with it as a part, or that other trainers
-    call so; else those with the most similar last word, in the section if it exists, then in any.
+    These are keys that end in the same word or that other trainers call so; else those of the
+    section with the most similar last word, then those of any whose last word has it as a part,
+    then those of any with the most similar one.
     """
     names = [*SECTIONS] if is_section else [*OPTIONS]
     section, _, last = key.rpartition(".")
@@ -164,16 +165,15 @@ def nearest_keys(key: str, is_section: bool = False) -> list[str]:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     if not is_section and last in SYNONYMS:
         return [*SYNONYMS[last]]
+    home = _existing_part(section)
+    inside = [name for name in names if name.rpartition(".")[0] == home]
+    if near := difflib.get_close_matches(last, map(_last, inside), n=1, cutoff=0.75):
+        return [name for name in inside if _last(name) in near]
     longer = [name for name in names if f"_{last}_" in f"_{_last(name)}_"]
     if len({_last(name) for name in longer}) == 1:  # of others each is as likely
         return sorted(longer, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
-    home = _existing_part(section)
-    inside = [name for name in names if name.rpartition(".")[0] == home]
-    for places, cutoff in ((inside, 0.75), (names, 0.85)):
-        words = [_last(name) for name in places]
-        if near := difflib.get_close_matches(last, words, n=1, cutoff=cutoff):
-            return [name for name in places if _last(name) in near][:3]
-    return []
+    near = difflib.get_close_matches(last, map(_last, names), n=1, cutoff=0.85)
+    return [name for name in names if _last(name) in near][:3]
 
 
 def _existing_part(section: str) -> str:

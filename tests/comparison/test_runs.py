@@ -265,8 +265,9 @@ def test_page_of_a_long_run_keeps_its_spikes(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed")
 def test_page_can_be_hovered_zoomed_and_its_runs_hidden(two, tmp_path):
     script = """<script>
-    setTimeout(async () => {
+    addEventListener("load", async () => {
       const frame = () => new Promise((done) => setTimeout(done, 100));
+      while (!charts.length) await frame();
       const send = (name, share) => {
         const box = charts[0].over.getBoundingClientRect();
         charts[0].over.dispatchEvent(new MouseEvent(name, {bubbles: true, movementX: 9,
@@ -291,13 +292,14 @@ def test_page_can_be_hovered_zoomed_and_its_runs_hidden(two, tmp_path):
       await frame();
       seen.tokens = range(charts[0]);
       document.title = JSON.stringify(seen);
-    }, 300);
+    });
     </script></body>"""
     path = tmp_path / "page.html"
     path.write_text(page_html(read_runs([str(two)])).replace("</body>", script))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    command += ["--run-all-compositor-stages-before-draw", "--virtual-time-budget=5000"]
+    command += ["--dump-dom", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     seen = json.loads(re.search(r"<title>(.*)</title>", dom)[1])
     assert seen["lines"] == 2

@@ -10,7 +10,7 @@ from maxpipe.config.options import OPTIONS, SYNONYMS, unknown_key
 
 MEANT = {  # unknown key: what the message proposes
     # The nearest at any level
-    "stepz": "steps",
+    "step": "steps",
     "num_layers": "model.num_layers",
     "pipeline.num_layers": "model.num_layers",
     "model.learning_rate": "optimizer.learning_rate",
