@@ -19,7 +19,7 @@ from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import import_variants, is_installed, optional
 from maxpipe.config.outputs import unwritable
-from maxpipe.supervision.signals import INTERRUPTED
+from maxpipe.supervise.signals import INTERRUPTED
 
 
 @exit_on_config_error()

@@ -20,7 +20,7 @@ from maxpipe.config.cli import check_flags, exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.config.outputs import check_local
 from maxpipe.config.sections.model import DTYPES
-from maxpipe.supervision.signals import INTERRUPTED
+from maxpipe.supervise.signals import INTERRUPTED
 
 FILE_SIZE = 5.0  # GB
 

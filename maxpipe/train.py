@@ -19,8 +19,8 @@ from maxpipe.comparison.sweep import add_sweep_flag, sweep
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.rules.run import check_trains
 from maxpipe.data.epochs import with_steps
-from maxpipe.supervision import supervise
-from maxpipe.supervision.ending import run_command
+from maxpipe.supervise.ending import run_command
+from maxpipe.supervise.process import supervise_process
 from maxpipe.training.inputs import check_inputs
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.flags.sweep:
         return sweep(loaded, arguments.flags)
     loaded = with_steps(loaded)
-    with supervise(config.telemetry) as supervision:
+    with supervise_process(config.telemetry) as supervision:
         check_inputs(loaded)
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer

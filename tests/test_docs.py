@@ -40,11 +40,11 @@ from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
-from maxpipe.supervision.council import Status
-from maxpipe.supervision.failure import FAILED
-from maxpipe.supervision.progress import STATUS_FILE
-from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
-from maxpipe.supervision.watchdog import HUNG
+from maxpipe.supervise.council import Status
+from maxpipe.supervise.failure import FAILED
+from maxpipe.supervise.progress import STATUS_FILE
+from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervise.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
 OPERATIONS = PAGES["docs/operations.md"]

@@ -17,7 +17,7 @@ TIERS = (
     ("builder",),
     ("training",),
     ("comparison", "compile", "render", "generate"),
-    ("plan", "supervision"),
+    ("plan", "supervise"),
     ("pipeline",),
     ("hf", "migration"),
     ("checkpoint", "data", "model", "telemetry"),

@@ -15,8 +15,8 @@ from maxpipe.config.sections import Config
 from maxpipe.data.epochs import with_steps
 from maxpipe.devices.mesh import num_slices
 from maxpipe.devices.start import start_jax
-from maxpipe.supervision import supervise_in_program
-from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervise.process import supervise_in_program
+from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
 from maxpipe.telemetry.recorder import METRICS
 from maxpipe.training.loop import DIVERGED, DONE, OnStep, Session
 from maxpipe.training.run_directory import RunDirectory

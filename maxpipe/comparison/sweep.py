@@ -27,8 +27,8 @@ from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, unknown_key
 from maxpipe.config.rules.run import check_trains
 from maxpipe.config.terminal import INTERRUPTED, emit
-from maxpipe.supervision.ending import die_with_parent
-from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
+from maxpipe.supervise.ending import die_with_parent
+from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 FAILED = 1
 STOPPED = (PREEMPTED, INTERRUPTED)  # exit codes of a run that a signal has stopped, after a save

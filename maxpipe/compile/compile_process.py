@@ -21,8 +21,8 @@ from maxpipe.config.terminal import Note
 from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.storage.records import read_record
-from maxpipe.supervision.ending import die_with_parent
-from maxpipe.supervision.signals import handling, numbers_to_pass_on
+from maxpipe.supervise.ending import die_with_parent
+from maxpipe.supervise.signals import handling, numbers_to_pass_on
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:

@@ -56,7 +56,7 @@ def folded(text: str, width: int | None) -> str:
 def at_end(act: Callable[[], None]) -> Iterator[None]:
     """Call `act` once: at the end of the context, or before a signal ends the process within it.
 
-    The latter is done by `maxpipe.supervision.ending.leave`.
+    The latter is done by `maxpipe.supervise.ending.leave`.
     """
     last_acts.append(act)
     try:

@@ -19,7 +19,7 @@ from maxpipe.checkpoint.run_argument import find_checkpoint, run_parser
 from maxpipe.config.cli import check_flags, exit_on_config_error, number_flag
 from maxpipe.config.imports import import_variants
 from maxpipe.config.sections import MOST_SEED
-from maxpipe.supervision.signals import INTERRUPTED
+from maxpipe.supervise.signals import INTERRUPTED
 
 
 @exit_on_config_error()

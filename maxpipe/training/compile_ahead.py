@@ -28,7 +28,7 @@ from maxpipe.devices.cluster import whole_of_process
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.simulated import hindrance_of
 from maxpipe.plan.auto_stages import choose_stages
-from maxpipe.supervision.ending import leave_behind
+from maxpipe.supervise.ending import leave_behind
 from maxpipe.training.elastic import fit_next
 from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded
 from maxpipe.devices.cluster import Sizes, whole_of_process, whole_variable
 from maxpipe.devices.mesh import num_slices
-from maxpipe.supervision.progress import ProgressFile
+from maxpipe.supervise.progress import ProgressFile
 
 
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:

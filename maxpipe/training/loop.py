@@ -18,8 +18,8 @@ from maxpipe.config.sections import Config
 from maxpipe.data.held_out import HeldOut
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
-from maxpipe.supervision import Supervision
-from maxpipe.supervision.failure import ending_with_lost_process
+from maxpipe.supervise.failure import ending_with_lost_process
+from maxpipe.supervise.process import Supervision
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.writers import Row

@@ -18,7 +18,7 @@ from maxpipe.devices.host_memory import free_memory
 from maxpipe.devices.mesh import num_slices
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import with_gather_mode
-from maxpipe.supervision.failure import MemoryTooSmall
+from maxpipe.supervise.failure import MemoryTooSmall
 
 _MOST_KNOBS = 3
 _KERNELS = ("attention", "rotation", "gating")

@@ -53,9 +53,9 @@ from maxpipe.devices.xla_flags import advice
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.plan.auto_stages import choose_stages
 from maxpipe.plan.flops import model_flops_per_token
-from maxpipe.supervision import Supervision
-from maxpipe.supervision.failure import failing_fast
-from maxpipe.supervision.run_lease import RunLease, own_run
+from maxpipe.supervise.failure import failing_fast
+from maxpipe.supervise.process import Supervision
+from maxpipe.supervise.run_lease import RunLease, own_run
 from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder

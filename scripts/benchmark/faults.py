@@ -35,7 +35,7 @@ from fault_soak import ENDS_SUPERVISORS, Samples, stop
 from small_disk import SmallDisk, why_no_disk
 from supervised_run import Processes, small_model, wait_until
 
-from maxpipe.supervision.memory import shared_memory
+from maxpipe.supervise.memory import shared_memory
 
 MOMENTS = ("step", "save", "restart")
 NAME = "faults"

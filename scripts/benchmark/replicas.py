@@ -70,7 +70,7 @@ def measure_ratio(blocks: int, every: int) -> None:
     from maxpipe.checkpoint.replicas import Replicas
     from maxpipe.config import Config, replace, resolve
     from maxpipe.devices.mesh import build_mesh
-    from maxpipe.supervision.memory import shared_memory
+    from maxpipe.supervise.memory import shared_memory
     from maxpipe.training.batches import BatchPlacer
 
     config = resolve(replace(Config(), **SIZE), 1)

@@ -12,7 +12,7 @@ from helpers.runs import assert_same_run, last_words, rows, write_config
 import maxpipe
 from maxpipe import train
 from maxpipe.api import run as api_run
-from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED
 from maxpipe.training.loop import DIVERGED
 
 # The tests' own process has eight devices; without stages, a step is compiled in a second.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 SUPERVISED = """
 import sys
-from maxpipe.supervise import main
+from maxpipe.supervise.__main__ import main
 train = [sys.executable, "-m", "maxpipe.train", *sys.argv[1:]]
 sys.exit(main(["--pause", "0.1", "--", *train]))
 """  # a program for `members`

@@ -16,7 +16,7 @@ SLACK = 30  # to that word, on a busy machine
 PATIENT_FOR_A_MOMENT = """
 import sys
 from maxpipe import train
-from maxpipe.supervision import watchdog
+from maxpipe.supervise import watchdog
 
 watchdog._HURRIED_SECONDS = 3.0
 sys.exit(train.main(sys.argv[1:]))
@@ -24,7 +24,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 ONE_HANGS = """
 import os, sys, time
-from maxpipe.supervision.ending import run_command
+from maxpipe.supervise.ending import run_command
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.train import main
 

@@ -11,7 +11,7 @@ from helpers.runs import assert_same_run, losses, rows
 from helpers.supervised import SUPERVISED, trainer_of
 from helpers.training_process import command, run
 
-from maxpipe import supervise
+from maxpipe.supervise import __main__ as supervise
 
 STEPS = 800  # a quick machine takes 10 ms for one, and a trainer is lost after step 300
 

@@ -18,7 +18,7 @@ ONE_FAILS = """
 import os, resource, signal, sys
 from maxpipe.config import ConfigError, Problem
 from maxpipe.data.loader import Loader
-from maxpipe.supervision.ending import run_command
+from maxpipe.supervise.ending import run_command
 from maxpipe.train import main
 
 ERRORS = {

@@ -72,7 +72,7 @@ def test_console_is_closed_training_continues_and_schedule_ends_quietly(tmp_path
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 *((f"maxpipe.{name}", "maxpipe.config") for name in COMMANDS if name != "train"),
-                ("maxpipe.train", "maxpipe.supervision"),
+                ("maxpipe.train", "maxpipe.supervise"),
                 ("maxpipe", "maxpipe.schedule"),
             ]
         ),

@@ -11,7 +11,7 @@ from helpers.training_process import TrainingProcess, command
 
 NO_ROOM_FOR_DIRECTORIES = """
 import errno, os
-from maxpipe.supervision.ending import run_command
+from maxpipe.supervise.ending import run_command
 from maxpipe.train import main
 
 mkdir = os.mkdir
@@ -28,7 +28,7 @@ run_command(main)
 NO_ROOM_FOR_ARRAYS = """
 import resource
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.supervision.ending import run_command
+from maxpipe.supervise.ending import run_command
 from maxpipe.train import main
 
 save = Checkpointer.save

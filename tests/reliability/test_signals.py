@@ -8,12 +8,12 @@ import time
 import pytest
 from helpers.training_process import TrainingProcess, command, steps_of
 
-from maxpipe.supervision import signals
-from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED, Interruption
+from maxpipe.supervise import signals
+from maxpipe.supervise.signals import INTERRUPTED, PREEMPTED, Interruption
 
 WAITS = """
 import sys, time
-from maxpipe.supervision.signals import Interruption
+from maxpipe.supervise.signals import Interruption
 
 with Interruption(lambda: print("asked", flush=True)) as interruption:
     if sys.argv[1] == "begun":

@@ -6,12 +6,12 @@ import time
 import pytest
 from helpers.training_process import command, run
 
-from maxpipe.supervision import watchdog
-from maxpipe.supervision.watchdog import HUNG, Watchdog
+from maxpipe.supervise import watchdog
+from maxpipe.supervise.watchdog import HUNG, Watchdog
 
 HANGS = """
 import sys, time
-from maxpipe.supervision.watchdog import Watchdog
+from maxpipe.supervise.watchdog import Watchdog
 
 def stuck_here(seconds):
     time.sleep(seconds)

@@ -97,7 +97,7 @@ def test_unpacked_copies_again_only_if_changed(tmp_path, capsys):
 def test_local_copy_that_a_signal_ends_leaves_nothing(tmp_path):
     code = f"""
 from maxpipe.storage.local_files import local_copy
-from maxpipe.supervision.ending import leave
+from maxpipe.supervise.ending import leave
 
 def write(file):
     file.write(b"a part")

@@ -8,7 +8,7 @@ from helpers.engines import tiny
 
 from maxpipe.checkpoint.errors import CheckpointSaveError, StateNotFinite
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision import Supervision
+from maxpipe.supervise.process import Supervision
 from maxpipe.training import loop
 from maxpipe.training.loop import DIVERGED, DONE, Session, evaluate, run_and_close, train
 

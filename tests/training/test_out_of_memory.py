@@ -8,7 +8,7 @@ from helpers.runs import write_config
 
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.supervision.failure import MemoryTooSmall
+from maxpipe.supervise.failure import MemoryTooSmall
 from maxpipe.train import main
 from maxpipe.training import start
 from maxpipe.training.out_of_memory import explaining_memory

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.supervision.ending import is_one_of_several, leave, saying_if_possible
+from maxpipe.supervise.ending import is_one_of_several, leave, saying_if_possible
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 

@@ -10,8 +10,8 @@ from maxpipe.checkpoint.errors import CheckpointSaveError, CheckpointUnreadable
 from maxpipe.config import ConfigError, Problem
 from maxpipe.devices import processes
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision import ending, failure
-from maxpipe.supervision.failure import ending_with_lost_process, failing_fast
+from maxpipe.supervise import ending, failure
+from maxpipe.supervise.failure import ending_with_lost_process, failing_fast
 
 
 class Left(BaseException):

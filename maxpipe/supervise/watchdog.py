@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Self, TextIO
 
-from maxpipe.supervision.ending import leave, saying_if_possible
+from maxpipe.supervise.ending import leave, saying_if_possible
 
 HUNG = 124
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from maxpipe.supervision import proof
-from maxpipe.supervision.proof import CALLER, LISTENER, Listener, Unproved, prove
+from maxpipe.supervise import proof
+from maxpipe.supervise.proof import CALLER, LISTENER, Listener, Unproved, prove
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from maxpipe.supervision import memory
-from maxpipe.supervision.memory import MEMORY, hold, memory_of_process, shared_memory
+from maxpipe.supervise import memory
+from maxpipe.supervise.memory import MEMORY, hold, memory_of_process, shared_memory
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.records import Damaged
-from maxpipe.supervision.ending import FAILED, LOST
-from maxpipe.supervision.messages import (
+from maxpipe.supervise.ending import FAILED, LOST
+from maxpipe.supervise.messages import (
     End,
     Ended,
     Finish,
@@ -28,9 +28,9 @@ from maxpipe.supervision.messages import (
     Start,
     Stopping,
 )
-from maxpipe.supervision.progress import Progress
-from maxpipe.supervision.signals import PREEMPTED
-from maxpipe.supervision.watchdog import HUNG
+from maxpipe.supervise.progress import Progress
+from maxpipe.supervise.signals import PREEMPTED
+from maxpipe.supervise.watchdog import HUNG
 
 RESTARTABLE = (PREEMPTED, HUNG, LOST)
 LONGEST_PAUSE = 600.0

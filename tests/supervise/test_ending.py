@@ -9,13 +9,13 @@ import time
 import pytest
 
 from maxpipe.config.terminal import at_end
-from maxpipe.supervision import ending
-from maxpipe.supervision.ending import run_command
-from maxpipe.supervision.signals import Interruption
+from maxpipe.supervise import ending
+from maxpipe.supervise.ending import run_command
+from maxpipe.supervise.signals import Interruption
 
 IMPORT = """
 from maxpipe.config.terminal import at_end
-from maxpipe.supervision.ending import leave, run_command
+from maxpipe.supervise.ending import leave, run_command
 """
 WITH_A_THREAD_THAT_NEVER_ENDS = """
 import threading, time
@@ -96,7 +96,7 @@ def test_run_command_that_failed_leaves_at_once(left, capsys, main, printed):
 def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb():
     code = """
 import atexit, threading, time
-from maxpipe.supervision.ending import leave_behind
+from maxpipe.supervise.ending import leave_behind
 atexit.register(print, "python's exit")
 thread = threading.Thread(target=time.sleep, args=({seconds},), daemon=True)
 thread.start()

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervision import link
-from maxpipe.supervision.council import Council, Policy
-from maxpipe.supervision.link import Hub
-from maxpipe.supervision.messages import End, Ended, Finish, Joined, Start, Stopping, decode, encode
-from maxpipe.supervision.progress import Progress
-from maxpipe.supervision.proof import CALLER, prove
+from maxpipe.supervise import link
+from maxpipe.supervise.council import Council, Policy
+from maxpipe.supervise.link import Hub
+from maxpipe.supervise.messages import End, Ended, Finish, Joined, Start, Stopping, decode, encode
+from maxpipe.supervise.progress import Progress
+from maxpipe.supervise.proof import CALLER, prove
 
 SECRET = "of this run"
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER
-from maxpipe.supervision import partner
-from maxpipe.supervision.partner import Partners, Source, copy_new_steps, names_in
-from maxpipe.supervision.proof import CALLER, Unproved, prove
+from maxpipe.supervise import partner
+from maxpipe.supervise.partner import Partners, Source, copy_new_steps, names_in
+from maxpipe.supervise.proof import CALLER, Unproved, prove
 
 RUN = "0123abcd"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervision.messages import (
+from maxpipe.supervise.messages import (
     End,
     Ended,
     Joined,

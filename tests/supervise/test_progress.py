@@ -3,7 +3,7 @@
 import os
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.supervision.progress import Progress, ProgressFile, read_progress
+from maxpipe.supervise.progress import Progress, ProgressFile, read_progress
 
 
 def test_progress_written_is_read_back_once_a_second_at_most(tmp_path):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.supervision.run_secret import SECRET, run_secret
+from maxpipe.supervise.run_secret import SECRET, run_secret
 
 
 @pytest.fixture(autouse=True)

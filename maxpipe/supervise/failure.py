@@ -22,9 +22,9 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision.ending import FAILED, LOST, announcing, leave, saying_if_possible
-from maxpipe.supervision.signals import PREEMPTED
-from maxpipe.supervision.watchdog import HUNG
+from maxpipe.supervise.ending import FAILED, LOST, announcing, leave, saying_if_possible
+from maxpipe.supervise.signals import PREEMPTED
+from maxpipe.supervise.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
 
 

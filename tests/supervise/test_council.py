@@ -6,8 +6,8 @@ import pytest
 
 from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.records import Damaged
-from maxpipe.supervision.council import Council, Policy, verdict
-from maxpipe.supervision.messages import (
+from maxpipe.supervise.council import Council, Policy, verdict
+from maxpipe.supervise.messages import (
     End,
     Ended,
     Finish,
@@ -16,7 +16,7 @@ from maxpipe.supervision.messages import (
     Start,
     Stopping,
 )
-from maxpipe.supervision.progress import Progress
+from maxpipe.supervise.progress import Progress
 
 
 class Supervised:

@@ -26,9 +26,9 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import emit, printable
 from maxpipe.devices.cluster import find_place
 from maxpipe.storage.records import Damaged, read_record
-from maxpipe.supervision.council import Policy, Status
-from maxpipe.supervision.progress import STATUS_FILE
-from maxpipe.supervision.supervisor import supervise
+from maxpipe.supervise.council import Policy, Status
+from maxpipe.supervise.progress import STATUS_FILE
+from maxpipe.supervise.supervisor import supervise
 from maxpipe.telemetry.writers import unsaved_rows
 
 SILENT_SECONDS = 20.0

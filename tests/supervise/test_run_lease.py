@@ -6,7 +6,7 @@ import pytest
 from maxpipe.config import ConfigError
 from maxpipe.storage.lease import LeaseLost, LeaseObjects
 from maxpipe.storage.object_store import Deadline
-from maxpipe.supervision.run_lease import RunLease, own_run
+from maxpipe.supervise.run_lease import RunLease, own_run
 
 NO_JOB = ("", 0)
 

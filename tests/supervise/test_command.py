@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from maxpipe import supervise
 from maxpipe.config import ConfigError
+from maxpipe.supervise import __main__ as supervise
 
 STATUS = {
     "state": "trains",

@@ -17,9 +17,9 @@ from typing import Self
 
 from maxpipe.config.terminal import Note, emit
 from maxpipe.storage.records import Damaged
-from maxpipe.supervision.council import Council
-from maxpipe.supervision.messages import Finish, Joined, Message, Order, Report, decode, encode
-from maxpipe.supervision.proof import CALLER, Listener, Unproved, prove
+from maxpipe.supervise.council import Council
+from maxpipe.supervise.messages import Finish, Joined, Message, Order, Report, decode, encode
+from maxpipe.supervise.proof import CALLER, Listener, Unproved, prove
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0

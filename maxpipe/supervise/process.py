@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maxpipe.config.sections import TelemetryConfig
-from maxpipe.supervision.memory import memory_of_process
-from maxpipe.supervision.progress import (
+from maxpipe.supervise.memory import memory_of_process
+from maxpipe.supervise.progress import (
     Downtime,
     ProgressFile,
     downtime_of_process,
     progress_file_of_process,
 )
-from maxpipe.supervision.run_lease import RunLease
-from maxpipe.supervision.signals import Interruption
-from maxpipe.supervision.watchdog import Watchdog
+from maxpipe.supervise.run_lease import RunLease
+from maxpipe.supervise.signals import Interruption
+from maxpipe.supervise.watchdog import Watchdog
 from maxpipe.telemetry.profiling import TimeAccount
 
 
@@ -40,7 +40,7 @@ class Supervision:
 
 
 @contextmanager
-def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
+def supervise_process(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     with Interruption(watchdog.hurry) as interruption, watchdog:

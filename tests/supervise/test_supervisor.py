@@ -19,10 +19,10 @@ import pytest
 from helpers.training_process import inherited
 
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
-from maxpipe.supervision import link, supervisor
-from maxpipe.supervision.council import Policy
-from maxpipe.supervision.messages import Start
-from maxpipe.supervision.supervisor import Supervisor
+from maxpipe.supervise import link, supervisor
+from maxpipe.supervise.council import Policy
+from maxpipe.supervise.messages import Start
+from maxpipe.supervise.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
 # death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;

@@ -25,11 +25,11 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import WHOLE, Place, Sizes, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
-from maxpipe.supervision.council import Council, Policy, describe
-from maxpipe.supervision.ending import LOST, die_with_parent
-from maxpipe.supervision.link import Hub, Line, LinkLost, connect, describe_absence
-from maxpipe.supervision.memory import MEMORY, hold, shared_memory
-from maxpipe.supervision.messages import (
+from maxpipe.supervise.council import Council, Policy, describe
+from maxpipe.supervise.ending import LOST, die_with_parent
+from maxpipe.supervise.link import Hub, Line, LinkLost, connect, describe_absence
+from maxpipe.supervise.memory import MEMORY, hold, shared_memory
+from maxpipe.supervise.messages import (
     End,
     Ended,
     Finish,
@@ -40,8 +40,8 @@ from maxpipe.supervision.messages import (
     Start,
     Stopping,
 )
-from maxpipe.supervision.partner import Partners
-from maxpipe.supervision.progress import (
+from maxpipe.supervise.partner import Partners
+from maxpipe.supervise.progress import (
     DOWNTIME,
     PROGRESS,
     STATUS_FILE,
@@ -49,8 +49,8 @@ from maxpipe.supervision.progress import (
     downtime_variable,
     read_progress,
 )
-from maxpipe.supervision.run_secret import run_secret
-from maxpipe.supervision.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
+from maxpipe.supervise.run_secret import run_secret
+from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0

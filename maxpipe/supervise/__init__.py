@@ -1,0 +1,1 @@
+"""Keep a process in hand (signals, watchdog, failure) and a run going (supervisor, council)."""
