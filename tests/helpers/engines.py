@@ -25,7 +25,8 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import implementation
 from maxpipe.config.options import OPTIONS
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
+from maxpipe.model.block import LlamaBlock
+from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, SideInputs
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import Batch
@@ -149,6 +150,18 @@ def canonical_params(program: ModelProgram) -> Params:
     return jax.tree_util.tree_map_with_path(
         make, program.specs, is_leaf=lambda x: isinstance(x, ParamSpec)
     )
+
+
+class BalancedBlock(LlamaBlock):
+    """A block that, as routed experts do, adds a loss: log(1 + mean square of the output) of each
+    sequence."""
+
+    def __call__(
+        self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        y, _ = super().__call__(x_BTD, side, key)
+        mean_square = jnp.mean(jnp.square(y.astype(jnp.float32)), axis=(1, 2))  # [B]
+        return y, {"size_loss": jnp.sum(jnp.log1p(mean_square))}
 
 
 class EngineUnderTest:

@@ -24,8 +24,7 @@ from helpers.engines import (
     result_of,
     tiny,
 )
-from helpers.members import ends, members
-from helpers.training_process import DEADLINE_SECONDS
+from helpers.training_process import DEADLINE_SECONDS, ends, members
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.devices.mesh import build_mesh

@@ -22,12 +22,9 @@ def with_equal_experts_in_last_layer() -> EngineUnderTest:
     return engine
 
 
-def test_close_routing_names_layer_row_and_token() -> None:
+def test_close_routing_names_layer_row_and_token_and_random_weights_have_none() -> None:
     named = routing.close_routing(with_equal_experts_in_last_layer(), make_batch(ROWS))
     assert named == "layer 1, row 0, token 0: margin 0.0e+00 below 1e-06"
-
-
-def test_routing_of_random_weights_is_not_close() -> None:
     assert routing.close_routing(sequential(MODEL, ROWS), make_batch(ROWS)) is None
 
 

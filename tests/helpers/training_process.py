@@ -1,4 +1,4 @@
-"""Train a tiny model with `maxpipe.train`, here or as a process that is always ended."""
+"""Train a tiny model with `maxpipe.train`, here or in processes that are always ended."""
 
 import contextlib
 import os
@@ -13,6 +13,7 @@ from typing import Any, Self
 from helpers.commands import exit_code
 from helpers.runs import last_words, rows
 from maxpipe import train
+from maxpipe.devices.cluster import free_port
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 DEADLINE_SECONDS = 240  # of every wait: importing JAX is slow on a busy machine
@@ -151,3 +152,68 @@ def run(
 def steps_of(output_dir: str | Path, key: str = "loss") -> dict[int, Any]:
     """Return step -> value of the rows of metrics.jsonl that have `key`."""
     return {row["step"]: row[key] for row in rows(Path(output_dir) / "base") if key in row}
+
+
+@contextlib.contextmanager
+def members(
+    directory: Path,
+    count: int,
+    arguments: Sequence[str],
+    name: str = "start",
+    program: str | None = None,
+) -> Iterator[list[TrainingProcess]]:
+    """Start the processes of one run; kill those that are still running at the end.
+
+    Args:
+      directory: of the logs, `<name>-<index>.log`.
+      count: number of processes.
+      arguments: from `command`, the same for all.
+      name: of this start, for the logs.
+      program: as in `TrainingProcess`.
+    """
+    address = f"localhost:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for index in range(count):
+            environment = {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+                "NPROC": None,  # so that they have as many threads as they ask for
+            }
+            process = TrainingProcess(
+                directory / f"{name}-{index}.log", arguments, environment, program
+            )
+            processes.append(stack.enter_context(process))
+        yield processes
+
+
+def ends(
+    processes: Sequence[TrainingProcess], seconds: float = DEADLINE_SECONDS
+) -> tuple[list[int], str]:
+    """Wait for all processes, for so long each; return their exit codes and joined output."""
+    codes = [process.wait(seconds) for process in processes]
+    return codes, "\n".join(f"--- {process.log.name}\n{process.output}" for process in processes)
+
+
+SUPERVISED = """
+import sys
+from maxpipe.supervise.__main__ import main
+train = [sys.executable, "-m", "maxpipe.train", *sys.argv[1:]]
+sys.exit(main(["--pause", "0.1", "--", *train]))
+"""  # a program for `members`
+
+
+def trainer_of(supervisor: int) -> int:
+    """Return the process number of a supervisor's trainer, once it runs."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == supervisor and fields[0] != "Z":
+                return int(stat.parent.name)
+        time.sleep(0.05)
+    raise AssertionError(f"supervisor {supervisor} has no trainer")

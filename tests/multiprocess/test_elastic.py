@@ -7,10 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.members import ends, members
 from helpers.runs import losses, rows
-from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import DEADLINE_SECONDS, TrainingProcess, command, run
+from helpers.training_process import (
+    DEADLINE_SECONDS,
+    SUPERVISED,
+    TrainingProcess,
+    command,
+    ends,
+    members,
+    run,
+    trainer_of,
+)
 
 
 def words(directory, *more):

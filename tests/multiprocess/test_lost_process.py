@@ -5,8 +5,7 @@ import signal
 import time
 
 import pytest
-from helpers.members import members
-from helpers.training_process import command
+from helpers.training_process import command, members
 
 DEADLINE = 8
 LOST = (134, -signal.SIGABRT)  # this process's own exit, or JAX's; both are 134 in a shell

@@ -4,10 +4,9 @@ import os
 from statistics import median
 
 import pytest
-from helpers.members import ends, members
 from helpers.mpmd_processes import assert_equal_to_sequential, run_cases
 from helpers.runs import checkpoints, losses, rows
-from helpers.training_process import command, run
+from helpers.training_process import command, ends, members, run
 
 # More units of a step than the 32 programs that XLA takes on a device before it blocks a launch.
 TWO_STAGES = {

@@ -9,9 +9,8 @@ import signal
 import time
 
 import pytest
-from helpers.members import ends, members
 from helpers.runs import assert_same_run, checkpoints
-from helpers.training_process import command
+from helpers.training_process import command, ends, members
 
 STEPS = 120
 HEARTBEAT = 10

@@ -6,10 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.members import ends, members
 from helpers.runs import assert_same_run, losses, rows
-from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import command, run
+from helpers.training_process import SUPERVISED, command, ends, members, run, trainer_of
 
 from maxpipe.supervise import __main__ as supervise
 

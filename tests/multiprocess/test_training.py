@@ -5,9 +5,8 @@ import signal
 import time
 
 import pytest
-from helpers.members import ends, members
 from helpers.runs import checkpoints, last_words, losses
-from helpers.training_process import command, run, steps_of
+from helpers.training_process import command, ends, members, run, steps_of
 
 from maxpipe import train as command_line
 

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from helpers.shard_bytes import shard_bytes
+from helpers.programs import shard_bytes
 
 from maxpipe.builder import build_trainer
 from maxpipe.compile.step import compile_step, memory_of

@@ -3,14 +3,19 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from helpers.engines import make_mesh
-from helpers.shard_bytes import shard_bytes
+from helpers.programs import shard_bytes
+from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, catalog, replace, resolve
+from maxpipe.config.sections import ModelConfig
 from maxpipe.devices.chips import chip_for
-from maxpipe.model.layers import SideInputs
-from maxpipe.model.parameters import map_specs
+from maxpipe.model.attention import AttentionFn
+from maxpipe.model.block import LlamaBlock
+from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, project
+from maxpipe.model.parameters import declare, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.plan.auto_stages import predict
@@ -26,9 +31,31 @@ D, MLP, T, LAYERS = 64, 96, 32, 4
 MORE_WEIGHTS = 3 * D * MLP + 8 * D * D
 
 
+class WideBlock(LlamaBlock):
+    """The Llama block with a second MLP, and an ungated layer of four times the width after it."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFn):
+        super().__init__(config, attention)
+        width = config.embed_dim
+        self.second_norm = RMSNorm(width, eps=config.norm_eps, dtype=config.param_dtype)
+        self.second_mlp = GatedMLP(config)
+        self.wide_in = declare((width, 4 * width), ("embed", "mlp"), config.param_dtype, stddev=0.1)
+        self.wide_out = declare(
+            (4 * width, width), ("mlp", "embed"), config.param_dtype, stddev=0.1
+        )
+
+    def __call__(
+        self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        x_BTD, auxiliary = super().__call__(x_BTD, side, key)
+        x_BTD = x_BTD + self.second_mlp(self.second_norm(x_BTD))
+        wide = checkpoint_name(project(x_BTD, self.wide_in[...]), "wide")
+        return x_BTD + project(nnx.silu(wide), self.wide_out[...]), auxiliary
+
+
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    monkeypatch.setitem(catalog.BLOCKS, "wide", catalog.Block("helpers.wide_block:WideBlock"))
+    monkeypatch.setitem(catalog.BLOCKS, "wide", catalog.Block(f"{__name__}:WideBlock"))
     policy = catalog.RematPolicy(device=("wide", "mlp_down"))
     monkeypatch.setitem(catalog.REMAT_POLICIES, "save_wide", policy)
 

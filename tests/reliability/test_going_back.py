@@ -6,8 +6,7 @@ import signal
 
 import pytest
 from helpers.runs import assert_same_run, checkpoints, losses
-from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import TrainingProcess, command, train_here
+from helpers.training_process import SUPERVISED, TrainingProcess, command, train_here, trainer_of
 from helpers.training_process import run as finish
 
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter

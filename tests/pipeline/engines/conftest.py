@@ -8,7 +8,7 @@ from maxpipe.config.catalog import BLOCKS, Block
 @pytest.fixture(autouse=True)
 def balanced_block(monkeypatch):
     """Name a block with an auxiliary loss."""
-    monkeypatch.setitem(BLOCKS, "balanced", Block("helpers.balanced_block:BalancedBlock"))
+    monkeypatch.setitem(BLOCKS, "balanced", Block("helpers.engines:BalancedBlock"))
 
 
 @pytest.fixture

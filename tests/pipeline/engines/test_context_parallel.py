@@ -14,7 +14,7 @@ from helpers.engines import (
     tiny,
     under_test,
 )
-from helpers.shard_bytes import shard_bytes
+from helpers.programs import shard_bytes
 
 from maxpipe.compile.collectives import find_collectives
 from maxpipe.compile.hlo import parse

@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers.compile_command import report_of, tpu_aot
 from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, tiny
-from helpers.traced_loops import loop_bodies
+from helpers.programs import loop_bodies
 
 from maxpipe.compile.hlo import parse
 from maxpipe.devices.xla_flags import RECOMMENDED, added_to

@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from helpers.collectives import executed
 from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
 from helpers.engines import EngineUnderTest, assert_equals_one_device, make_batch, make_mesh, tiny
-from helpers.traced_loops import loop_bodies
+from helpers.programs import executed, loop_bodies
 
 from maxpipe import builder
 from maxpipe.builder import build_engine_inputs

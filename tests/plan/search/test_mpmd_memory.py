@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers.engines import make_mesh
-from helpers.shard_bytes import shard_bytes
+from helpers.programs import shard_bytes
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve

@@ -6,8 +6,8 @@ from functools import cache
 
 import jax
 import pytest
-from helpers.collectives import executed
 from helpers.engines import EngineUnderTest, make_batch, tiny
+from helpers.programs import executed
 
 ROWS = 32
 # Query, key, value, out, gate, up and down of one layer; float32.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import fsdp_stages
 from helpers.engines import EngineUnderTest
-from helpers.traced_loops import loop_bodies
+from helpers.programs import loop_bodies
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.pipeline.engines.scheduled.carry import Carry

@@ -1,9 +1,15 @@
-"""Count the collectives that a compiled program executes: loop bodies times their trip counts."""
+"""Sizes of a program's arrays, and what it does: its loops and collectives."""
 
 import math
 import re
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLS = re.compile(
@@ -26,7 +32,8 @@ class Collective(NamedTuple):
 
 
 def executed(hlo: str) -> Counter[Collective]:
-    """Count how often a device executes each collective of a compiled program's text.
+    """Count how often a device executes each collective of a compiled program's text, with the
+    trip counts of loops.
 
     The program must have no conditionals around collectives.
 
@@ -74,3 +81,20 @@ def _count(bodies: dict[str, list[str]], name: str) -> Counter[Collective]:
             for collective, count in inner.items():
                 total[collective] += count * times
     return total
+
+
+def loop_bodies(program: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr]:
+    """Yield the body of every scan, outer ones first."""
+    for eqn in open_jaxpr(program).eqns:
+        for inner in inner_jaxprs(eqn):
+            if eqn.primitive.name == "scan":
+                yield open_jaxpr(inner)
+            yield from loop_bodies(inner)
+
+
+def shard_bytes(tree: Any) -> int:
+    """Return the bytes of one device's part of an abstract tree with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
