@@ -9,13 +9,11 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.devices.cluster import Sizes
-from maxpipe.storage.records import Damaged
 from maxpipe.supervise.ending import FAILED, LOST
 from maxpipe.supervise.messages import (
     End,
@@ -104,9 +102,19 @@ def _is_loss(code: int) -> bool:
 
 
 @dataclass
+class _Gathering:
+    """No trainer runs: the council waits for the end of a pause, and for supervisors."""
+
+    since: float
+    start_at: float  # no attempt begins earlier
+    said: str = ""  # for whom the log has said that it waits
+
+
+@dataclass
 class _Attempt:
     """The trainers that were started together, and how they have ended."""
 
+    number: int
     members: Sequence[int]  # the supervisors that take part
     began: float
     running: set[int]  # members whose trainers have not ended
@@ -115,11 +123,16 @@ class _Attempt:
     trained_at: float = math.inf  # when the first step was finished
     is_to_grow: bool = False  # the trainers have been asked to save for a larger attempt
 
+    @property
+    def has_trained(self) -> bool:
+        return self.trained_at < math.inf
+
 
 class Council:
     """Restart all trainers of a run together, as one attempt.
 
-    An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
+    It gathers supervisors, then has an attempt under way, and so on, until the run has finished. An
+    attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
     lost, ends it for all. The exit code decides whether another attempt follows.
 
     A run whose trainers have reported sizes is elastic: if some supervisors do not come back in
@@ -152,45 +165,37 @@ class Council:
         self.status = Status("waits for supervisors")
         self._count, self._policy, self._job = count, policy, job
         self._free_port, self._progress, self._log, self._clock = free_port, progress, log, clock
+        now = clock()
+        self._state: _Gathering | _Attempt | Finish = _Gathering(now, now)
+        self._attempt = _Attempt(0, range(count), now, set())  # the latest
+        self._there: dict[int, Joined] = {}
+        # Since when each supervisor is absent, or back again but without a new attempt.
+        self._absent_since = dict.fromkeys(range(count), now)
+        self._changed = now  # when a supervisor last came or went
         self._orders: list[Order] = []
-        self._memories: dict[int, str] = {}  # member -> HOST:PORT of its memory
-        self._word = secrets.token_hex(16)
+        self._word = ""
+        self._previous = 0  # number of the latest attempt, also of an earlier council
+        self._stopped_by = 0  # the signal that asked a supervisor to stop
+        self._restarts_in_row = 0  # restarts that count against the limit
         self._sizes = Sizes()
         self._fewest = 1  # smallest size not excluded by failures before the first step
         self._failed_once = 0  # size of an attempt that failed once before its first step
-        self._attempt = _Attempt(range(count), clock(), set())  # the latest
-        self._is_in_attempt = False
-        self._previous = 0  # number of the latest attempt, also of an earlier council
-        self._stopped_by = 0  # the signal that asked a supervisor to stop
-        self._finished: Finish | None = None
-        self._restarts_in_row = 0  # restarts that count against the limit
-        self._pause_until = 0.0
-        self._ended = self._changed = clock()
-        # Since when each supervisor is absent, or back again but without a new attempt.
-        self._absent_since = dict.fromkeys(range(count), clock())
-        self._told = ""  # for whom the log has said that it waits
 
     def receive(self, member: int, report: Report) -> Finish | None:
-        """Process a report of supervisor `member`; return an order for it if it has to leave.
-
-        Raises:
-          Damaged: it reports sizes that are none of this run.
-        """
+        """Process a report of supervisor `member`; return an order for it if it has to leave."""
         match report:
             case Joined():
                 return self._join(member, report)
             case Stopping():
                 return self._stop(member, report.number)
-            case Sizes():
-                self._learn(member, report)
-            case Ended() if report.attempt == self.status.attempt:
+            case Ended() if report.attempt == self._attempt.number:
                 self._look()
                 self._end(member, report.code, describe(report.code))
         return None
 
     def lose(self, member: int) -> None:
         """Note that supervisor `member` is gone; its trainer counts as lost."""
-        if self._finished:
+        if isinstance(self._state, Finish):
             return  # it has its last order
         self._log(f"the supervisor of {self._name(member)} is lost")
         self._leave(member)
@@ -202,47 +207,48 @@ class Council:
 
     def take_orders(self) -> list[Order]:
         """Return new orders for all supervisors; to be called several times a second."""
-        if self._finished:
-            pass
-        elif self._is_in_attempt:
-            self._look()
-            if not self._attempt.running:
-                self._decide()
-            elif not self._attempt.ends and not self._stopped_by:
-                self._grow()
-        elif self._stopped_by:
-            self._finish(_stop_code(self._stopped_by), "asked to stop")
-        elif self._clock() >= self._pause_until:
-            self._gather()
+
+        match self._state:
+            case _Attempt(running=running) as attempt if not running:
+                self._follow_up(attempt)
+            case _Attempt() as attempt:
+                self._look()
+                self._grow(attempt)
+            case _Gathering() if self._stopped_by:
+                self._finish(_stop_code(self._stopped_by), "asked to stop")
+            case _Gathering() as gathering if self._clock() >= gathering.start_at:
+                self._gather(gathering)
+        members = {member: joined.host for member, joined in self._there.items()}
+        waiting = [member for member in members if member not in self._attempt.members]
+        self.status = replace(self.status, members=members, waiting=waiting)
         orders, self._orders = self._orders, []
         return orders
 
     def _join(self, member: int, report: Joined) -> Finish | None:
-        if self._finished:
-            return self._finished
-        host = self.status.members.get(member)
+        if isinstance(self._state, Finish):
+            return self._state
+        there = self._there.get(member)
         why = ""
         if report.count != self._count:
             sides = f"{self._count} and {report.count}"
             why = f"the supervisors count {sides} processes: set JAX_NUM_PROCESSES alike for all"
         elif member not in range(self._count):
             why = f"there is no process {member} of {self._count}: set JAX_PROCESS_ID from 0 on"
-        elif host is not None:
-            why = f"process {member} has a supervisor already, on {host}"
+        elif there is not None:
+            why = f"process {member} has a supervisor already, on {there.host}"
             why += ": give each its own JAX_PROCESS_ID"
         if why:
             self._log(f"a supervisor on {report.host} is refused: {why}")
-            if not self.status.attempt and host is None:
+            if not self._attempt.number and there is None:
                 # One of the run's own: the others would wait for it in vain.
                 self._finish(CONFIG_ERROR, why)
             return Finish(CONFIG_ERROR, why)
-        self._show({**self.status.members, member: report.host})
-        self._memories[member] = report.memory
-        self._previous = max(self._previous, report.attempt)
+        self._there[member] = report
         self._changed = self._clock()
-        if self._sizes.counts:
-            self._orders.append(self._sizes)
-        if self._is_in_attempt and not self._attempt.ends:
+        self._previous = max(self._previous, report.attempt)
+        if report.sizes is not None and not self._sizes.counts:
+            self._sizes = report.sizes
+        if isinstance(self._state, _Attempt) and not self._state.ends:
             self._log(f"{self._name(member)} has joined, and waits: the others have gone on")
         return None
 
@@ -257,65 +263,23 @@ class Council:
         self._leave(member)
         return Finish(_stop_code(number), "asked to stop")
 
-    def _learn(self, member: int, sizes: Sizes) -> None:
-        """Note sizes that process 0's trainer has told, or an earlier council has passed on."""
-        if not all(0 < number < self._count for number in sizes.counts):
-            raise Damaged(f"no sizes of {self._count} processes: {sizes}")
-        if sizes != self._sizes and (member == 0 or self._sizes == Sizes()):
-            self._sizes = sizes
-            self._orders.append(sizes)
+    def _leave(self, member: int) -> None:
+        self._there.pop(member, None)
+        self._changed = self._clock()
+        self._absent_since.setdefault(member, self._changed)
 
     def _look(self) -> None:
         """Note the sizes and the first step that process 0's trainer has told."""
         progress = self._progress()
-        if progress.attempt != self.status.attempt:
+        if progress.attempt != self._attempt.number:
             return
-        if progress.sizes is not None:
-            with suppress(Damaged):
-                self._learn(0, progress.sizes)
+        self._sizes = progress.sizes or self._sizes
         if progress.at:
             self._attempt.trained_at = min(self._attempt.trained_at, self._clock())
 
-    def _leave(self, member: int) -> None:
-        self._changed = self._clock()
-        self._absent_since.setdefault(member, self._changed)
-        self._show({i: host for i, host in self.status.members.items() if i != member})
-
-    def _show(self, members: Mapping[int, str]) -> None:
-        waiting = [member for member in members if member not in self._attempt.members]
-        self.status = replace(self.status, members=members, waiting=waiting)
-
-    def _gather(self) -> None:
-        """Start an attempt if all supervisors are there, or enough to go on with."""
-        usable = self._usable()
-        missing = {*range(self._count)} - self.status.members.keys()
-        # A supervisor that comes and goes without an attempt does not prolong the wait.
-        absent_since = max((self._absent_since[member] for member in missing), default=0.0)
-        is_late = self._clock() - absent_since >= self._sizes.wait_seconds
-        names, wait = _listed(missing), f"{self._sizes.wait_seconds:g} s"
-        if len(usable) == self._count:
-            return self._start(usable, "")
-        if usable and len(usable) >= len(self._attempt.members):
-            return self._start(usable, "as before")
-        if usable and is_late:
-            late = f"process {names} has not come back in {wait} (mesh.elastic.wait_seconds)"
-            return self._start(usable, late)
-        waited = self._clock() - max(absent_since, self._ended)
-        state = f"waits for process {names}"
-        if usable:
-            state += f", {wait} at most, then goes on with {len(usable)} of {self._count}"
-        self.status = replace(self.status, state=state)
-        if not usable and waited > self._policy.wait_seconds:
-            limit = f"{self._policy.wait_seconds:g} s"
-            self._finish(LOST, f"no supervisor of process {names} has come in {limit}")
-        elif (usable or waited > _QUIET_SECONDS) and state != self._told:
-            self._told = state
-            self._log(state)
-        return None
-
     def _usable(self) -> Sequence[int]:
         """Return the supervisors with which an attempt could start now, as many as possible."""
-        there = sorted(self.status.members)
+        there = sorted(self._there)
         # The council's own host runs the coordinator of every attempt.
         fitting = [
             number
@@ -324,11 +288,40 @@ class Council:
         ]
         return there[: max(fitting, default=0)]
 
+    def _gather(self, gathering: _Gathering) -> None:
+        """Start an attempt if all supervisors are there, or enough to go on with."""
+        usable, now = self._usable(), self._clock()
+        missing = {*range(self._count)} - self._there.keys()
+        # A supervisor that comes and goes without an attempt does not prolong the wait.
+        absent = now - max((self._absent_since[member] for member in missing), default=now)
+        names, patience = _listed(missing), self._sizes.wait_seconds
+        waited = min(absent, now - gathering.since)
+        if len(usable) == self._count:
+            self._start(usable, "")
+        elif usable and len(usable) >= len(self._attempt.members):
+            self._start(usable, "as before")
+        elif usable and absent >= patience:
+            key = "mesh.elastic.wait_seconds"
+            self._start(usable, f"process {names} has not come back in {patience:g} s ({key})")
+        elif not usable and waited > self._policy.wait_seconds:
+            limit = f"{self._policy.wait_seconds:g} s"
+            self._finish(LOST, f"no supervisor of process {names} has come in {limit}")
+        else:
+            state = f"waits for process {names}"
+            if usable:
+                state += (
+                    f", {patience:g} s at most, then goes on with {len(usable)} of {self._count}"
+                )
+            self.status = replace(self.status, state=state)
+            if state != gathering.said and (usable or waited > _QUIET_SECONDS):
+                gathering.said = state
+                self._log(state)
+
     def _start(self, members: Sequence[int], reason: str) -> None:
         """Start an attempt with these members; `reason` says why without the others."""
         # Later attempts have higher numbers even if supervisor 0 itself was restarted.
-        number = max(self.status.attempt + 1, self._previous + 1, int(time.time()))
-        if [*members] != [*self._attempt.members]:
+        number = max(self._previous + 1, int(time.time()))
+        if not self._word or [*members] != [*self._attempt.members]:
             self._word = secrets.token_hex(16)  # a memory may hold copies of one it followed before
         is_whole = len(members) == self._count
         those = f"{len(members)} of {self._count} processes ({_listed(members)})"
@@ -336,41 +329,40 @@ class Council:
         self._log(f"starts attempt {number}{several if is_whole else f' with {those}: {reason}'}")
         state = "trains" if is_whole else f"trains with {those}"
         self.status = replace(self.status, attempt=number, state=state)
-        self._attempt = _Attempt(members, self._clock(), {*members})
-        self._is_in_attempt, self._told = True, ""
+        self._state = self._attempt = _Attempt(number, members, self._clock(), {*members})
         for member in members:
             self._absent_since.pop(member, None)
-        self._show(self.status.members)
-        memories = tuple(self._memories[member] for member in members)
+        memories = tuple(self._there[member].memory for member in members)
         order = Start(
             number,
             self._free_port(),
             self._job,
             tuple(members),
             memories=memories if all(memories) else (),
-            word=self._word if all(memories) else "",
+            word=self._word,
             whole="" if is_whole else self._sizes.whole,
             previous=self._previous,
         )
         self._orders.append(order)
         self._previous = number
 
-    def _grow(self) -> None:
+    def _grow(self, attempt: _Attempt) -> None:
         """Ask the trainers to save when supervisors for a larger attempt have come to stay.
 
         The attempt must have been worth its startup by then, so that the run always gets further.
         """
-        attempt, usable, now = self._attempt, self._usable(), self._clock()
-        worth_it = attempt.trained_at + _STARTS_BEFORE_GROWTH * (attempt.trained_at - attempt.began)
-        is_steady = now - self._changed >= _STEADY_SECONDS
-        is_larger = len(usable) > len(attempt.members)
-        if attempt.is_to_grow or not is_larger or not is_steady or now < worth_it:
+        if attempt.ends or attempt.is_to_grow or self._stopped_by or not attempt.has_trained:
             return
-        attempt.is_to_grow = True
-        state = f"saves, to go on with {len(usable)} of {self._count} processes"
-        self.status = replace(self.status, state=state)
-        self._log(state)
-        self._orders.append(Save(self.status.attempt))
+        number, now = len(self._usable()), self._clock()
+        startup = attempt.trained_at - attempt.began
+        is_worth_it = now >= attempt.trained_at + _STARTS_BEFORE_GROWTH * startup
+        is_steady = now - self._changed >= _STEADY_SECONDS
+        if number > len(attempt.members) and is_worth_it and is_steady:
+            attempt.is_to_grow = True
+            state = f"saves, to go on with {number} of {self._count} processes"
+            self.status = replace(self.status, state=state)
+            self._log(state)
+            self._orders.append(Save(attempt.number))
 
     def _end(self, member: int, code: int, how: str) -> None:
         """Note how a trainer has ended, and let the others end, too."""
@@ -385,61 +377,54 @@ class Council:
         seconds = _AFTER_FAILURE_SECONDS
         if _is_loss(code):
             seconds = _AFTER_LOSS_SECONDS
-        elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.trained_at < math.inf):
+        elif code == 0 or (code in (PREEMPTED, INTERRUPTED) and attempt.has_trained):
             seconds = _AFTER_END_SECONDS  # a process that is stopped before a step saves nothing
         if attempt.running and self._clock() + seconds < attempt.end_by:
             attempt.end_by = self._clock() + seconds
-            self._orders.append(End(self.status.attempt, seconds))
+            self._orders.append(End(attempt.number, seconds))
 
-    def _decide(self) -> None:
+    def _follow_up(self, attempt: _Attempt) -> None:
         """Finish after an attempt, or let another one follow."""
-        attempt, now = self._attempt, self._clock()
-        self._is_in_attempt, self._ended, self._pause_until = False, now, now
-        code = verdict(attempt.ends)
-        number = len(attempt.members)
-        has_failed = code in (FAILED, CONFIG_ERROR) and attempt.trained_at == math.inf
+        code, number, now = verdict(attempt.ends), len(attempt.members), self._clock()
+        self._state = _Gathering(now, now)
+        has_failed = code in (FAILED, CONFIG_ERROR) and not attempt.has_trained
         is_too_small = has_failed and number < self._count  # perhaps
+        if now - attempt.began >= RESET_SECONDS:
+            self._restarts_in_row = 0
         if self._stopped_by:
             # The signal may have come before the trainer could handle it.
             code = PREEMPTED if code == -signal.SIGTERM else shell_code(code)
-            return self._finish(code, "asked to stop")
-        if not is_restartable(code) and not is_too_small:
-            return self._finish(shell_code(code), "")
-        if now - attempt.began >= RESET_SECONDS:
-            self._restarts_in_row = 0
-        if attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
-            return None
+            self._finish(code, "asked to stop")
+        elif not is_restartable(code) and not is_too_small:
+            self._finish(shell_code(code), "")
+        elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
+            pass
         # One failure is not enough: the next attempt does not begin with a step compiled ahead.
-        if is_too_small and self._failed_once == number:
+        elif is_too_small and self._failed_once == number:
             self._fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
-            return self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
-        if is_too_small:
-            self._failed_once = number
-        return self._restart(code)
-
-    def _restart(self, code: int) -> None:
-        """Let another attempt follow after a pause, or give up after too many."""
-        if self._restarts_in_row >= self._policy.max_restarts:
-            why = f"giving up after {self._restarts_in_row} restarts"
-            return self._finish(shell_code(code), why)
-        doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
-        pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
-        self._restarts_in_row += 1
-        self.status = replace(self.status, restarts=self.status.restarts + 1, state="restarts")
-        self._pause_until += pause
-        limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
-        return self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
+            self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
+        elif self._restarts_in_row >= self._policy.max_restarts:
+            self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
+        else:
+            self._failed_once = number if is_too_small else self._failed_once
+            doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
+            pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
+            self._state.start_at += pause
+            self._restarts_in_row += 1
+            self.status = replace(self.status, restarts=self.status.restarts + 1, state="restarts")
+            limit = f"{self._restarts_in_row} of at most {self._policy.max_restarts}"
+            self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
 
     def _finish(self, code: int, why: str) -> None:
-        self._finished = Finish(code, why)
+        self._state = Finish(code, why)
         state = f"has ended with exit code {code}{why and f': {why}'}"
         self.status = replace(self.status, state=state)
-        self._orders.append(self._finished)
+        self._orders.append(self._state)
 
     def _name(self, member: int) -> str:
-        host = self.status.members.get(member, "")
-        return f"process {member}{host and f' on {host}'}"
+        where = f" on {self._there[member].host}" if member in self._there else ""
+        return f"process {member}{where}"
 
 
 def _stop_code(number: int) -> int:

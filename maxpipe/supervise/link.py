@@ -11,25 +11,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Self
 
-from maxpipe.config.terminal import Note, emit
+from maxpipe.config.terminal import emit
 from maxpipe.storage.records import Damaged
 from maxpipe.supervise.council import Council
+from maxpipe.supervise.ending import FAILED
 from maxpipe.supervise.messages import Finish, Joined, Message, Order, Report, decode, encode
-from maxpipe.supervise.proof import CALLER, Listener, Unproved, prove
+from maxpipe.supervise.proof import Listener
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
 
 _TICK_SECONDS = 0.1
-_RETRY_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
 _SURE_SECONDS = 1.0  # a line heard this long after another one came: there are two
 _MAX_LINE = 200_000  # bytes
-_OTHERS = "another program answers, or a supervisor with another output_dir or MAXPIPE_SECRET"
 
 
 class LinkLost(ConnectionError):
@@ -37,23 +35,25 @@ class LinkLost(ConnectionError):
 
 
 class Line:
-    """Sends and receives messages over a connection whose other side has proved the secret."""
+    """Sends and receives messages over a connection whose other side has proved the secret.
 
-    def __init__(self, connection: socket.socket):
+    A thread puts each message into `inbox`, with the line, and at last why there are no more.
+    """
+
+    def __init__(self, connection: socket.socket, inbox: "Inbox"):
+        self.member = -1  # the supervisor at its other side, once it has greeted
         self.is_answered = False  # the other side has been heard since the proof
-        self.heard = self._pinged = time.monotonic()  # when; at first, when it connected
-        self._socket = connection
+        self.came = self.heard = self._pinged = time.monotonic()
+        self._socket, self._inbox = connection, inbox
         self._socket.settimeout(SILENCE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sending = threading.Lock()
-        self._received: queue.SimpleQueue[Message | LinkLost] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="line", daemon=True).start()
 
     def send(self, message: Message | None) -> None:
         """Send a message, or only a sign of life; raises `LinkLost` if the other side is gone."""
         text = encode(message) if message is not None else ""
         try:
-            with self._sending:
-                self._socket.sendall(text.encode() + b"\n")
+            self._socket.sendall(text.encode() + b"\n")
         except OSError as error:
             raise LinkLost(str(error)) from error
 
@@ -64,53 +64,34 @@ class Line:
             self._pinged = now
             self.send(None)
 
-    def messages(self) -> Iterator[Message]:
-        """Wait for messages, and yield each; raises `LinkLost` at the end."""
+    def close(self) -> None:
+        """Close the connection, which also ends the thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        why = "closed"
         try:
             with self._socket.makefile("rb") as lines:
                 while (line := lines.readline(_MAX_LINE)).endswith(b"\n"):
                     self.heard, self.is_answered = time.monotonic(), True
                     if text := line.decode(errors="replace").strip():
-                        yield decode(text)
-        except TimeoutError as error:
-            raise LinkLost(f"silent for {SILENCE_SECONDS:g} s") from error
+                        self._inbox.put((self, decode(text)))
+        except TimeoutError:
+            why = f"silent for {SILENCE_SECONDS:g} s"
         except OSError as error:
-            raise LinkLost(str(error)) from error
+            why = str(error)
         except Damaged as error:
-            raise LinkLost(f"of another version: {error}") from error
-        raise LinkLost("closed")
+            why = f"of another version: {error}"
+        self._inbox.put((self, LinkLost(why)))
 
-    def receive(self) -> None:
-        """Let a thread wait for messages from now on; `exchange` takes them."""
-        threading.Thread(target=self._receive, name="orders", daemon=True).start()
 
-    def exchange(self, handle: Callable[[Message], None], seconds: float) -> None:
-        """Wait up to `seconds` for messages, and pass them to `handle`; raises as `messages`."""
-        with suppress(queue.Empty):
-            received = self._received.get(timeout=seconds)
-            while True:
-                if isinstance(received, LinkLost):
-                    raise received
-                handle(received)
-                received = self._received.get_nowait()
-        self.ping()
-
-    def _receive(self) -> None:
-        try:
-            for message in self.messages():
-                self._received.put(message)
-        except LinkLost as error:
-            self._received.put(error)
-
-    def close(self) -> None:
-        """Close the connection, which also ends `messages` in another thread."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+Inbox = queue.SimpleQueue[tuple[Line, Message | LinkLost]]
 
 
 class Hub:
-    """Connects a council with all supervisors of a run, in threads of supervisor 0.
+    """Connects a council with all supervisors of a run, in a thread of supervisor 0.
 
     The others reach `host`, a name or address of this machine, and `port`, 0 for any; this machine
     itself reaches the hub at `address`.
@@ -118,11 +99,14 @@ class Hub:
 
     def __init__(self, council: Council, host: str, port: int, secret: str):
         self._council = council
-        self._listener = Listener(host, port, lambda: secret, self._attend)
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._listener = Listener(
+            host, port, lambda: secret, lambda connection, _: Line(connection, self._inbox)
+        )
         self.address = self._listener.own_host, self._listener.port
-        self._lines: set[Line] = set()
         self._seats: dict[int, Line] = {}  # member -> its line
-        self._lock = threading.RLock()  # of all these, and of the council
+        self._waiting: dict[Line, list[Report]] = {}  # reports of those without a seat
+        self._dismissed: set[Line] = set()  # that have been told to leave
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="council", daemon=True)
 
@@ -135,142 +119,78 @@ class Hub:
         self._closed.set()
         self._thread.join()
         self._listener.__exit__()
-        for line in [*self._lines]:
+        for line in [*self._seats.values(), *self._waiting, *self._dismissed]:
             line.close()
 
     def _serve(self) -> None:
         until = float("inf")
         # At the end the others must get the last order: they close their lines once they have it.
-        while time.monotonic() < until and not (self._closed.is_set() and not self._lines):
-            with self._lock:
-                self._give_orders()
+        while time.monotonic() < until and not (self._closed.is_set() and not self._seats):
+            try:
+                with suppress(queue.Empty):
+                    self._hear(*self._inbox.get(timeout=_TICK_SECONDS))
+                self._give_seats()
+                orders = self._council.take_orders()
+            except Exception as error:
+                orders = self._fail(error)
+            for line in [*self._seats.values(), *self._waiting]:
+                with suppress(LinkLost):  # which the line's thread notices
+                    line.ping()
+            for line in self._seats.values():
+                for order in orders:
+                    with suppress(LinkLost):
+                        line.send(order)
             if self._closed.is_set():
                 until = min(until, time.monotonic() + _FAREWELL_SECONDS)
-            time.sleep(_TICK_SECONDS)
 
-    def _give_orders(self) -> None:
-        try:
-            orders = self._council.take_orders()
-        except Exception as error:
-            orders = self._fail(error)
-        for order in orders:
-            for line in self._seats.values():
-                with suppress(LinkLost):  # which `_attend` notices
-                    line.send(order)
-        for line in self._lines:
+    def _hear(self, line: Line, message: Message | LinkLost) -> None:
+        """Process what a supervisor has said, which greets first, or the end of its line."""
+        has_seat = self._seats.get(line.member) is line
+        if isinstance(message, LinkLost):
+            line.close()
+            self._waiting.pop(line, None)
+            self._dismissed.discard(line)
+            if has_seat:
+                del self._seats[line.member]
+                self._council.lose(line.member)
+        elif not isinstance(message, Report):
+            line.close()
+        elif has_seat:
+            self._take(line, message)
+        elif line in self._waiting:
+            self._waiting[line].append(message)
+        elif isinstance(message, Joined) and line not in self._dismissed:
+            line.member = message.index
+            self._waiting[line] = [message]
+        elif line not in self._dismissed:
+            line.close()
+
+    def _give_seats(self) -> None:
+        """Let a supervisor join once it is clear whether another line of its number is alive.
+
+        The other one may be an earlier one whose host has failed: it is silent then, and soon found
+        lost. If it is alive, two claim this number, and the council decides.
+        """
+        for line in [*self._waiting]:
+            other = self._seats.setdefault(line.member, line)
+            if other is line or other.heard - line.came > _SURE_SECONDS:
+                for report in self._waiting.pop(line):
+                    self._take(line, report)
+
+    def _take(self, line: Line, report: Report) -> None:
+        """Pass a report to the council; its answer is that the supervisor has to leave."""
+        if line in self._dismissed:
+            return
+        if refusal := self._council.receive(line.member, report):
+            self._dismissed.add(line)
+            if self._seats[line.member] is line:
+                del self._seats[line.member]
             with suppress(LinkLost):
-                line.ping()
+                line.send(refusal)
 
     def _fail(self, error: Exception) -> list[Order]:
         # Without this, supervisor 0 would go on as if the run were still supervised.
         emit("".join(traceback.format_exception(error)), sys.stderr)
-        finish = Finish(1, f"the council has failed: {type(error).__name__}: {error}")
-        self._council.fail(finish.why)
-        return [finish]
-
-    def _attend(self, connection: socket.socket, _: str) -> None:
-        """Hear a supervisor, which greets first, until its line ends."""
-        line = Line(connection)
-        member: int | None = None
-        with self._lock:
-            self._lines.add(line)
-        try:
-            for report in line.messages():
-                if member is None and isinstance(report, Joined):
-                    member = report.index
-                if member is None or not isinstance(report, Report):
-                    break
-                self._wait_for_seat(member, line)
-                self._take(member, line, report)
-        except LinkLost:
-            pass
-        finally:
-            line.close()
-            with self._lock:
-                self._lines.discard(line)
-                if member is not None and self._seats.get(member) is line:
-                    del self._seats[member]
-                    self._council.lose(member)
-
-    def _wait_for_seat(self, member: int, line: Line) -> None:
-        """Wait until it is clear whether another line of a member is alive.
-
-        It may be an earlier one whose host has failed: it is silent then, and soon found lost. If
-        it is alive, two claim this number, and the council decides.
-        """
-        came = line.heard
-        while (other := self._seats.get(member, line)) is not line and line in self._lines:
-            if other.heard - came > _SURE_SECONDS:
-                return
-            time.sleep(_TICK_SECONDS)
-
-    def _take(self, member: int, line: Line, report: Report) -> None:
-        """Pass a report to the council; raises `LinkLost` once a refused supervisor has gone."""
-        with self._lock:
-            self._seats.setdefault(member, line)
-            try:
-                refusal = self._council.receive(member, report)
-            except Damaged as error:
-                raise LinkLost(str(error)) from error
-            except Exception as error:
-                self._fail(error)
-                return
-            if refusal is None:
-                return
-            if self._seats[member] is line:
-                del self._seats[member]
-        line.send(refusal)
-        for _ in line.messages():
-            pass  # said before it has read the order to leave
-
-
-def connect(
-    address: tuple[str, int],
-    secret: str,
-    greet: Callable[[str], Joined],
-    until: float,
-    gives_up: Callable[[], bool],
-    log: Note,
-) -> Line | None:
-    """Join the run's other supervisors as soon as supervisor 0 can be reached.
-
-    Args:
-      address: host and port of supervisor 0.
-      secret: the run's.
-      greet: function that returns the first report, given this host's address on the connection.
-      until: when to stop waiting, by `time.monotonic`.
-      gives_up: function that returns whether to return None rather than keep waiting.
-      log: function that receives a line, once, if somebody else answers.
-
-    Raises:
-      LinkLost: supervisor 0 could not be reached in time.
-    """
-    is_told = False
-    while not gives_up():
-        left = max(1.0, until - time.monotonic())
-        connection = None
-        try:
-            connection = socket.create_connection(address, min(left, SILENCE_SECONDS))
-            prove(connection, secret, CALLER)
-            line = Line(connection)
-            line.send(greet(str(connection.getsockname()[0])))
-            line.receive()
-            return line
-        except OSError as error:
-            if connection is not None:
-                connection.close()
-            reason = _OTHERS if isinstance(error, Unproved) else str(error)
-            message = describe_absence(address, reason)
-            if time.monotonic() > until:
-                raise LinkLost(message) from error
-            if reason == _OTHERS and not is_told:
-                is_told = True
-                log(message)
-            time.sleep(_RETRY_SECONDS)
-    return None
-
-
-def describe_absence(address: tuple[str, int], reason: str) -> str:
-    """Return a message that supervisor 0 cannot be reached, why, and what to do."""
-    where = f"{address[0]}:{address[1]}"
-    return f"no supervisor 0 at {where} ({reason}); start it there, and let hosts reach this port"
+        why = f"the council has failed: {type(error).__name__}: {error}"
+        self._council.fail(why)
+        return [Finish(FAILED, why)]

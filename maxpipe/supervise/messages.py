@@ -5,6 +5,7 @@ Imports no JAX.
 
 import json
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from maxpipe.devices.cluster import Sizes
 from maxpipe.storage.records import Damaged, parse_record
@@ -15,6 +16,7 @@ class Joined:
     """Supervisor `index` is there, and has no trainer running; the first report on a line.
 
     Its `memory` is served at HOST:PORT, with replicas of `attempt`, the last one it took part in.
+    Its last trainer has told the `sizes`, for a council that begins anew.
     """
 
     count: int
@@ -22,6 +24,7 @@ class Joined:
     memory: str = ""
     attempt: int = 0
     index: int = 0
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,10 @@ class Finish:
     why: str
 
 
-# Supervisors keep the sizes that the council passes on, for a new council that begins anew.
-Report = Joined | Ended | Stopping | Sizes
-Order = Start | Save | End | Finish | Sizes
+Report = Joined | Ended | Stopping
+Order = Start | Save | End | Finish
 Message = Report | Order
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Joined, Ended, Stopping, Sizes, Start, Save, End, Finish)
-}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> str:

@@ -8,18 +8,18 @@ trainer which of its steps the partner has. A supervisor that begins with an emp
 on a host that replaces a lost one, first fetches its own steps back from its partner.
 
 The council's order to start holds the addresses of the memories and a secret for them. Who asks
-names the steps it has; the answer has the names of all, and the files of the others, the oldest
-step first. Names and sizes are lines of JSON. Imports no JAX.
+names the steps it has; the answer is a line of JSON, step -> file -> size, and the files of the
+steps that were not named, the oldest step first. Imports no JAX.
 """
 
-import contextlib
 import json
 import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
@@ -33,11 +33,12 @@ from maxpipe.supervise.proof import CALLER, Listener, prove
 _LOOK_SECONDS = 0.25
 _REACH_SECONDS = 10.0  # to reach a partner that does not have its order yet
 _TIMEOUT_SECONDS = 10.0
-_MAX_LINE = 10_000_000  # bytes; names and sizes of the files of a step
+_MAX_LINE = 10_000_000  # bytes; names and sizes of the files of all steps
 _PIECE = 1 << 20  # bytes
 _NAME = re.compile(r"[0-9a-f]+/\d+")  # name of a step: its run and its number
 
 ERRORS = (OSError, Damaged)  # of a supervisor that cannot be reached, ends, or answers strangely
+Steps = dict[str, dict[str, int]]  # step -> file -> bytes
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,6 @@ class Source:
     part: str  # `OWN` or `PARTNER`
     ended: threading.Event = field(default_factory=threading.Event)  # ends every copy
 
-    @contextlib.contextmanager
-    def ask(self, held: Iterable[str]) -> Iterator[BufferedIOBase]:
-        """Yield the answer to a request for the steps other than `held`."""
-        host, _, port = self.address.rpartition(":")
-        request = json.dumps(asdict(Request(self.part, sorted(held))))
-        with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
-            prove(connection, self.word, CALLER)
-            connection.settimeout(_TIMEOUT_SECONDS)
-            connection.sendall(request.encode() + b"\n")
-            with connection.makefile("rb") as answer:
-                yield answer
-
 
 def names_in(part: Path) -> set[str]:
     """Return the steps in one part of a memory."""
@@ -85,20 +74,26 @@ def copy_new_steps(source: Source, target: Path) -> None:
       One of `ERRORS`: the source cannot be reached, or has just removed a step.
     """
     held = names_in(target)
-    with source.ask(held) as answer:
-        names = parse_record(answer.readline(_MAX_LINE), list[str])
-        wanted = set(filter(_NAME.fullmatch, names))
-        for name in _oldest_first(wanted - held):
-            # Make room first, as long as a step remains that the source has.
-            if names_in(target) & wanted:
-                _remove(target, names_in(target) - wanted)
-            scratch = target / f"{name}.unfinished"
-            shutil.rmtree(scratch, ignore_errors=True)
-            try:
-                _receive(answer, scratch, source.ended)
-                scratch.rename(target / name)
-            finally:
+    request = json.dumps(asdict(Request(source.part, sorted(held))))
+    host, _, port = source.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
+        prove(connection, source.word, CALLER)
+        connection.settimeout(_TIMEOUT_SECONDS)
+        connection.sendall(request.encode() + b"\n")
+        with connection.makefile("rb") as answer:
+            steps = parse_record(answer.readline(_MAX_LINE), Steps)
+            wanted = set(filter(_NAME.fullmatch, steps))
+            for name in _oldest_first(wanted - held):
+                # Make room first, as long as a step remains that the source has.
+                if names_in(target) & wanted:
+                    _remove(target, names_in(target) - wanted)
+                scratch = target / f"{name}.unfinished"
                 shutil.rmtree(scratch, ignore_errors=True)
+                try:
+                    _receive(answer, steps[name], scratch, source.ended)
+                    scratch.rename(target / name)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
     if wanted:
         _remove(target, names_in(target) - wanted)
 
@@ -107,17 +102,16 @@ class Partners:
     """Serves a supervisor's memory to the others, and copies the previous supervisor's.
 
     Each attempt has a thread, which first waits for the thread of the attempt before: what that one
-    copies is of another attempt.
+    copies is of another attempt. A context manager that ends all.
     """
 
     def __init__(self, memory: Path, index: int):
         self._memory, self._index = memory, index
+        self._address = ""
         self._members: list[int] = []  # of the last attempt
         self._word: str | None = None
         self._telling = threading.Lock()  # of the word, and of the file `copied`
-        self._is_filling = False  # `own` is getting steps back: others must not see only some
-        self._host, self._port = "", 0
-        self._listening = contextlib.ExitStack()
+        self._listening = ExitStack()
         self._ended = threading.Event()  # replaced for each attempt
         self._thread: threading.Thread | None = None
 
@@ -132,11 +126,10 @@ class Partners:
 
     def listen(self, host: str) -> str:
         """Listen where a name or address of this machine leads; return it as HOST:PORT."""
-        if host != self._host:
-            self._listening.close()
+        if not self._address:
             listener = Listener(host, 0, lambda: self._word, self._answer)
-            self._host, self._port = host, self._listening.enter_context(listener).port
-        return f"{host}:{self._port}"
+            self._address = f"{host}:{self._listening.enter_context(listener).port}"
+        return self._address
 
     def rest(self) -> None:
         """Serve and follow no one until the next attempt in which this supervisor takes part."""
@@ -159,78 +152,72 @@ class Partners:
           An event that is set when the memory is ready for the trainer, with its lost steps.
         """
         self.rest()
-        ended, ready = threading.Event(), threading.Event()
-        self._ended = ended
-        arguments = (self._thread, addresses, word, forgets, ended, ready)
-        self._thread = threading.Thread(
-            target=self._serve, args=arguments, name="partner", daemon=True
-        )
+        before, ready = self._thread, threading.Event()
+        self._ended = ended = threading.Event()
+
+        def serve() -> None:
+            if before is not None:
+                before.join()
+            try:
+                self._forget([*addresses], forgets=forgets)
+                if len(addresses) < 2:
+                    return  # alone, or among others without memory
+                with self._telling:
+                    if ended.is_set():
+                        return
+                    self._word = word
+                members = [*addresses]
+                position = members.index(self._index)
+                after = members[(position + 1) % len(members)]
+                self._fetch(Source(addresses[after], word, PARTNER, ended))
+            except OSError:  # without room, or a directory, nothing is copied or waited for
+                return
+            finally:
+                ready.set()
+            previous = Source(addresses[members[position - 1]], word, OWN, ended)
+            while not ended.wait(_LOOK_SECONDS):
+                # The source may have ended, and another one may have its place.
+                with suppress(*ERRORS):
+                    copy_new_steps(previous, self._memory / PARTNER)
+
+        self._thread = threading.Thread(target=serve, name="partner", daemon=True)
         self._thread.start()
         return ready
 
-    def _serve(
-        self,
-        before: threading.Thread | None,
-        addresses: Mapping[int, str],
-        word: str,
-        forgets: bool,
-        ended: threading.Event,
-        ready: threading.Event,
-    ) -> None:
-        if before is not None:
-            before.join()
-        members = [*addresses]
-        try:
-            self._forget(members, forgets=forgets)
-            if len(members) < 2:
-                return  # alone, or among others without memory
-            with self._telling:
-                if ended.is_set():
-                    return
-                self._word = word
-            position = members.index(self._index)
-            after = members[(position + 1) % len(members)]
-            self._fetch(Source(addresses[after], word, PARTNER, ended))
-        except OSError:  # without room, or a directory, nothing is copied or waited for
-            return
-        finally:
-            ready.set()
-        previous = Source(addresses[members[position - 1]], word, OWN, ended)
-        while not ended.wait(_LOOK_SECONDS):
-            # The source may have ended, and another one may have its place.
-            with contextlib.suppress(*ERRORS):
-                copy_new_steps(previous, self._memory / PARTNER)
-
     def _forget(self, members: list[int], *, forgets: bool) -> None:
         """Remove steps from another history, and copies from supervisors other than these."""
-        copied = self._memory / COPIED
         is_changed = forgets or (bool(self._members) and members != self._members)
         self._members = members
-        if forgets:
-            _remove(self._memory / OWN, names_in(self._memory / OWN))
-        if is_changed:
-            _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
+        for part in (OWN,) * forgets + (PARTNER,) * is_changed:
+            _remove(self._memory / part, names_in(self._memory / part))
+        copied = self._memory / COPIED
         if is_changed or not copied.exists():  # or the memory is new, or was made again
             write_atomically(copied, [b"[]"])
 
     def _fetch(self, partner: Source) -> None:
-        """Fetch this supervisor's steps back from its partner if none are here."""
-        own, until = self._memory / OWN, time.monotonic() + _REACH_SECONDS
+        """Fetch this supervisor's steps back from its partner if none are here.
+
+        They appear together: who follows this supervisor must not see only some.
+        """
+        own, fetched = self._memory / OWN, self._memory / "fetched"
         if names_in(own):
             return
-        self._is_filling = True
-        try:
-            while time.monotonic() < until and not partner.ended.is_set():
-                try:
-                    return copy_new_steps(partner, own)
-                except ERRORS:  # it does not have its order yet
-                    partner.ended.wait(_LOOK_SECONDS)
-        finally:
-            self._is_filling = False
+        shutil.rmtree(fetched, ignore_errors=True)
+        until = time.monotonic() + _REACH_SECONDS
+        while time.monotonic() < until and not partner.ended.is_set():
+            try:
+                copy_new_steps(partner, fetched)
+            except ERRORS:  # it does not have its order yet
+                partner.ended.wait(_LOOK_SECONDS)
+            else:
+                if names_in(fetched):
+                    shutil.rmtree(own, ignore_errors=True)
+                    fetched.rename(own)
+                return
 
     def _answer(self, connection: socket.socket, word: str) -> None:
         # The client has perhaps ended; if it still reads, it sees the answer end.
-        with connection, contextlib.suppress(*ERRORS):
+        with connection, suppress(*ERRORS):
             connection.settimeout(_TIMEOUT_SECONDS)
             with connection.makefile("rwb") as file:
                 request = parse_record(file.readline(_MAX_LINE), Request)
@@ -239,19 +226,19 @@ class Partners:
 
     def _send(self, request: Request, word: str, out: BufferedIOBase) -> None:
         part = self._memory / request.part
-        is_unknown = request.part == OWN and self._is_filling
-        names = set() if is_unknown else names_in(part)
-        out.write(json.dumps(sorted(names)).encode() + b"\n")
+        lacking = _oldest_first(names_in(part).difference(request.held))
+        steps: Steps = {name: {} for name in names_in(part)}
+        for name in lacking:
+            files = [path for path in (part / name).rglob("*") if path.is_file()]
+            sizes = {path.relative_to(part / name): path.stat().st_size for path in files}
+            steps[name] = {path.as_posix(): size for path, size in sizes.items()}
+        out.write(json.dumps(steps).encode() + b"\n")
         with self._telling:
             if request.part == OWN and word == self._word:  # still
                 write_atomically(self._memory / COPIED, [json.dumps(request.held).encode()])
-        for name in _oldest_first(names.difference(request.held)):
-            step = part / name
-            files = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-            sizes = {path.relative_to(step).as_posix(): size for path, size in files.items()}
-            out.write(json.dumps(sizes).encode() + b"\n")
-            for path, size in files.items():
-                with path.open("rb") as file:
+        for name in lacking:
+            for path, size in steps[name].items():
+                with (part / name / path).open("rb") as file:
                     _copy(file, out, size, self._ended)
 
 
@@ -259,9 +246,11 @@ def _oldest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (int(name.rpartition("/")[2]), name))
 
 
-def _receive(answer: BufferedIOBase, step: Path, ended: threading.Event) -> None:
+def _receive(
+    answer: BufferedIOBase, files: Mapping[str, int], step: Path, ended: threading.Event
+) -> None:
     """Write the files of a step that follow in an answer."""
-    for name, size in parse_record(answer.readline(_MAX_LINE), dict[str, int]).items():
+    for name, size in files.items():
         if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
             raise Damaged(f"{name} is outside of the step")
         path = step / name

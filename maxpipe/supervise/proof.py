@@ -5,15 +5,14 @@ then the HMAC of both numbers; the listener answers only who has proved it. The 
 but what follows is neither encrypted nor signed. Imports no JAX.
 """
 
-import errno
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 CALLER, LISTENER = "caller", "listener"
@@ -21,8 +20,6 @@ CALLER, LISTENER = "caller", "listener"
 _PROOF_SECONDS = 5.0
 _LETTERS = 64  # of a random number, and of a proof
 _ACCEPT_SECONDS = 0.2
-_MOST_UNPROVED = 32  # at once; strangers must not take the files that supervisor 0 needs
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class Unproved(ConnectionError):
@@ -84,17 +81,14 @@ class Listener:
         host: str,
         port: int,
         secret: Callable[[], str | None],
-        handle: Callable[[socket.socket, str], None],
+        handle: Callable[[socket.socket, str], object],
     ):
         self._secret, self._handle = secret, handle
         self._socket = _listen(host, port)
         self._socket.settimeout(_ACCEPT_SECONDS)
-        address = self._socket.getsockname()
-        self.port = int(address[1])
-        is_everywhere = ipaddress.ip_address(address[0]).is_unspecified
+        own_host, self.port = self._socket.getsockname()[:2]
         # An address at which this machine itself reaches it.
-        self.own_host = "localhost" if is_everywhere else str(address[0])
-        self._unproved = threading.Semaphore(_MOST_UNPROVED)
+        self.own_host = "localhost" if own_host == "::" else own_host
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -107,13 +101,10 @@ class Listener:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            if not self._unproved.acquire(timeout=_ACCEPT_SECONDS):
-                continue
             try:
                 connection = self._socket.accept()[0]
                 threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # none has come, or too many files or threads
-                self._unproved.release()
                 self._closed.wait(_ACCEPT_SECONDS / 10)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -124,30 +115,17 @@ class Listener:
             prove(connection, secret, LISTENER)
         except Unproved:
             connection.close()
-            return
-        finally:
-            self._unproved.release()
-        self._handle(connection, secret)
+        else:
+            self._handle(connection, secret)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of a host, IPv4 rather than IPv6.
-
-    If none of them is this machine's, or they lead others elsewhere, it listens at all addresses.
-    """
-    try:
-        found = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except socket.gaierror:
-        found = []
-    for family, *_, address in found:
-        is_loopback = ipaddress.ip_address(address[0]).is_loopback
-        if is_loopback and host not in ("localhost", address[0]):
-            continue  # its name in its own /etc/hosts
-        try:
-            return socket.create_server(address, family=family)
-        except OSError as error:
-            if error.errno not in _NOT_HERE:
-                raise
+    """Return a socket that listens at the IPv4 address of a host, or else at all addresses."""
+    with suppress(OSError):  # behind a proxy the address is not this machine's
+        address = socket.gethostbyname(host)
+        # Its own /etc/hosts may give the name of a host an address that leads others elsewhere.
+        if not address.startswith("127.") or host in ("localhost", address):
+            return socket.create_server((address, port))
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)

@@ -3,21 +3,21 @@
 Imports no JAX, so that a supervisor costs next to no memory and JAX cannot abort it.
 """
 
-import contextlib
 import json
 import os
 import platform
-import resource
+import queue
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
@@ -27,7 +27,7 @@ from maxpipe.devices.cluster import WHOLE, Place, Sizes, free_port, job_of_proce
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervise.council import Council, Policy, describe
 from maxpipe.supervise.ending import LOST, die_with_parent
-from maxpipe.supervise.link import Hub, Line, LinkLost, connect, describe_absence
+from maxpipe.supervise.link import SILENCE_SECONDS, Hub, Inbox, Line, LinkLost
 from maxpipe.supervise.memory import MEMORY, hold, shared_memory
 from maxpipe.supervise.messages import (
     End,
@@ -49,15 +49,16 @@ from maxpipe.supervise.progress import (
     downtime_variable,
     read_progress,
 )
+from maxpipe.supervise.proof import CALLER, Unproved, prove
 from maxpipe.supervise.run_secret import run_secret
 from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 _LOOK_SECONDS = 0.1
-_RETRY_SECONDS = 1.0
-_STATUS_SECONDS = 5.0
+_RETRY_SECONDS = 0.5
+_STATUS_SECONDS = 2.0
 _LAST_STATUS_SECONDS = 10.0  # for the last status to be written
-_OTHER_FILES = 64  # that supervisor 0 has open
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
+_OTHERS = "another program answers, or a supervisor with another output_dir or MAXPIPE_SECRET"
 
 
 class TrainerProcess:
@@ -77,7 +78,7 @@ class TrainerProcess:
         code = self._process.poll()
         now = time.monotonic()
         if code is not None or now >= self._kill_at:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # worker processes may outlive it
         elif now >= self._abort_at:
             self._abort_at, self._kill_at = float("inf"), now + _STACKS_SECONDS
@@ -115,35 +116,96 @@ class Supervisor:
         partners: Partners | None = None,
     ):
         self.code: int | None = None  # exit code, once the run has ended
-        self.stopped_by = 0  # the signal that was passed on to the trainer
+        self.line: Line | None = None  # to the council
+        self._stopped_by = 0  # the signal that was passed on to the trainer
         self.progress_file = directory / "progress.json"  # written by the trainer
         self._command, self._place, self._log = command, place, log
         self._memory, self._partners = memory, partners
-        self._own: Path | None = None  # the trainer's directory in memory
-        self._line: Line | None = None
         self._trainer: TrainerProcess | None = None
-        self._starting: tuple[Start, threading.Event] | None = None  # waits for lost replicas
+        # An order to start, which waits until lost replicas are here again.
+        self._starting: tuple[Start, threading.Event | None] | None = None
         self._attempt = 0
         self._took_part = 0  # the latest attempt in which this supervisor was to take part
         self._downtime = ""
-        self._sizes: Sizes | None = None  # the council's, for a council that replaces it
+        self._sizes: Sizes | None = None  # of the latest trainer that has told any
+
+    def follow(
+        self, address: tuple[str, int], secret: str, wait_seconds: float, signals: list[int]
+    ) -> int:
+        """Join the council, again if it is lost, and follow its orders; return the exit code.
+
+        Args:
+          address: host and port of supervisor 0.
+          secret: the run's.
+          wait_seconds: how long supervisor 0 may be away.
+          signals: receives signals that ask to stop, as they come.
+        """
+        until, is_told = time.monotonic() + wait_seconds, False
+        while self.code is None:
+            if asked := (self._stopped_by or (signals and signals[0])):
+                return INTERRUPTED if asked == signal.SIGINT else PREEMPTED
+            self.line = None
+            inbox: Inbox = queue.SimpleQueue()
+            try:
+                line = self._join(address, secret, inbox)
+                while self.code is None:
+                    if signals:
+                        self._stop(signals.pop())
+                    with suppress(queue.Empty):
+                        self.handle(inbox.get(timeout=_LOOK_SECONDS)[1])
+                    line.ping()
+                    self.look()
+            except (LinkLost, Unproved) as error:
+                is_unproved = isinstance(error, Unproved)
+                reason = _OTHERS if is_unproved else str(error)
+                if self.line is not None:
+                    index = self._place.index
+                    self._log(
+                        f"the line to supervisor 0 is lost ({reason}); ending process {index}"
+                    )
+                    self.end()
+                    if self.line.is_answered:
+                        until = time.monotonic() + wait_seconds
+                where = f"{address[0]}:{address[1]}"
+                remedy = "start it there, and let hosts reach this port"
+                absence = f"no supervisor 0 at {where} ({reason}); {remedy}"
+                if time.monotonic() > until:
+                    self._log(f"{absence}; exit code {LOST}")
+                    return LOST
+                if is_unproved and not is_told:
+                    is_told = True
+                    self._log(absence)
+                time.sleep(_RETRY_SECONDS)
+            finally:
+                if self.line is not None:
+                    self.line.close()
+        return self.code
+
+    def _join(self, address: tuple[str, int], secret: str, inbox: Inbox) -> Line:
+        """Greet supervisor 0 over a new line; raises `LinkLost` or `Unproved`."""
+        try:
+            connection = socket.create_connection(address, SILENCE_SECONDS)
+        except OSError as error:
+            raise LinkLost(str(error)) from error
+        try:
+            prove(connection, secret, CALLER)
+        except Unproved:
+            connection.close()
+            raise
+        self.line = Line(connection, inbox)
+        self.line.send(self.greeting(connection.getsockname()[0]))
+        return self.line
 
     def greeting(self, host: str) -> Joined:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
         # Supervisor 0 reaches itself by an address that the others cannot use.
         reached = self._place.host if self._place.index == 0 else host
         served = self._partners.listen(reached) if self._partners is not None else ""
-        place, node = self._place, platform.node()
-        return Joined(place.count, node, served, self._took_part, place.index)
+        count, index = self._place.count, self._place.index
+        return Joined(count, platform.node(), served, self._took_part, index, self._sizes)
 
-    def join(self, line: Line) -> None:
-        """Report over this line from now on, after the greeting; raises `LinkLost`."""
-        self._line = line
-        if self._sizes is not None:
-            self._report(self._sizes)
-
-    def handle(self, order: Message) -> None:
-        """Follow an order."""
+    def handle(self, order: Message | LinkLost) -> None:
+        """Follow an order; raises `LinkLost` once there are no more."""
         is_of_attempt = isinstance(order, End | Save) and order.attempt == self._attempt
         match order:
             case Start():
@@ -156,16 +218,16 @@ class Supervisor:
                 self._trainer.send(signal.SIGTERM)
             case End() if is_of_attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
-            case Sizes():
-                self._sizes = order
+            case LinkLost():
+                raise order
             case Finish():
                 self.code = order.code
                 if order.why:
                     self._log(f"{order.why}; exit code {order.code}")
 
-    def stop(self, number: int) -> None:
+    def _stop(self, number: int) -> None:
         """Pass a signal that asks to stop on to the trainer, and tell the council."""
-        self.stopped_by = number
+        self._stopped_by = number
         if self._trainer is not None:
             self._trainer.send(number)
         self._report(Stopping(number))
@@ -182,17 +244,18 @@ class Supervisor:
     def look(self) -> None:
         """Start the trainer when its memory is ready; report its end."""
         if self._memory is not None:
-            with contextlib.suppress(OSError):  # reported when the next trainer starts
+            with suppress(OSError):  # reported when the next trainer starts
                 hold(self._memory)
-        if self._starting is not None and self._starting[1].is_set():
-            order, _ = self._starting
-            self._starting = None
-            self._start(order)
+        if self._starting is not None:
+            order, ready = self._starting
+            if ready is None or ready.is_set():
+                self._starting = None
+                self._start(order)
         if (code := self._take_end()) is not None:
             self._report(Ended(self._attempt, code))
 
     def _prepare(self, order: Start) -> None:
-        """Start the trainer; with partners let `look` start it once lost replicas are fetched."""
+        """Let `look` start the trainer, with partners once lost replicas are fetched."""
         if self._place.index not in order.members:
             self._log(f"process {self._place.index} waits: the others go on without it for now")
             if self._partners is not None:
@@ -201,29 +264,29 @@ class Supervisor:
         # Since it last took part, the others may have gone back, and on from there.
         is_stale = self._took_part != order.previous
         self._took_part = order.attempt
-        self._own = None
+        ready = None
+        if self._partners is not None:
+            memories = dict(zip(order.members, order.memories, strict=False))
+            ready = self._partners.begin(memories, order.word, forgets=is_stale)
+        self._starting = order, ready
+
+    def _start(self, order: Start) -> None:
+        environment = {
+            "MAXPIPE_ATTEMPT": str(order.attempt),
+            "MAXPIPE_JOB": order.job,
+            PROGRESS: str(self.progress_file),
+        }
         if self._memory is not None:
             try:
                 hold(self._memory)
                 (self._memory / OWN).mkdir(exist_ok=True)
-                self._own = self._memory / OWN
+                environment[MEMORY] = str(self._memory / OWN)
             except OSError as error:
                 self._log(f"the trainer gets no directory in memory: {error}")
-        if self._partners is None:
-            self._start(order)
-        else:
-            memories = dict(zip(order.members, order.memories, strict=False))
-            ready = self._partners.begin(memories, order.word, forgets=is_stale)
-            self._starting = order, ready
-
-    def _start(self, order: Start) -> None:
-        environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
-        if order.job:
-            environment["MAXPIPE_JOB"] = order.job
-        if self._own is not None:
-            environment[MEMORY] = str(self._own)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
+        if order.whole:
+            environment[WHOLE] = order.whole
         if self._place.count > 1:
             host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
             environment |= {
@@ -231,8 +294,6 @@ class Supervisor:
                 "JAX_NUM_PROCESSES": str(len(order.members)),
                 "JAX_PROCESS_ID": str(order.members.index(self._place.index)),
             }
-        if order.whole:
-            environment[WHOLE] = order.whole
         self.progress_file.unlink(missing_ok=True)
         try:
             self._trainer = TrainerProcess(self._command, environment)
@@ -240,18 +301,19 @@ class Supervisor:
             self._log(f"cannot start {self._command[0]}: {error.strerror}")
             self._report(Ended(self._attempt, CONFIG_ERROR))
             return
-        if self.stopped_by:  # the signal came while the order was on its way
-            self._trainer.send(self.stopped_by)
+        if self._stopped_by:  # the signal came while the order was on its way
+            self._trainer.send(self._stopped_by)
 
     def _report(self, report: Report) -> None:
-        if self._line is not None:
-            self._line.send(report)
+        if self.line is not None:
+            self.line.send(report)
 
     def _take_end(self) -> int | None:
         if self._trainer is None or (code := self._trainer.poll()) is None:
             return None
         self._trainer = None
         progress = read_progress(self.progress_file)
+        self._sizes = progress.sizes or self._sizes
         # An attempt without a step counts as part of the restart after the previous one.
         if progress.at or not self._downtime:
             self._downtime = downtime_variable(progress, time.time())
@@ -273,12 +335,17 @@ def supervise(
       place: this host's place in the run.
       policy: when to restart; supervisor 0's counts.
       log: function that receives a line for each event.
+
+    Raises:
+      ConfigError: there is no secret, or the council's port is in use.
     """
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     secret = run_secret(command, place.count)
-    with contextlib.ExitStack() as stack:
+    signals: list[int] = []  # that ask to stop
+    with ExitStack() as stack:
         # First, so that no signal leaves the memory behind.
-        signals = stack.enter_context(_signals())
+        numbers = numbers_to_pass_on()
+        stack.enter_context(handling(numbers, lambda n, _: signals.append(as_passed_on(n))))
         memory = stack.enter_context(shared_memory())
         if memory is not None:
             directory = memory  # which ends with this process, however it ends
@@ -298,63 +365,11 @@ def supervise(
             address = hub.address
             stack.enter_context(_writing_status(council, progress))
         stack.callback(supervisor.end)
-        return _follow(supervisor, place, address, secret, policy.wait_seconds, signals, log)
-
-
-def _follow(
-    supervisor: Supervisor,
-    place: Place,
-    address: tuple[str, int],
-    secret: str,
-    wait_seconds: float,
-    signals: list[int],
-    log: Callable[[str], None],
-) -> int:
-    """Let a supervisor that has not joined follow the council; return the exit code.
-
-    `signals` receives signals that ask to stop, as they come.
-    """
-
-    def is_stopped() -> bool:
-        return bool(signals or supervisor.stopped_by)
-
-    until = time.monotonic() + wait_seconds
-    while supervisor.code is None:
-        try:
-            line = connect(address, secret, supervisor.greeting, until, is_stopped, log)
-        except LinkLost as error:
-            log(f"{error}; exit code {LOST}")
-            return LOST
-        if line is None:
-            is_interrupted = signal.SIGINT in (*signals, supervisor.stopped_by)
-            return INTERRUPTED if is_interrupted else PREEMPTED
-        try:
-            supervisor.join(line)
-            while supervisor.code is None:
-                if signals:
-                    supervisor.stop(signals.pop())
-                line.exchange(supervisor.handle, _LOOK_SECONDS)
-                supervisor.look()
-        except LinkLost as error:
-            log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
-            supervisor.end()
-            if line.is_answered:
-                until = time.monotonic() + wait_seconds
-            elif time.monotonic() > until:
-                log(f"{describe_absence(address, str(error))}; exit code {LOST}")
-                return LOST
-            time.sleep(_RETRY_SECONDS)
-        line.close()
-    return supervisor.code
+        return supervisor.follow(address, secret, policy.wait_seconds, signals)
 
 
 def _hub(council: Council, place: Place, secret: str) -> Hub:
     """Return the hub of a council; raises ConfigError if its port is in use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 without a limit
-    needed = place.count + _OTHER_FILES  # a line to each supervisor
-    if 0 <= soft < needed:
-        most = needed if hard < 0 else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # A single process with an announced address starts JAX's own coordinator at that port.
     host, port = (place.host, place.port) if place.count > 1 else ("localhost", 0)
     try:
@@ -367,9 +382,9 @@ def _hub(council: Council, place: Place, secret: str) -> Hub:
         raise ConfigError(Problem("", message)) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def _writing_status(council: Council, progress: Callable[[], Progress]) -> Iterator[None]:
-    """Write `supervisor.json` into the run's directory when the status changes, and now and then.
+    """Write `supervisor.json` into the run's directory every few seconds, and at the end.
 
     A thread does so: a file system may stall for longer than the other supervisors tolerate
     silence.
@@ -377,16 +392,12 @@ def _writing_status(council: Council, progress: Callable[[], Progress]) -> Itera
     closed = threading.Event()
 
     def serve() -> None:
-        run, written, at = "", "", 0.0
-        is_last = False
+        run, is_last = "", False
         while not is_last:
-            is_last = closed.wait(_LOOK_SECONDS)
-            run = run or progress().run
-            text = json.dumps(asdict(council.status))
-            now = time.monotonic()
-            if run and (text != written or now - at > _STATUS_SECONDS):
-                written, at = text, now
-                with contextlib.suppress(OSError):
+            is_last = closed.wait(_STATUS_SECONDS)
+            if run := run or progress().run:
+                text = json.dumps(asdict(council.status))
+                with suppress(OSError):
                     write_atomically(Path(run) / STATUS_FILE, [text.encode()])
 
     thread = threading.Thread(target=serve, name="status", daemon=True)
@@ -396,15 +407,3 @@ def _writing_status(council: Council, progress: Callable[[], Progress]) -> Itera
     finally:
         closed.set()
         thread.join(_LAST_STATUS_SECONDS)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect signals that ask to stop in a list, converted by `as_passed_on`."""
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(as_passed_on(number))
-
-    with handling(numbers_to_pass_on(), receive):
-        yield received

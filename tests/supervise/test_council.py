@@ -5,7 +5,6 @@ import signal
 import pytest
 
 from maxpipe.devices.cluster import Sizes
-from maxpipe.storage.records import Damaged
 from maxpipe.supervise.council import Council, Policy, verdict
 from maxpipe.supervise.messages import (
     End,
@@ -51,10 +50,9 @@ class Supervised:
         return orders
 
     def orders(self, after=0.0):
-        """Return the orders after some seconds, without what supervisors only have to keep."""
+        """Return the orders after some seconds."""
         self.now += after
-        orders = self.council.take_orders() + self.council.take_orders()
-        return [order for order in orders if not isinstance(order, Sizes)]
+        return self.council.take_orders() + self.council.take_orders()
 
     def trained(self, seconds):
         """Let the attempt finish its first step some seconds from now."""
@@ -165,6 +163,7 @@ def test_status_that_was_read_stays_as_it_was_and_keeps_the_members_at_the_end(r
     other.join()
     before = other.council.status
     other.council.lose(1)
+    other.orders()
     assert (before.members, other.council.status.members) == (
         {0: "host0", 1: "host1"},
         {0: "host0"},
@@ -267,7 +266,8 @@ def elastic(count=4, counts=(1, 2), **policy):
     """Return a council whose trainers have told that they can go on with fewer processes."""
     run = Supervised(count, pause_seconds=1, wait_seconds=600, **policy)
     run.join()
-    run.council.receive(0, Sizes(counts, 60.0, "whole"))
+    run.progress = Progress(run.council.status.attempt, sizes=Sizes(counts, 60.0, "whole"))
+    run.orders()
     return run
 
 
@@ -462,8 +462,7 @@ def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others()
     run = Supervised(4, wait_seconds=600)
     run.join(0)
     for member in (1, 2):
-        run.council.receive(member, Joined(4, "host", "", 3_000_000_000 + member))
-        run.council.receive(member, sizes)
+        run.council.receive(member, Joined(4, "host", "", 3_000_000_000 + member, sizes=sizes))
     assert run.orders(after=59) == []
     (start,) = run.orders(after=1.5)
     assert (start.members, start.whole) == ((0, 1), "whole")
@@ -471,25 +470,14 @@ def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others()
     assert start.attempt > start.previous
 
 
-def test_council_believes_sizes_of_process_0_against_the_others_and_passes_them_on():
+def test_council_believes_sizes_of_process_0_s_trainer_against_the_others():
     run = elastic()
-    sizes = Sizes((1, 2), 60.0, "whole")
-    assert sizes in run.council.take_orders()
     run.council.lose(3)
-    run.council.take_orders()
-    run.council.receive(3, Joined(4, "host3"))
-    assert sizes in run.council.take_orders()
-    run.council.receive(1, Sizes((1,), 1.0, "other"))
-    assert run.council._sizes == Sizes((1, 2), 60.0, "whole")
-    for attempt in (1, run.council.status.attempt):  # the first is an earlier one
-        assert run.council._sizes == sizes
+    run.council.receive(3, Joined(4, "host3", sizes=Sizes((1,), 1.0, "other")))
+    for attempt, counts in ((1, (1, 2)), (run.council.status.attempt, (2,))):  # 1: an earlier one
         run.progress = Progress(attempt, sizes=Sizes((2,), 60.0, "whole"))
         run.council.take_orders()
-    assert run.council._sizes.counts == (2,)
-    for counts in ((0,), (4,), (1, -1)):
-        with pytest.raises(Damaged):
-            run.council.receive(0, Sizes(counts, 60.0, "whole"))
-    assert run.council._sizes.counts == (2,)
+        assert run.council._sizes.counts == counts
 
 
 def test_council_shows_and_says_which_hosts_wait(shrunk):

@@ -1,13 +1,13 @@
 """Lines between supervisors: who is heard, who is refused, and what cannot silence a council."""
 
 import contextlib
+import queue
 import select
 import socket
 import time
 
 import pytest
 
-from maxpipe.devices.cluster import Sizes
 from maxpipe.supervise import link
 from maxpipe.supervise.council import Council, Policy
 from maxpipe.supervise.link import Hub
@@ -43,15 +43,6 @@ class Member:
     def close(self):
         self.file.close()
         self.socket.close()
-
-
-def connect(hub, index):
-    """Connect as a supervisor does."""
-
-    def greet(host):
-        return Joined(2, host, index=index)
-
-    return link.connect(hub.address, SECRET, greet, 0, lambda: False, print)
 
 
 @pytest.fixture
@@ -124,7 +115,7 @@ def test_hub_drops_a_supervisor_of_another_count_without_loss_of_the_member(join
 def test_hub_drops_who_reports_before_it_has_greeted(join, hub, council):
     members = [join(0), join(1)]
     assert {type(member.hear()) for member in members} == {Start}
-    for report in (Stopping(15), Sizes((1,), 0.0, "x"), Ended(council.status.attempt, 1)):
+    for report in (Stopping(15), Ended(council.status.attempt, 1)):
         with socket.create_connection(hub.address) as early:
             prove(early, SECRET, CALLER)
             early.settimeout(20)
@@ -173,13 +164,16 @@ def test_hub_whose_council_raises_lets_all_supervisors_end_with_1(
 
 def test_line_to_a_hub_that_has_no_order_yet_is_answered(hub, monkeypatch):
     monkeypatch.setattr(link, "PING_SECONDS", 0.1)
-    line = connect(hub, 0)
-    assert not line.is_answered
-    until, orders = time.monotonic() + 20, []
+    inbox = queue.SimpleQueue()
+    connection = socket.create_connection(hub.address)
+    prove(connection, SECRET, CALLER)
+    line = link.Line(connection, inbox)
+    line.send(Joined(2, "host0"))
+    until = time.monotonic() + 20
     while not line.is_answered:
         assert time.monotonic() < until
-        line.exchange(orders.append, 0.1)
-    assert orders == []
+        time.sleep(0.05)
+    assert inbox.empty()
     line.close()
 
 

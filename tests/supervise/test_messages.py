@@ -19,9 +19,9 @@ from maxpipe.supervise.messages import (
     "message",
     [
         Joined(2, "a"),
+        Joined(2, "a", "a:1", 3, 1, Sizes((1, 2), 60.0, "{}")),
         Ended(1, -9),
         Stopping(15),
-        Sizes((1, 2), 60.0, "{}"),
         Start(3, 7, "j", (0, 2), ("a:1", "b:2"), "word", "{}", 2),
         Save(3),
         End(3, 2.0),

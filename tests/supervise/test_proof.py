@@ -103,25 +103,6 @@ def test_listener_passes_on_no_stranger_and_does_not_keep_others_waiting(monkeyp
         assert passed == ["secret"]
 
 
-def test_listener_accepts_few_at_once_and_others_once_these_are_dropped(monkeypatch):
-    monkeypatch.setattr(proof, "_PROOF_SECONDS", 2.0)
-    monkeypatch.setattr(proof, "_MOST_UNPROVED", 2)
-    with (
-        Listener("127.0.0.1", 0, lambda: "a", lambda taken, _: taken.close()) as listener,
-        contextlib.ExitStack() as stack,
-    ):
-        address = listener.own_host, listener.port
-        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
-        for stranger in silent:
-            stranger.settimeout(20)
-        assert [len(stranger.recv(64)) for stranger in silent[:2]] == [64, 64]
-        silent[2].settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            silent[2].recv(64)
-        silent[2].settimeout(20)
-        assert len(silent[2].recv(64)) == 64
-
-
 def test_listener_is_reached_by_its_address_only():
     with Listener("127.0.0.1", 0, lambda: "secret", lambda connection, _: None) as listener:
         assert listener.own_host == "127.0.0.1"

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from helpers.training_process import inherited
 
 from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, Sizes, free_port
-from maxpipe.supervise import link, supervisor
+from maxpipe.supervise import supervisor
 from maxpipe.supervise.council import Policy
 from maxpipe.supervise.messages import Start
+from maxpipe.supervise.progress import Progress
 from maxpipe.supervise.supervisor import Supervisor
 
 # Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
@@ -264,7 +266,7 @@ def test_supervise_writes_how_the_run_has_ended_and_who_took_part(tmp_path):
     ],
 )
 def test_supervise_with_another_program_at_supervisor_0_s_port_ends_in_time(monkeypatch, answer):
-    monkeypatch.setattr(link, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
     log = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -315,6 +317,7 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
 
     def downtime_after(progress):
         here.handle(Start(1, 7, ""))
+        here.look()
         here.progress_file.write_text(json.dumps(progress))
         here.end()
         return here._downtime
@@ -326,26 +329,16 @@ def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_
     assert downtime_after({"run": "r", "step": 4, "at": before}) != trained
 
 
-class Heard:
-    """A line to a council, and what has been reported over it."""
-
-    def __init__(self):
-        self.reports = []
-
-    def send(self, report):
-        self.reports.append(report)
-
-
-def test_supervisor_says_what_an_earlier_council_had_told(tmp_path):
-    here = supervisor_in(tmp_path, count=3, index=2)
-    here.join(Heard())
-    sizes = Sizes((1, 2), 60.0, "all")
-    here.handle(sizes)
+def test_supervisor_tells_a_new_council_the_attempt_and_the_sizes_of_its_last_trainer(tmp_path):
+    here = supervisor_in(tmp_path, sys.executable, "-c", "", count=3, index=2)
     here.handle(Start(5, 7, "", (0, 1)))
     assert here.greeting("host").attempt == 0, "it has only waited"
-    line = Heard()
-    here.join(line)
-    assert line.reports == [sizes]
+    here.handle(Start(6, 7, "", (0, 1, 2)))
+    here.look()
+    sizes = Sizes((1, 2), 60.0, "all")
+    here.progress_file.write_text(json.dumps(asdict(Progress(6, sizes=sizes))))
+    here.end()
+    assert (here.greeting("host").attempt, here.greeting("host").sizes) == (6, sizes)
 
 
 class Remembered:
@@ -393,6 +386,7 @@ def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_pa
     log = []
     here = supervisor_in(tmp_path, "true", memory=tmp_path / "memory", log=log.append)
     here.handle(Start(1, 7, ""))
+    here.look()
     assert here._trainer is not None
     here.end()
     assert "the trainer gets no directory in memory: [Errno 28] No space left on device" in log
