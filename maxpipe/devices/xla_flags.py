@@ -1,4 +1,4 @@
-"""Recommend XLA flags from which a pipeline gains, by chip, and name others to try, without JAX.
+"""Recommend XLA flags from which a pipeline gains, by chip, without JAX.
 
 maxpipe does not set them: they trade memory for overlap, and XLA reads them once, when it is
 loaded.
@@ -7,7 +7,6 @@ loaded.
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from maxpipe.devices.chips import Device, chip_for, short_name
 
@@ -63,28 +62,6 @@ _GPU = Recommended(
 )
 
 
-class FlagSet(NamedTuple):
-    """Flags that belong together."""
-
-    name: str
-    flags: Mapping[str, str]
-
-
-# More of a chip's own memory for each kernel: some products gain and others lose.
-_KERNEL_MEMORY = tuple(
-    FlagSet(f"{mib} MiB for kernels", {"xla_tpu_scoped_vmem_limit_kib": str(1024 * mib)})
-    for mib in (64, 96)
-)
-# Collectives run on cores of their own, next to computation.
-_OFFLOADED = FlagSet(
-    "collectives on sparse cores",
-    {
-        f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
-        for kind in ("all_gather", "all_reduce", "reduce_scatter")
-    },
-)
-_SPARSE_CORES = ("v4", "v5p", "v6e", "tpu7x")  # chips that have some
-
 # On a TPU JAX adds this when it is imported; the next process will add it again.
 _OF_JAX = " --xla_tpu_use_enhanced_launch_barrier=true"
 
@@ -97,13 +74,6 @@ RECOMMENDED = {
     "tpu7x": _TPU,
     "gpu": _GPU,
 }
-
-
-def sets_to_try(chip: str) -> list[FlagSet]:
-    """Return flags that may make a step on a TPU faster, or slower; tune_flags.py tries them."""
-    recommended = FlagSet("overlap, as recommended", RECOMMENDED[chip].flags)
-    offloaded = [_OFFLOADED] if chip in _SPARSE_CORES else []
-    return [recommended, *offloaded, *_KERNEL_MEMORY]
 
 
 def recommended_for(device: Device) -> Recommended | None:

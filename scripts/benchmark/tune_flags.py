@@ -9,17 +9,48 @@ LIBTPU_INIT_ARGS stay as they are. Exit code 1 means that the step without a set
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from maxpipe.compile.compile_process import compile_command
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.slices import canonical_topology
 from maxpipe.devices.chips import GIB
-from maxpipe.devices.xla_flags import added_to, assignment, names_in, own_flags, sets_to_try
+from maxpipe.devices.xla_flags import RECOMMENDED, added_to, assignment, names_in, own_flags
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 LEAST_GAIN = 0.005  # share of a step; predictions that differ by less are the same
+
+
+class FlagSet(NamedTuple):
+    """Flags that belong together."""
+
+    name: str
+    flags: Mapping[str, str]
+
+
+# More of a chip's own memory for each kernel: some products gain and others lose.
+_KERNEL_MEMORY = tuple(
+    FlagSet(f"{mib} MiB for kernels", {"xla_tpu_scoped_vmem_limit_kib": str(1024 * mib)})
+    for mib in (64, 96)
+)
+# Collectives run on cores of their own, next to computation.
+_OFFLOADED = FlagSet(
+    "collectives on sparse cores",
+    {
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
+        for kind in ("all_gather", "all_reduce", "reduce_scatter")
+    },
+)
+_SPARSE_CORES = ("v4", "v5p", "v6e", "tpu7x")  # chips that have some
+
+
+def sets_to_try(chip: str) -> list[FlagSet]:
+    """Return flags that may make a step on a TPU faster, or slower."""
+    recommended = FlagSet("overlap, as recommended", RECOMMENDED[chip].flags)
+    offloaded = [_OFFLOADED] if chip in _SPARSE_CORES else []
+    return [recommended, *offloaded, *_KERNEL_MEMORY]
 
 
 @exit_on_config_error()

@@ -10,16 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.compile_command import tpu_aot
+from helpers.scripts import load_script
 
 from maxpipe.devices.chips import CHIPS, short_name
-from maxpipe.devices.xla_flags import (
-    RECOMMENDED,
-    added_to,
-    advice,
-    assignment,
-    names_in,
-    sets_to_try,
-)
+from maxpipe.devices.xla_flags import RECOMMENDED, added_to, advice, assignment, names_in
 
 # A JAX device kind of every chip in the table.
 KINDS = {
@@ -113,7 +107,7 @@ for topology in sys.argv[1:]:
 # The chips that each set of flags is for: what is recommended, and what tune_flags.py tries.
 FLAG_SETS: dict[str, list[str]] = {}
 for _name in SLICES:
-    for _choice in sets_to_try(_name):
+    for _choice in load_script("benchmark/tune_flags").sets_to_try(_name):
         FLAG_SETS.setdefault(added_to("", _choice.flags), []).append(_name)
 
 

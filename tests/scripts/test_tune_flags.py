@@ -6,19 +6,18 @@ import pytest
 from helpers.scripts import load_script
 
 from maxpipe.devices.chips import GIB
-from maxpipe.devices.xla_flags import FlagSet, names_in
+from maxpipe.devices.xla_flags import names_in
 from maxpipe.plan.search.candidate import Proof
 
-SETS = [FlagSet(name, {name: "1"}) for name in ("a", "b", "slower", "large")]
-SETS.insert(2, FlagSet("b twice", {"b": "2"}))
+script = load_script("benchmark/tune_flags")
+SETS = [script.FlagSet(name, {name: "1"}) for name in ("a", "b", "slower", "large")]
+SETS.insert(2, script.FlagSet("b twice", {"b": "2"}))
 FACTORS = {"a": 0.9, "b": 0.8, "slower": 1.2, "large": 0.1}
 
 
 def test_sets_that_fit_and_gain_are_combined_and_the_fastest_is_printed_for_a_shell(
     monkeypatch, capsys
 ):
-    script = load_script("benchmark/tune_flags")
-
     def compile_command(words, note, environment):
         names = names_in(environment["LIBTPU_INIT_ARGS"]) & FACTORS.keys()
         seconds = 2.0 * math.prod(FACTORS[name] for name in names)
