@@ -5,16 +5,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import BinaryIO
 
 from maxpipe.compile import DOES_NOT_FIT, FITS
-from maxpipe.compile.step import growing_silences
+from maxpipe.compile.step import progress
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
@@ -22,7 +18,6 @@ from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.storage.records import read_record
 from maxpipe.supervise.ending import die_with_parent
-from maxpipe.supervise.signals import handling, numbers_to_pass_on
 
 
 def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = ()) -> Proof:
@@ -42,7 +37,7 @@ def compile_configuration(yaml_text: str, note: Note, imports: Sequence[str] = (
 def compile_command(
     words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
 ) -> Proof:
-    """Return what the compiler says about a command line.
+    """Return what the compiler says about a command line of `maxpipe.compile`.
 
     Args:
       words: the command line after the command.
@@ -50,101 +45,26 @@ def compile_command(
       environment: variables in addition to those of this process.
     """
     started = time.perf_counter()
-    report = report_of(words, note, environment)
-    took = time.perf_counter() - started
-    if isinstance(report, str):
-        return Proof(None, None, False, f"not compiled: {report}", took)
-    return _read(report, took)
-
-
-def report_of(
-    words: Sequence[str], note: Note, environment: Mapping[str, str] | None = None
-) -> dict[str, object] | str:
-    """Run `maxpipe.compile` in a process, and return its JSON report; or why there is none.
-
-    Args:
-      words: the command line after the command.
-      note: function that prints a line now and then.
-      environment: variables in addition to those of this process.
-    """
     with tempfile.TemporaryDirectory(prefix="maxpipe_compile_") as directory:
         report, log = Path(directory, "report.json"), Path(directory, "log")
         command = [sys.executable, "-m", "maxpipe.compile", *words, "--json", str(report)]
-        variables = {**os.environ, **(environment or {})}
-        with log.open("wb") as output:
-            code = _exit_code(command, variables, output, note)
-        if code == -signal.SIGKILL:
-            return "the compiler was ended by SIGKILL; this machine may have too little memory"
-        if code not in (FITS, DOES_NOT_FIT) or not report.exists():
-            problem = _last_problem(log.read_text(encoding="utf-8", errors="replace"))
-            if code < 0:
-                return f"the compiler was ended by {signal.Signals(-code).name}: {problem}"
-            return problem
-        return read_record(report, dict[str, object])
-
-
-def _exit_code(
-    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, note: Note
-) -> int:
-    """Run a command and return its exit code; stop it if a signal asks this process to stop.
-
-    Raises:
-      KeyboardInterrupt, SystemExit: such a signal came; only the main thread notices signals.
-    """
-    processes: list[subprocess.Popen[bytes]] = []
-    with _ending(processes) as told:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-        processes.append(process)
-        try:
-            if told:  # while the process was being started
-                process.terminate()
-            code = _wait(process, note)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    if told:
-        raise KeyboardInterrupt if told[0] == signal.SIGINT else SystemExit(128 + told[0])
-    return code
-
-
-def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    began, silences = time.perf_counter(), growing_silences()
-    while True:
-        try:
-            return process.wait(next(silences))
-        except subprocess.TimeoutExpired:
-            note(f"            for {time.perf_counter() - began:.0f} s")
-
-
-@contextmanager
-def _ending(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[list[int]]:
-    """Terminate processes at the first signal that asks this one to stop; kill them at the second.
-
-    Yields the list of the signals that have come so far.
-
-    The handler raises nothing: an exception just after `Popen.wait` has taken its lock would leave
-    it locked, and whoever waits for the process next would wait forever.
-    """
-    told: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        for process in processes:
-            (process.terminate if len(told) == 1 else process.kill)()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    heard = [n for n in numbers_to_pass_on() if signal.getsignal(n) != signal.SIG_IGN]
-    with handling(heard, end):
-        yield told
+        with log.open("wb") as output, progress("", note):
+            code = subprocess.run(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                preexec_fn=die_with_parent(os.getpid()),
+            ).returncode
+        took = time.perf_counter() - started
+        if code in (FITS, DOES_NOT_FIT) and report.exists():
+            return _read(read_record(report, dict[str, object]), took)
+        failure = _last_problem(log.read_text(encoding="utf-8", errors="replace"))
+    if code == -signal.SIGKILL:
+        failure = "the compiler was ended by SIGKILL; this machine may have too little memory"
+    elif code < 0:
+        failure = f"the compiler was ended by {signal.Signals(-code).name}: {failure}"
+    return Proof(None, None, False, f"not compiled: {failure}", took)
 
 
 def _read(report: dict[str, object], took: float) -> Proof:

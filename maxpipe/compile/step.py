@@ -108,6 +108,7 @@ def compile_step(
     try:
         lowered = traced.lower()
         moments.append(time.perf_counter())
+        note(f"{'compiling':<12}the program, minutes for a large model")
         with progress("compiling", note):
             executable = lowered.compile({**options} if options else None)
         moments.append(time.perf_counter())
@@ -119,15 +120,21 @@ def compile_step(
 
 @contextmanager
 def progress(phase: str, note: Note, first_seconds: float = PROGRESS_SECONDS) -> Iterator[None]:
-    """Note a phase when it begins, and again while it lasts, with the seconds so far."""
-    silences = growing_silences(first_seconds)
-    note(f"{phase:<12}the program, minutes for a large model")
+    """Note the seconds that a phase has lasted so far, ever less often.
+
+    Args:
+      phase: its name.
+      note: function that prints a line.
+      first_seconds: length of the first silence. Each is twice as long as the last, up to a limit.
+    """
     done = threading.Event()
     began = time.perf_counter()
 
     def report() -> None:
-        while not done.wait(next(silences)):
+        silence = first_seconds
+        while not done.wait(silence):
             note(f"{phase:<12}for {time.perf_counter() - began:.0f} s")
+            silence = min(2 * silence, LONGEST_SILENCE)
 
     reporter = threading.Thread(target=report, name="progress", daemon=True)
     reporter.start()
@@ -136,18 +143,6 @@ def progress(phase: str, note: Note, first_seconds: float = PROGRESS_SECONDS) ->
     finally:
         done.set()
         reporter.join()
-
-
-def growing_silences(first_seconds: float = PROGRESS_SECONDS) -> Iterator[float]:
-    """Yield the seconds before each note of progress, so that a long compilation has few of them.
-
-    Args:
-      first_seconds: length of the first silence. Each is twice as long as the last, up to a limit.
-    """
-    seconds = first_seconds
-    while True:
-        yield seconds
-        seconds = min(2 * seconds, LONGEST_SILENCE)
 
 
 def memory_of(compiled: jax.stages.Compiled, mesh: Mesh) -> CompilerMemory:
