@@ -28,8 +28,7 @@ from maxpipe.config.outputs import is_device, output_problems
 from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.draw import draw
-from maxpipe.render.schedule_request import ScheduleKeys, keys_help, problems_of
-from maxpipe.render.solver import SolveKeys
+from maxpipe.render.schedule_request import ScheduleKeys, SolveKeys, keys_help, problems_of
 
 _OWN_KEYS = keys_help(SolveKeys, besides=ScheduleKeys)
 KEYS_HELP = f"""\

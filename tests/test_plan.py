@@ -18,7 +18,7 @@ from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import get
 from maxpipe.devices.chips import GIB
 from maxpipe.plan import __main__ as plan
-from maxpipe.render import plan_notes
+from maxpipe.render import plan_text
 
 BASE = Path("configs/base.yml").resolve()
 PLAIN = ["--fix", "mesh.ici.tensor=1", "--fix", "mesh.ici.context=1"]
@@ -403,7 +403,7 @@ def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warnin
 ):
     file, warnings = tmp_path / "plan.json", []
     for free in (8 * 2**20, 2**40):
-        monkeypatch.setattr(plan_notes, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(plan_text, "free_memory", lambda free=free: free)
         assert plan.main([*SMALL, "--fix", "pipeline.engine=sequential", "--json", str(file)]) == 0
         printed = capsys.readouterr().out
         warnings += re.findall(r"4 x \S+ = (\S+) GiB, and (\S+) are free", printed)
@@ -411,8 +411,8 @@ def test_simulated_devices_that_need_more_than_the_machine_has_free_are_a_warnin
     (warning,) = warnings
     assert [float(n) * GIB for n in warning] == pytest.approx([needed, 8 * 2**20], rel=1e-2)
     # Where the machine does not say, all of its memory counts.
-    monkeypatch.setattr(plan_notes, "free_memory", Mock(side_effect=FileNotFoundError))
-    monkeypatch.setattr(plan_notes.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 1024}.get)
+    monkeypatch.setattr(plan_text, "free_memory", Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(plan_text.os, "sysconf", {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 1024}.get)
     assert plan.main([*SMALL, "--fix", "pipeline.engine=sequential"]) == 0
     assert "and 1.91e-06 are free" in capsys.readouterr().out
 

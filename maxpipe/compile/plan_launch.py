@@ -20,9 +20,15 @@ from maxpipe.plan.search.given import emptiness, given_text
 from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
 from maxpipe.plan.search.written import file_text
-from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
 from maxpipe.render.plan_page import page_html
-from maxpipe.render.plan_table import as_json, slice_lines, summary_lines, table_lines
+from maxpipe.render.plan_text import (
+    as_json,
+    basis_lines,
+    nothing_fits_lines,
+    slice_lines,
+    summary_lines,
+    table_lines,
+)
 
 FITS, NOTHING_FITS = 0, 3
 

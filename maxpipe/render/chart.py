@@ -129,44 +129,35 @@ def _heading(run: Simulation, frame: Frame) -> list[str]:
         f"{int(run.peak_in_flight.max())} {'chunks' if table.num_repeats > 1 else 'microbatches'}"
     )
     parts = [
-        f'<text class="title" x="{LEFT}" y="18">{escape(table.name)}</text>',
-        f'<text class="muted" x="{LEFT}" y="36">{facts}</text>',
+        _text(LEFT, 18, escape(table.name), "title"),
+        _text(LEFT, 36, facts, "muted"),
     ]
-    x = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
+    x = legend = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
     for kind in table.kinds:
         for chunk in range(table.num_repeats):
             fill = unit_colour(kind, chunk, table.num_repeats).hex
-            parts.append(f'<rect x="{_n(x)}" y="8" width="12" height="12" rx="2.5" fill="{fill}"/>')
+            parts.append(f'<rect {_at(x, 8, 12, 12)} rx="2.5" fill="{fill}"/>')
             x += 13
-        parts.append(f'<text x="{_n(x + 4)}" y="18">{NAMES[kind]}</text>')
+        parts.append(_text(x + 4, 18, NAMES[kind]))
         x += 6.2 * len(NAMES[kind]) + 18
     if (run.head_end > run.head_start).any():
-        parts.append(f'<rect class="head" x="{_n(x)}" y="8" width="12" height="12" rx="2.5"/>')
-        parts.append(f'<text x="{_n(x + 17)}" y="18">head</text>')
+        parts += [f'<rect class="head" {_at(x, 8, 12, 12)} rx="2.5"/>', _text(x + 17, 18, "head")]
     if table.num_repeats > 1:
-        x = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
         shades = f"chunks 0 to {table.num_repeats - 1} from dark to light"
-        parts.append(f'<text class="muted" x="{_n(x)}" y="36">{shades}</text>')
+        parts.append(_text(legend, 36, shades, "muted"))
     return parts
 
 
 def _rows(run: Simulation, frame: Frame) -> list[str]:
     """Draw stage labels, the background of idle time, and the axis of time."""
-    parts = [f'<text class="end muted" x="{LEFT - 10}" y="{_n(frame.rows_end + 14)}">time</text>']
+    below, length = frame.rows_end + 14, frame.scale * run.makespan
+    parts = [_text(LEFT - 10, below, "time", "end muted")]
     for stage in range(run.table.num_stages):
         y = frame.y(stage)
-        parts.append(
-            f'<text class="end" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">stage {stage}</text>'
-        )
-        width = _n(frame.scale * run.makespan)
-        parts.append(
-            f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{width}" height="{ROW}" rx="3"/>'
-        )
+        parts.append(_text(LEFT - 10, y + ROW / 2 + 4, f"stage {stage}", "end"))
+        parts.append(f'<rect class="idle" {_at(LEFT, y, length, ROW)} rx="3"/>')
     for time in round_values(frame.horizon, frame.scale * frame.horizon / 60):
-        x = _n(frame.x(time))
-        parts.append(
-            f'<text class="mid muted" x="{x}" y="{_n(frame.rows_end + 14)}">{time:g}</text>'
-        )
+        parts.append(_text(frame.x(time), below, f"{time:g}", "mid muted"))
     return parts
 
 
@@ -196,8 +187,7 @@ def _units(run: Simulation, frame: Frame, titles: bool) -> list[str]:
                         _box(unit, stage, chunk, (start, end), (x, y, width, height), titles)
                     )
                     if width >= _number_width(microbatch) - 1:
-                        at_middle = f'x="{_n(x + width / 2)}" y="{_n(y + height / 2)}"'
-                        numbers.append(f"<text {at_middle}>{microbatch}</text>")
+                        numbers.append(_text(x + width / 2, y + height / 2, f"{microbatch}"))
             parts.append(f'<g fill="{fill.hex}">{"".join(boxes)}</g>')
             parts.append(f'<g class="n" style="--ink:{ink(fill).hex}">{"".join(numbers)}</g>')
     return parts
@@ -226,10 +216,7 @@ def _box(
     x, y, width, height = place
     # A hairline between neighbours, unless they are too narrow.
     inset = 0.5 if width > 4 else 0.0
-    inner_width = max(width - 2 * inset, 0)
-    shape = f'x="{_n(x + inset)}" y="{_n(y)}" width="{_n(inner_width)}" height="{_n(height)}"'
-    if inset:
-        shape += ' rx="2.5"'
+    shape = _at(x + inset, y, max(width - 2 * inset, 0), height) + ' rx="2.5"' * (inset > 0)
     if not title:
         return f'<rect data-unit="{unit}" data-at="{stage} {times[0]:g} {times[1]:g}" {shape}/>'
     text = (
@@ -248,10 +235,8 @@ def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
         if end <= start:
             continue
         for stage in stages:
-            shape = (
-                f'class="head" x="{_n(frame.x(start))}" y="{_n(frame.y(stage))}" '
-                f'width="{_n(frame.scale * (end - start))}" height="{ROW}"'
-            )
+            place = frame.x(start), frame.y(stage), frame.scale * (end - start), ROW
+            shape = f'class="head" {_at(*place)}'
             if titles:
                 title = f"<title>head of microbatch {microbatch}</title>"
                 parts.append(f"<rect {shape}>{title}</rect>")
@@ -266,13 +251,11 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
     table, top = run.table, frame.curves_top
     peak = max(int(run.peak_in_flight.max()), 1)  # nothing is in flight if units take no time
     bottom = top + CURVES
-    parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
+    parts = [_text(LEFT, top - 16, "in flight", "muted")]
     for value in round_values(peak, min(peak, 4)):
         y = _n(bottom - CURVES * value / peak)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(frame.x(frame.horizon))}"/>')
-        parts.append(
-            f'<text class="end muted" x="{LEFT - 10}" y="{_n(float(y) + 4)}">{value:g}</text>'
-        )
+        parts.append(_text(LEFT - 10, float(y) + 4, f"{value:g}", "end muted"))
     steps, x = [], LEFT + 64.0
     named = {
         round(s)
@@ -292,15 +275,12 @@ def _curves(run: Simulation, frame: Frame) -> list[str]:
         parts.append(f'<path class="curve" stroke="{colour}" d="M{LEFT} {_n(bottom)}{path}"/>')
         if stage in named:
             label = f"stage {stage}: {int(run.peak_in_flight[stage])}"
-            corner = f'x="{_n(x)}" y="{_n(top - 21)}"'
-            parts.append(f'<rect {corner} width="12" height="4" rx="2" fill="{colour}"/>')
-            parts.append(f'<text x="{_n(x + 16)}" y="{_n(top - 16)}">{label}</text>')
+            parts.append(f'<rect {_at(x, top - 21, 12, 4)} rx="2" fill="{colour}"/>')
+            parts.append(_text(x + 16, top - 16, label))
             x += 34 + 5.8 * len(label)
-    parts.append(
-        f'<rect class="hover" x="{LEFT}" y="{_n(top)}" '
-        f'width="{_n(frame.scale * frame.horizon)}" height="{CURVES}" '
-        f"fill=\"transparent\" data-curves='{json.dumps(steps, separators=(',', ':'))}'/>"
-    )
+    place = _at(LEFT, top, frame.scale * frame.horizon, CURVES)
+    curves = json.dumps(steps, separators=(",", ":"))
+    parts.append(f'<rect class="hover" {place} fill="transparent" data-curves=\'{curves}\'/>')
     return parts
 
 
@@ -314,6 +294,15 @@ def round_values(limit: float, count: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     return [step * i for i in range(math.floor(limit / step + 1e-9) + 1)]
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    style = f'class="{kind}" ' if kind else ""
+    return f'<text {style}x="{_n(x)}" y="{_n(y)}">{text}</text>'
+
+
+def _at(x: float, y: float, width: float, height: float) -> str:
+    return f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
 
 
 def _n(value: float) -> str:

@@ -28,7 +28,8 @@ def unit_colour(kind: str, chunk: int, num_repeats: int) -> Rgb:
     """Return the fill colour of a unit; later chunks are lighter."""
     hue, saturation = HUES[kind]
     step = chunk / (num_repeats - 1) if num_repeats > 1 else 0.15
-    return _rgb(hue, DARKEST + (LIGHTEST - DARKEST) * step, saturation)
+    lightness = DARKEST + (LIGHTEST - DARKEST) * step
+    return Rgb(*(round(255 * c) for c in colorsys.hls_to_rgb(hue / 360, lightness, saturation)))
 
 
 def stage_colour(stage: int, num_stages: int) -> Rgb:
@@ -45,7 +46,3 @@ def ink(fill: Rgb) -> Rgb:
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     # WCAG's contrast with white; above 3.5 white looks better even where black scores higher.
     return Rgb(255, 255, 255) if 1.05 / (luminance + 0.05) >= 3.5 else Rgb(18, 22, 28)
-
-
-def _rgb(hue: float, lightness: float, saturation: float) -> Rgb:
-    return Rgb(*(round(255 * c) for c in colorsys.hls_to_rgb(hue / 360, lightness, saturation)))

@@ -7,20 +7,27 @@ from collections.abc import Sequence
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import repeated_words
+from maxpipe.config.imports import install_command, is_installed
 from maxpipe.config.outputs import write_file
 from maxpipe.config.shipped import names_config
 from maxpipe.config.terminal import terminal_width, wants_colour
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.simulate import Simulation
+from maxpipe.plan.solve import Solution, Task, solve
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.schedule_page import page_html
-from maxpipe.render.schedule_request import in_own_keys, simulate_words
+from maxpipe.render.schedule_request import in_own_keys, read_task, simulate_words
 from maxpipe.render.schedule_text import comparison_text, render_terminal
-from maxpipe.render.solver import read_task, search, solution_text
 
 SOLVE = "solve"
 DEFAULT_SECONDS = 60.0
+SECONDS_BETWEEN_LINES = 5.0
+WITHOUT_SOLVER = (
+    f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
+    "heuristics alone were tried"
+)
+WITHOUT_TIME = "heuristics took all of the time, and left none for exact search; raise --seconds"
 
 
 def draw(arguments: argparse.Namespace) -> None:
@@ -66,13 +73,13 @@ def _solve(arguments: argparse.Namespace) -> None:
     if not 0 <= seconds < math.inf:
         problems.append(Problem("--seconds", f"must be a number, at least 0; got {seconds:g}"))
     task = read_task(arguments.words[1:], problems)
-    solution = search(task, seconds)
+    solution = _search(task, seconds)
     sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
     _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
     if not _names_files(arguments):
         _print([solution.run], arguments.plan)
         sys.stdout.write("\n")
-    sys.stdout.write(solution_text(solution))
+    sys.stdout.write(_solution_text(solution))
 
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
@@ -93,6 +100,35 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     if not _names_files(arguments):
         _print(drawing.runs[:1], arguments.plan)
         sys.stdout.write("\n" + drawing.text)
+
+
+def _search(task: Task, seconds: float) -> Solution:
+    """Solve a task; print its best makespan and the bound to stderr now and then."""
+    last = -SECONDS_BETWEEN_LINES
+
+    def show(elapsed: float, makespan: float, bound: float) -> None:
+        nonlocal last
+        if elapsed >= last + SECONDS_BETWEEN_LINES:
+            last = elapsed
+            line = f"{elapsed:.0f} s: best makespan {makespan:.6g}, bound {bound:.6g}"
+            print(line, file=sys.stderr, flush=True)
+
+    solution = solve(task, seconds, show)
+    if not solution.exact and seconds > 0:
+        print(WITHOUT_TIME if is_installed("ortools") else WITHOUT_SOLVER, file=sys.stderr)
+    return solution
+
+
+def _solution_text(solution: Solution) -> str:
+    """Return a line for the schedule and for each named one that fits, and what was proved."""
+    run = solution.run
+    above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
+    verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"
+    return (
+        f"{comparison_text([run, *solution.named])}"
+        f"bound: no {solution.forms} order of these sizes takes less than {solution.bound:.6g}; "
+        f"{verdict}\n"
+    )
 
 
 def _without_seconds(arguments: argparse.Namespace) -> list[Problem]:

@@ -1,5 +1,6 @@
 """Write an HTML page that loads nothing else: one shell and one look for all pages."""
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from maxpipe.render.chart import DARK, LIGHT
@@ -61,3 +62,17 @@ def document(title: str, body: str, style: str, script: str) -> str:
 </body>
 </html>
 """
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table of cells, which are HTML.
+
+    Args:
+      heads: the texts of the first row.
+      rows: the rows below it.
+      kind: CSS class of the table; "" for none.
+    """
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in heads)]
+    lines += ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
+    style = f' class="{kind}"' if kind else ""
+    return f"<table{style}>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -9,11 +9,12 @@ from maxpipe.config.shipped import locate_config
 from maxpipe.plan.search.best import Plan
 from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.written import versions
-from maxpipe.render.html import document
-from maxpipe.render.plan_notes import basis_lines, nothing_fits_lines
-from maxpipe.render.plan_table import (
+from maxpipe.render.html import document, table
+from maxpipe.render.plan_text import (
     HEADER,
     LEFT,
+    basis_lines,
+    nothing_fits_lines,
     slice_lines,
     summary_lines,
     table_cells,
@@ -28,11 +29,10 @@ h2{font-size:15px;margin:26px 0 8px}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
 .wide{overflow-x:auto;font-size:12px}
 .wide td,.wide th{padding:5px 5px}
-.wide .text{text-align:left}
-.wide .chosen{font-weight:700}
+.chosen tr:nth-child(2){font-weight:700}
 .bar{display:flex;min-width:90px;height:9px;margin-top:3px}
 pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
-"""
+""" + "".join(f"tr>:nth-child({column + 1}){{text-align:left}}\n" for column in sorted(LEFT))
 
 
 def page_html(plan: Plan, words: Sequence[str]) -> str:
@@ -69,29 +69,18 @@ def _table(plan: Plan) -> str:
     (header, *texts), rows = table_cells(plan), table_rows(plan)
     longest = max(row.per_sequence for row in rows)
     most = max(plan.request.machine.capacity or 0.0, *(row.memory for row in rows))
-    head = "".join(_cell("th", number, text) for number, text in enumerate(header))
-    lines = [f"<tr>{head}</tr>"]
-    for row, cells in zip(rows, texts, strict=True):
-        bars = {
-            HEADER.index("seconds"): _time_bar(row, longest),
-            HEADER.index("GiB"): _memory_bar(plan, row, most),
-        }
-        marked = "".join(_cell("td", n, text, bars.get(n, "")) for n, text in enumerate(cells))
-        chosen = ' class="chosen"' if row is plan.winner else ""
-        lines.append(f"<tr{chosen}>{marked}</tr>")
+    cells = [[*map(escape, row)] for row in texts]
+    for row, marked in zip(rows, cells, strict=True):
+        marked[HEADER.index("seconds")] += _time_bar(row, longest)
+        marked[HEADER.index("GiB")] += _memory_bar(plan, row, most)
     colours = {**PARTS, "memory": "--mem", "more memory than there is": "--bad"}
     legend = "".join(
         f'<span style="background:var({colour})"></span>{name}' for name, colour in colours.items()
     )
     return f"""<h2>The best of each mesh and schedule, and why the others are not chosen</h2>
 <p class="legend">{legend}</p>
-<div class="wide"><table>{"".join(lines)}</table></div>
+<div class="wide">{table(header, cells, "" if plan.winner is None else "chosen")}</div>
 """
-
-
-def _cell(tag: str, column: int, text: str, bar: str = "") -> str:
-    style = ' class="text"' if column in LEFT else ""
-    return f"<{tag}{style}>{escape(text)}{bar}</{tag}>"
 
 
 def _time_bar(row: Row, longest: float) -> str:

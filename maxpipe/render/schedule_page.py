@@ -5,7 +5,7 @@ from html import escape
 
 from maxpipe.plan.simulate import Simulation
 from maxpipe.render.chart import STYLE, chart_svg, fit_frame
-from maxpipe.render.html import document
+from maxpipe.render.html import document, table
 from maxpipe.render.schedule_text import FOOTNOTES, HEADER, comparison_rows
 
 PAGE_STYLE = """
@@ -112,9 +112,4 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
 
 def figures_html(runs: Sequence[Simulation]) -> str:
     """Return a table with a row for every run, the shortest first."""
-    cells = ["".join(f"<th>{text}</th>" for text in HEADER)]
-    cells += [
-        "".join(f"<td>{escape(value)}</td>" for value in row) for row in comparison_rows(runs)
-    ]
-    rows = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table>{rows}</table>"
+    return table(HEADER, ([*map(escape, row)] for row in comparison_rows(runs)))

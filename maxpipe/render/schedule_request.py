@@ -1,8 +1,9 @@
-"""Read which schedules to simulate, by the parser and checks of configurations, and simulate them.
+"""Read which schedules to simulate or to solve, by the parser and checks of configurations.
 
 Times are of a whole stage, all its chunks, for one microbatch.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -21,8 +22,10 @@ from maxpipe.pipeline.schedules.load import is_timed, load_schedule
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 from maxpipe.plan.simulate import Costs, Simulation, simulate
+from maxpipe.plan.solve import Task
 
 TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
+REPEATS = {"loop": 1, "v": 2}  # of solve, by placement
 MOST_CELLS = 10**8  # in a table; as many take gigabytes
 _TIME = {"minimum": 0, "maximum": 1e100}
 
@@ -50,17 +53,21 @@ class Keys:
     head: float = option(0.0, "time of a microbatch's loss and gradient on one stage", **_TIME)
     activation_bytes: float = option(1.0, "size of one transfer", **_TIME)
 
-    def costs(self) -> Costs:
-        """Return the times of whole stages."""
+    def times(self) -> dict[str, list[float]]:
+        """Return the time of a whole stage for each kind of unit: one, or one for each stage."""
         half = [time / 2 for time in self.backward]
-        times = (
-            self.forward,
-            self.backward,
-            self.input_gradient or half,
-            self.weight_gradient or half,
-        )
+        return {
+            "forward": self.forward,
+            "backward": self.backward,
+            "input gradient": self.input_gradient or half,
+            "weight gradient": self.weight_gradient or half,
+        }
+
+    def costs(self) -> Costs:
+        """Return the times of a stage's chunks, which share its time equally."""
         forward, backward, input_gradient, weight_gradient = (
-            time[0] if len(time) == 1 else time for time in times
+            (np.broadcast_to(time, self.stages) / self.repeats).tolist()
+            for time in self.times().values()
         )
         return Costs(
             forward,
@@ -84,8 +91,24 @@ class ScheduleKeys(Keys):
     )
 
     def costs(self) -> Costs:
-        """Return the times of whole stages."""
         return replace(super().costs(), collectives=self.collectives)
+
+
+@dataclass(frozen=True)
+class SolveKeys(Keys):
+    """Keys of `solve`."""
+
+    memory: float = option(
+        math.inf,
+        "most microbatches in flight on a stage; a chunk counts 1/repeats",
+        minimum=1,
+    )
+    placement: str = option("loop", "loop has 1 repeat, v 2, unless given", choices=(*REPEATS,))
+    lockstep: str = option(
+        "auto",
+        "true: for the scheduled engine; false: for mpmd; auto: whichever is faster",
+        choices=("auto", "true", "false"),
+    )
 
 
 def simulate_words(
@@ -174,7 +197,7 @@ def _build(name: str, keys: ScheduleKeys, times: UnitTimes | None = None) -> Tab
 
 
 def _simulated(name: str, keys: ScheduleKeys, table: Table, follows_times: bool) -> Simulation:
-    costs = chunk_costs(keys.costs(), table.num_stages, table.num_repeats)
+    costs = keys.costs()
     if follows_times:
         times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
         table = _build(name, keys, times)
@@ -183,18 +206,49 @@ def _simulated(name: str, keys: ScheduleKeys, table: Table, follows_times: bool)
 
 def _subtitle(keys: ScheduleKeys, runs: Sequence[Simulation]) -> str:
     """Return sizes and times in words."""
-    table, costs = runs[0].table, keys.costs()
+    table, times = runs[0].table, keys.times()
     words = [f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
     words += ["delay activation forwarding"] * keys.delay_activation_forwarding
     words += ["overlap slots"] * keys.overlap_slots
-    times = {"forward": costs.forward, "backward": costs.backward}
-    if any("I" in run.table.kinds for run in runs):
-        times["input gradient"] = costs.input_gradient
-        times["weight gradient"] = costs.weight_gradient
-    times |= {"comm": costs.communication, "head": costs.head}
-    for key, time in times.items():
-        words.append(f"{key} " + "/".join(f"{value:g}" for value in np.atleast_1d(time)))
+    if not any("I" in run.table.kinds for run in runs):
+        times = {kind: times[kind] for kind in ("forward", "backward")}
+    for key, time in (times | {"comm": [keys.comm], "head": [keys.head]}).items():
+        words.append(f"{key} " + "/".join(f"{value:g}" for value in time))
     return ", ".join(words) + "; times are of a whole stage and one microbatch"
+
+
+def read_task(words: Sequence[str], problems: Sequence[Problem] = ()) -> Task:
+    """Read the words after `solve`.
+
+    Args:
+      words: `key=value` words.
+      problems: what is wrong with the command line besides.
+
+    Raises:
+      ConfigError: with these problems and those of the words.
+    """
+    found = [*problems]
+    for word in words:
+        if "=" not in word:
+            found.append(Problem("", f"{word}: solve takes no schedule, only keys"))
+    values, wrong = read_keys(SolveKeys, [word for word in words if "=" in word])
+    found += wrong
+    keys = SolveKeys(**{"repeats": REPEATS[values.get("placement", "loop")]} | values)
+    found += size_problems(keys)
+    if not any(problem.key == "stages" for problem in found):
+        found += time_problems(keys)
+    if found:
+        raise ConfigError(*found)
+    chunks = keys.microbatches * keys.repeats
+    return Task(
+        keys.stages,
+        keys.microbatches,
+        keys.repeats,
+        keys.placement,
+        {"true": True, "false": False, "auto": None}[keys.lockstep],
+        int(min(keys.memory * keys.repeats + 1e-9, chunks)),
+        keys.costs(),
+    )
 
 
 def read_keys(section: type[Keys], words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -267,24 +321,6 @@ def time_problems(keys: Keys) -> Iterator[Problem]:
         times = getattr(keys, key)
         if len(times) not in (0, 1, keys.stages):
             yield Problem(key, f"{times}: give one number, or one per stage ({keys.stages})")
-
-
-def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
-    """Return the times of a stage's chunks, which share its time equally.
-
-    Raises:
-      ValueError: there are not as many times as stages.
-    """
-    forward, backward, input_gradient, weight_gradient = (
-        (costs.of(kind, num_stages) / num_repeats).tolist() for kind in "FBIW"
-    )
-    return replace(
-        costs,
-        forward=forward,
-        backward=backward,
-        input_gradient=input_gradient,
-        weight_gradient=weight_gradient,
-    )
 
 
 def problems_of(error: ValueError) -> list[Problem]:

@@ -19,8 +19,7 @@ from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request, placed
 from maxpipe.plan.search.seconds import Seconds
-from maxpipe.render.plan_notes import basis_lines
-from maxpipe.render.plan_table import as_json, reason_text
+from maxpipe.render.plan_text import as_json, basis_lines, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 SIZES |= {"model.num_query_heads": 2, "model.num_kv_heads": 2}  # of 128 channels

@@ -21,6 +21,7 @@ from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.render.chart import round_values
 from maxpipe.render.columns import numbers
 from maxpipe.render.html import document
+from maxpipe.render.html import table as html_table
 
 MAX_LOOPS = 6
 SHORTEST = 1 / 3000  # share of a timeline; shorter neighbours are joined
@@ -108,21 +109,18 @@ computation waits for them.</p>
 def _table(title: str, rows: Sequence[Row]) -> str:
     total = sum(row.seconds for row in rows) or 1.0
     widest = max((row.seconds for row in rows), default=0.0) or 1.0
-    lines = []
+    cells = []
     for row in rows:
+        name = f'<span title="{escape(row.name)}">{escape(row.name)}</span>'
         bar = "".join(
             f'<div style="width:{100 * seconds / widest:.3g}%;background:{COLOURS[part.value]}" '
             f'title="{part.value} {_time(seconds)}"></div>'
             for part, seconds in row.parts.items()
             if seconds
         )
-        lines.append(
-            f'<tr><td title="{escape(row.name)}">{escape(row.name)}</td>'
-            f"<td>{_time(row.seconds)}</td><td>{100 * row.seconds / total:.1f} %</td>"
-            f'<td><div class="bar">{bar}</div></td></tr>'
-        )
-    head = "<tr><th></th><th>time</th><th>share</th><th></th></tr>"
-    return f"<h2>{title}</h2>\n<table>{head}{''.join(lines)}</table>\n"
+        share = f"{100 * row.seconds / total:.1f} %"
+        cells.append((name, _time(row.seconds), share, f'<div class="bar">{bar}</div>'))
+    return f"<h2>{title}</h2>\n{html_table(('', 'time', 'share', ''), cells)}\n"
 
 
 def _figure(title: str, shown: Sequence[Span], seconds: float) -> str:

@@ -1,13 +1,20 @@
-"""Show a plan as lines of text, and as JSON."""
+"""Show a plan as JSON and as lines: a table, what its figures rest on, why nothing fits."""
 
 import math
+import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.slices import num_chips, slices_of
 from maxpipe.devices.chips import GIB
+from maxpipe.devices.host_memory import free_memory
+from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
+from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.plan.search.best import Plan, SliceCost
 from maxpipe.plan.search.candidate import Row, relative_time
+from maxpipe.plan.search.machine import platform_of
+from maxpipe.plan.search.request import TOPOLOGY
 from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns
@@ -20,6 +27,7 @@ LEFT = {0, 1, 4, 5, HEADER.index("by"), len(HEADER) - 1}
 _FIRST = (0, 8, 13, 14)  # the columns of a row's first line where a terminal is narrow
 _SECOND = (*range(1, 8), 9)
 _REASONS_SHOWN = 8
+_MORE = 3  # rows that a note proposes to compile in addition, for each takes minutes
 
 
 def table_lines(plan: Plan, width: int | None = None) -> list[str]:
@@ -219,3 +227,147 @@ def slice_lines(costs: Sequence[SliceCost]) -> list[str]:
         figures = (f"{cost.seconds:.4g}", f"{cost.chip_seconds:,.0f}")
         cells.append([name, str(cost.chips), str(cost.batch), *figures])
     return columns(cells)
+
+
+def basis_lines(plan: Plan) -> list[str]:
+    """Return what the figures rest on, and what they leave out."""
+    return [*_bases(plan), *_winner_lines(plan), *_omissions(plan)]
+
+
+def _bases(plan: Plan) -> list[str]:
+    machine = plan.request.machine
+    if not machine.is_timed:
+        return [
+            "closed forms alone, and no seconds: simulated devices share a machine of unknown "
+            "speed. Times are multiples of the fastest row's."
+        ]
+    if not machine.is_compilable:
+        return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
+    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
+    if proofs and not any(proof.seconds for proof in proofs):
+        line = "memory of what was compiled is the compiler's, seconds are closed forms"
+        # A step that is too large has no estimate of time on any chip.
+        if any(proof.fits for proof in proofs):
+            line = f"no compiler's estimate of time for this chip; {line}"
+        return [line]
+    if proofs:
+        compiled = "by compiled: seconds, their parts and GiB are the compiler's"
+        return [compiled, "by closed: closed forms"]
+    if not plan.rows:
+        return ["closed forms alone"]
+    return ["closed forms alone: --compile 3 would prove the best by compiling them"]
+
+
+def _winner_lines(plan: Plan) -> Iterator[str]:
+    """Yield what may be better than the chosen row, and what it asks of the run and this machine.
+
+    Free memory does not limit the search: a plan should not differ from machine to machine.
+    """
+    machine, written, chosen = plan.request.machine, plan.request.written, plan.winner
+    if chosen is None:
+        return
+    faster = sum(row.proof is None and row.per_sequence < chosen.per_sequence for row in plan.rows)
+    if chosen.basis == "compiled" and faster:
+        compiled = sum(row.proof is not None for row in plan.rows)
+        excess = chosen.per_sequence / chosen.candidate.per_sequence - 1
+        rows = "1 row that was" if faster == 1 else f"{faster} rows that were"
+        yield (
+            f"by the compiler the chosen row takes {chosen.seconds:.4g} s, {abs(excess):.0%} "
+            f"{'more' if excess >= 0 else 'less'} than by closed forms; {rows} not compiled may be "
+            f"faster: --compile {compiled + min(faster, _MORE)} compares them"
+        )
+    if machine.is_simulated and (needed := machine.devices * chosen.memory) > (free := _free()):
+        yield (
+            f"warning: the devices share this machine's memory: {machine.devices} x "
+            f"{chosen.memory / GIB:.3g} = {needed / GIB:.3g} GiB, and {free / GIB:.3g} are free. "
+            "Training would be killed here; a shorter data.sequence_length, fewer "
+            "--tokens-per-step or a smaller model need less"
+        )
+    batch, before = chosen.candidate.batch, written.data.global_batch_size
+    if batch != before:
+        times = f"{batch / before:.3g}"
+        yield (
+            f"{batch} sequences a step are {times} times the file's {before}, so with "
+            f"steps={written.steps} a run reads {times} times as many tokens; steps changes that"
+        )
+
+
+def _free() -> int:
+    try:
+        return free_memory()
+    except OSError:  # only Linux has such a file
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _omissions(plan: Plan) -> Iterator[str]:
+    """Yield what the seconds of a plan leave out, and what makes them long."""
+    machine, config = plan.request.machine, plan.request.config
+    if plan.winner:
+        reasons: list[str] = []
+        kernel = choose_kernel(plan.winner.config, platform_of(plan.winner.config), reasons.append)
+        if kernel == EVERYWHERE:
+            reason = "".join(reasons) or f"model.attention={kernel}"
+            yield f"attention holds all scores, which takes memory and time: {reason}"
+    if machine.slices > 1 and machine.chip.dcn_bandwidth is None:
+        yield (
+            f"transfers between slices are priced as fast as one link within a slice, since the "
+            f"network of {machine.chip.name} is unknown: they take longer"
+        )
+    if any(offloaded_names(row.config.pipeline) for row in table_rows(plan)):
+        yield "transfers to the host's memory are not in these seconds"
+    # A compiled step of one program includes what follows.
+    if config.optimizer.name == "muon":
+        yield "closed forms leave out the products of Muon's update: a step takes longer"
+    if (kind := config.model.quantisation) != "none":
+        yield (
+            f"closed forms price products in {kind} (model.quantisation) as those in "
+            f"{config.model.dtype}: a step may be shorter"
+        )
+
+
+def nothing_fits_lines(plan: Plan) -> list[str]:
+    """Return why nothing fits, and what would; no lines if something fits."""
+    if plan.winner is not None:
+        return []
+    if compiled := sum(row.proof is not None for row in plan.misfits):
+        line = f"none of the {compiled} that were compiled fits"
+        if compiled == 1:
+            line = "the one that was compiled does not fit"
+        if left := plan.uncompiled:
+            others = "1 other was" if left == 1 else f"{left} others were"
+            line += f"; {others} not compiled: --compile {2 * compiled}"
+        lines, by = [line], " by closed forms"
+    else:
+        least = plan.outcome.least
+        assert least is not None, "where nothing is legal there is no plan to show"
+        needed, limit = f"{least.memory / GIB:.3g} GiB a device", plan.request.limit
+        usable = f", and {limit / GIB:.3g} may be used" if limit else ""
+        what = f"{least.mesh_text()}, {least.schedule_text()}"
+        lines, by = [f"nothing fits: by closed forms the least is {needed}{usable}: {what}"], ""
+    lines += _state_lines(plan)
+    would_fit, vain, unfinished = plan.remedies
+    if would_fit:
+        lines += [f"what would fit{by}:", *(f"  {remedy}" for remedy in would_fit)]
+    if vain:
+        lines.append(f"none of these helps by itself: {', '.join(vain)}")
+    if unfinished:
+        lines.append(f"not tried to the end, for lack of time: {', '.join(unfinished)}")
+    return lines
+
+
+def _state_lines(plan: Plan) -> list[str]:
+    """Return how many chips hold what cannot be made smaller, if the machine has fewer."""
+    machine, limit = plan.request.machine, plan.request.limit
+    state = plan.facts.least_state_bytes()
+    if limit is None or state <= machine.devices * limit:
+        return []
+    what = "parameters, optimizer state and gradients alone"
+    chip, chips = machine.chip.name, math.ceil(state / limit * machine.num_chips / machine.devices)
+    line = f"{what} need {state / GIB:,.0f} GiB, at least {chips} {chip}"
+    if not machine.is_compilable:
+        return [line]
+    *_, largest = slices_of(chip)
+    if chips > machine.slices * num_chips(largest):
+        return [f"{line}: {math.ceil(chips / num_chips(largest))} slices of {largest} or more"]
+    is_vain = "more chips" in plan.remedies.vain
+    return [line if is_vain else f"{line}: {TOPOLOGY} {chip} --smallest"]
