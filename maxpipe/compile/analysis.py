@@ -1,14 +1,13 @@
 """Compile the step of a configuration and gather what it costs in a `Report`."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import find_collectives
 from maxpipe.compile.hlo import parse
-from maxpipe.compile.knobs import Gain, gains, knobs
+from maxpipe.compile.knobs import gains, knobs
 from maxpipe.compile.links import link_uses, network_seconds
 from maxpipe.compile.prediction.predict import is_predictable, predict
 from maxpipe.compile.report import Report
@@ -23,11 +22,9 @@ from maxpipe.compile.step import (
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
-from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip, tpu_of
+from maxpipe.devices.chips import chip_for, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
-from maxpipe.plan.auto_stages import bubble_fraction
 from maxpipe.plan.estimate import Bounds, Memory, estimate, step_bounds
-from maxpipe.plan.flops import model_flops_per_token
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.jaxpr_flops import BranchRuns, every_time, program_flops
@@ -52,67 +49,34 @@ def analyse(
     Returns:
       The report, and the compiled step, which is None if the compiler gave up.
     """
-    devices = mesh.devices.reshape(-1).tolist()
-    tpu = tpu_of(devices)
+    tpu = tpu_of(mesh.devices.reshape(-1).tolist())
     config = with_gather_mode(config, tpu)  # as the trainer has decided and reported
-    shapes = estimate(on_platform(config, devices[0].platform), tpu)
-    report = Report(**known_before(config, mesh), shapes=shapes)
+    report = Report.of(config, mesh, shapes=_shapes(config, mesh))
+    executable = None
     try:
         step = compile_step(config, mesh, trainer, note)
     except OutOfMemory as error:
         capacity = report.capacity or error.available
         report = replace(report, needed=error.needed, capacity=capacity)
-        executable = None
     else:
         report, executable = _with_step(report, config, mesh, step), step.executable
+    sizes = mesh.size, config.compile.num_slices
     if not report.fits:
-        changes = knobs(written, config, mesh.size, config.compile.num_slices, tpu)
-        report = replace(report, knobs=changes)
+        report = replace(report, knobs=knobs(written, config, sizes, tpu))
     elif report.bounds and report.capacity:
-        report = replace(report, gains=_gains(report, written, config, mesh))
+
+        def bound_mfu(changed: Config, flops_share: float) -> float:
+            bounds = _bounds(report, changed, mesh, flops_share * (report.flops or 0.0))
+            return bounds.mfu if bounds else 0.0
+
+        room = report.needed, report.capacity
+        report = replace(report, gains=gains(written, config, sizes, tpu, room, bound_mfu))
     return report, executable
 
 
-def known_before(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Return the fields of a `StepReport` that are known before anything is compiled."""
+def _shapes(config: Config, mesh: Mesh) -> Memory:
     devices = mesh.devices.reshape(-1).tolist()
-    is_pipelined = ENGINES[config.pipeline.engine].has_stages
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    return {
-        "device_kind": devices[0].device_kind,
-        "num_devices": mesh.size,
-        "num_slices": config.compile.num_slices,
-        "mesh": mesh.shape,
-        "engine": config.pipeline.engine,
-        "schedule": config.pipeline.schedule,
-        "bubble": bubble_fraction(config) if is_pipelined else 0.0,
-        "capacity": device_memory(devices),
-        "model_flops": tokens * model_flops_per_token(config.model, config.data.sequence_length),
-    }
-
-
-def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
-    assert report.bounds is not None
-    assert report.capacity is not None
-    assert report.flops is not None
-
-    tpu = tpu_of(mesh.devices.reshape(-1).tolist())
-
-    def bound_mfu(changed: Config, flops: float) -> float:
-        bounds = _bounds(report, changed, mesh, flops, estimate(changed, tpu))
-        return bounds.mfu if bounds else 0.0
-
-    return gains(
-        written,
-        config,
-        (mesh.size, config.compile.num_slices),
-        needed=report.needed,
-        capacity=report.capacity,
-        tpu=tpu,
-        flops=report.flops,
-        mfu=report.bounds.mfu,
-        bound_mfu=bound_mfu,
-    )
+    return estimate(on_platform(config, devices[0].platform), tpu_of(devices))
 
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
@@ -132,18 +96,14 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
     if chip is None:
         return report
     report = replace(report, links=link_uses(report.collectives, mesh, chip))
-    assert report.flops is not None
-    bounds = _bounds(report, config, mesh, report.flops, report.shapes)
-    report = replace(report, bounds=bounds)
+    report = replace(report, bounds=_bounds(report, config, mesh, report.flops or 0.0))
     if not is_predictable(mesh):
         return report
     predicted, timeline = predict(config, mesh, chip, hlo, report.model_flops)
     return replace(report, predicted=predicted, timeline=timeline)
 
 
-def _bounds(
-    report: Report, config: Config, mesh: Mesh, flops: float, memory: Memory
-) -> Bounds | None:
+def _bounds(report: Report, config: Config, mesh: Mesh, flops: float) -> Bounds | None:
     """Return the bounds of a step of `flops` FLOPs; None if the chip's figures are unknown."""
     chip = chip_for(report.device_kind)
     if chip is None:
@@ -154,7 +114,7 @@ def _bounds(
         num_chips=mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist()),
         flops=flops,
         model_flops=report.model_flops,
-        memory=memory,
+        memory=_shapes(config, mesh),
         network=network_seconds(report.links, chip),
     )
 

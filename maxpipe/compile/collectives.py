@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -49,6 +50,50 @@ class Collective:
     sent_bytes: float
 
 
+class Transfer(NamedTuple):
+    """What one collective moves.
+
+    Attributes:
+      kind, axes, network: as in `Collective`.
+      bytes: size of the operands on one device.
+      sent_bytes: bytes that one device sends.
+      groups: partitions of a slice that exchange data; empty between slices.
+    """
+
+    kind: str
+    axes: str
+    network: str
+    bytes: float
+    sent_bytes: float
+    groups: Sequence[Sequence[int]] = ()
+
+
+class Transfers:
+    """Reads the collectives of one program.
+
+    Args:
+      mesh: the mesh it was compiled for; partitions of a slice are numbered in its order.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._shape = slice_shape(mesh)
+        self._dcn_axes = ",".join(crossing_axes(mesh))
+        self._num_slices = len(np.unique(_slices(mesh)))
+
+    def of(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """Return the collective that an instruction is or starts, or None."""
+        if kind := _between_slices(instruction):
+            size = array_bytes(instruction.type)[0]
+            sent = sent_bytes(kind, size, _slices_of_group(instruction, self._num_slices))
+            return Transfer(kind, self._dcn_axes, "dcn", size, sent)
+        if kind := _within_slice(computation, instruction):
+            groups = groups_of(instruction, math.prod(self._shape.values()))
+            size = operand_bytes(computation, instruction)
+            sent = sent_bytes(kind, size, max(map(len, groups), default=1))
+            return Transfer(kind, axes_of(groups, self._shape), "ici", size, sent, groups)
+        return None
+
+
 def find_collectives(
     module: Module, mesh: Mesh, branch_runs: Callable[[float], float] = lambda runs: runs
 ) -> list[Collective]:
@@ -56,32 +101,23 @@ def find_collectives(
 
     Args:
       module: the optimized program of one device.
-      mesh: the mesh it was compiled for; partitions of a slice are numbered in its order.
+      mesh: the mesh it was compiled for.
       branch_runs: see `hlo.executions`.
     """
     totals: dict[tuple[str, str, str], Collective] = {}
-    shape = slice_shape(mesh)
-
-    def add(kind: str, axes: str, network: str, runs: float, size: float, sent: float) -> None:
-        total = totals.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
-        total.count += runs
-        total.bytes += runs * size
-        total.sent_bytes += runs * sent
-
+    transfers = Transfers(mesh)
     for computation, instruction, runs in executions(module, branch_runs):
-        if kind := between_slices(instruction):
-            size = array_bytes(instruction.type)[0]
-            add(kind, dcn_axes(mesh), "dcn", runs, size, dcn_sent_bytes(instruction, mesh))
-        elif kind := kind_of(computation, instruction):
-            groups = groups_of(instruction, math.prod(shape.values()))
-            size = operand_bytes(computation, instruction)
-            sent = sent_bytes(kind, size, max(map(len, groups), default=1))
-            add(kind, axes_of(groups, shape), "ici", runs, size, sent)
+        if transfer := transfers.of(computation, instruction):
+            key = transfer[:3]
+            total = totals.setdefault(key, Collective(*key, 0, 0, 0))
+            total.count += runs
+            total.bytes += runs * transfer.bytes
+            total.sent_bytes += runs * transfer.sent_bytes
     return sorted(totals.values(), key=lambda c: -c.sent_bytes)
 
 
-def kind_of(computation: Computation, instruction: Instruction) -> str | None:
-    """Return the collective that an instruction is or starts, or None.
+def _within_slice(computation: Computation, instruction: Instruction) -> str | None:
+    """Return the kind of the collective that an instruction is or starts, or None.
 
     On TPUs a reduce-scatter is a fusion of an all-reduce and a slice. A collective that was started
     earlier has a part in each fusion that runs meanwhile. The names of the fusions tell both cases.
@@ -94,8 +130,8 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     return opcode
 
 
-def between_slices(instruction: Instruction) -> str | None:
-    """Return the collective whose traffic between slices a `send` carries, or None.
+def _between_slices(instruction: Instruction) -> str | None:
+    """Return the kind of the collective whose traffic between slices a `send` carries, or None.
 
     TPUs hand data that crosses slices to their hosts, in sends with the kind of the collective as
     an attribute.
@@ -107,19 +143,7 @@ def between_slices(instruction: Instruction) -> str | None:
     return kind if kind in COLLECTIVE_KINDS else "collective-permute"
 
 
-def dcn_axes(mesh: Mesh) -> str:
-    """Return the mesh axes along which some neighbours lie in different slices, as words."""
-    return ",".join(crossing_axes(mesh))
-
-
-def dcn_sent_bytes(send: Instruction, mesh: Mesh) -> float:
-    """Return the bytes that each device sends to other slices in a `send` between slices."""
-    kind, operand = between_slices(send), array_bytes(send.type)[0]
-    assert kind is not None, send
-    return sent_bytes(kind, operand, _slices_of_group(send, mesh))
-
-
-def _slices_of_group(send: Instruction, mesh: Mesh) -> int:
+def _slices_of_group(send: Instruction, num_slices: int) -> int:
     """Return how many slices exchange data; all of them if the text does not say.
 
     It lists groups of devices, each as 100000 * slice + place in the slice, or all slices and
@@ -127,7 +151,7 @@ def _slices_of_group(send: Instruction, mesh: Mesh) -> int:
     """
     target = re.search(r'_xla_megascale_target="?\{+([\d,]+)\}', send.attributes)
     if target is None:
-        return len(np.unique(_slices(mesh)))
+        return num_slices
     numbers = _numbers(target[1])
     return len({number // _SLICE for number in numbers} if max(numbers) >= _SLICE else numbers)
 

@@ -9,29 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-# Bits, since some types are smaller than a byte.
-_BITS = {
-    "pred": 8,
-    "s2": 2,
-    "u2": 2,
-    "s4": 4,
-    "u4": 4,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "s32": 32,
-    "u32": 32,
-    "s64": 64,
-    "u64": 64,
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-}
-
 # Matrix products; TPUs have convolutions only.
 PRODUCTS = ("convolution", "dot")
 
@@ -39,7 +16,8 @@ _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _END = re.compile(r"^\}(\s*$| //|, execution_thread=)")
 _NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+# An array's bits, as in the name of its type (bf16, f8e4m3fn; a pred takes a byte), and its sizes.
+_ARRAY = re.compile(r"\b(?:pred|(?:bf|[fsuc])(\d+)\w*)\[([\d,]*)\]")
 _REFERENCE = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -168,13 +146,9 @@ def _closing(line: str, start: int) -> int:
 def arrays(type_text: str) -> list[tuple[list[int], int]]:
     """Return dimensions and bytes of every array in a type, tuples flattened; without padding."""
     shapes: list[tuple[list[int], int]] = []
-    for dtype, dims in _ARRAY.findall(type_text):
-        bits = _BITS.get(dtype) or (
-            8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else 0
-        )
-        if bits:
-            sizes = [int(d) for d in dims.split(",") if d]
-            shapes.append((sizes, math.ceil(math.prod(sizes) * bits / 8)))
+    for bits, dims in _ARRAY.findall(type_text):
+        sizes = [int(d) for d in dims.split(",") if d]
+        shapes.append((sizes, math.ceil(math.prod(sizes) * int(bits or 8) / 8)))
     return shapes
 
 

@@ -52,7 +52,8 @@ class Gain:
     mfu: float
 
 
-BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
+# (config, FLOPs of its step as a share of the compiled step's) -> bound of its MFU
+BoundMfu = Callable[[Config, float], float]
 # Share of a device's memory that a change may fill: only what it adds is estimated.
 COMPILED_ROOM = 0.95
 _SCAN_LAYERS = "pipeline.scan_layers"
@@ -64,12 +65,8 @@ def gains(
     written: Config,
     resolved: Config,
     devices: tuple[int, int],
-    *,
-    needed: float,
-    capacity: float,
     tpu: Tpu | None,
-    flops: float,
-    mfu: float,
+    memory: tuple[float, float],
     bound_mfu: BoundMfu,
 ) -> list[Gain]:
     """Return rematerialisation policies that save more, still fit and raise the bound of MFU.
@@ -78,39 +75,37 @@ def gains(
       written: the configuration as loaded, with -1 for derived values.
       resolved: the configuration that fits, with `pipeline.fsdp_gather` decided.
       devices: numbers of devices and slices, which do not change.
-      needed: bytes that the compiled program needs on a device.
-      capacity: bytes of memory of a device.
       tpu: facts of the device's chip, which decide when the changed run gathers weights; None if
         it is not a TPU or an unknown one.
-      flops: FLOPs of the compiled step over all devices.
-      mfu: bound of the compiled step's MFU.
-      bound_mfu: function that bounds the MFU of another configuration.
+      memory: bytes that the compiled program needs on a device, and that a device has.
+      bound_mfu: function that bounds the MFU of a configuration.
     """
+    needed, capacity = memory
     now, step = estimate(resolved, tpu).total, _microbatch_time(resolved)
+    mfu = bound_mfu(resolved, 1.0)
     # On TPUs a loop over layers copies part of what is saved, which costs half of the gain.
     is_loop = (
         ENGINES[resolved.pipeline.engine].takes(_SCAN_LAYERS) and resolved.pipeline.scan_layers
     )
     can_unroll = tpu is not None and is_loop
     unrolled: Updates = {_SCAN_LAYERS: False} if can_unroll else {}
-    gather = resolved.pipeline.fsdp_gather
     compiles = f"compiles all {resolved.model.num_layers} layers" if can_unroll else ""
+    # With auto it could gather more often, which the bound does not include.
+    gather: Updates = {GATHER: resolved.pipeline.fsdp_gather}
     better = []
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
         changes: Updates = {"pipeline.remat_policy": name} | unrolled
         try:
-            changed = resolve(replace(written, **changes), *devices)
-            if with_gather_mode(changed, tpu).pipeline.fsdp_gather != gather:
-                # With auto it would gather more often, which the bound does not include.
-                changes = changes | {GATHER: gather}
+            changed = with_gather_mode(resolve(replace(written, **changes), *devices), tpu)
+            if changed.pipeline.fsdp_gather != resolved.pipeline.fsdp_gather:
+                changes = changes | gather
                 changed = resolve(replace(written, **changes), *devices)
-            changed = with_gather_mode(changed, tpu)
             would_need = needed + estimate(changed, tpu).total - now
         except ValueError:
             continue
-        faster = bound_mfu(changed, flops * _microbatch_time(changed) / step)
+        faster = bound_mfu(changed, _microbatch_time(changed) / step)
         if would_need <= COMPILED_ROOM * capacity and faster > LEAST_GAIN * mfu:
             better.append(Gain(words_of(changes), compiles, would_need, faster))
     return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
@@ -127,55 +122,26 @@ def _microbatch_time(config: Config) -> float:
 
 
 def knobs(
-    written: Config,
-    resolved: Config,
-    num_devices: int,
-    num_slices: int,
-    tpu: Tpu | None,
+    written: Config, resolved: Config, devices: tuple[int, int], tpu: Tpu | None
 ) -> list[Knob]:
     """Return legal changes that save memory on the same devices, the most effective first.
 
     Args:
       written: the configuration as loaded: -1 for values that are derived again after a change.
-      resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided.
-      num_devices, num_slices: sizes of the machine, which do not change.
+      resolved: the configuration that does not fit, with `pipeline.fsdp_gather` decided and, with
+        separate programs, its stages chosen.
+      devices: numbers of devices and slices, which do not change.
       tpu: as for `gains`.
     """
+    one_program = ENGINES[resolved.pipeline.engine].one_program
 
     def memory_of(config: Config) -> float:
-        return estimate(with_gather_mode(config, tpu), tpu).total
-
-    return _effective(written, resolved, (num_devices, num_slices), memory_of)
-
-
-def stage_knobs(
-    written: Config, resolved: Config, devices: tuple[int, int], tpu: Tpu | None
-) -> list[Knob]:
-    """Return legal changes that save memory of the fullest stage, the most effective first.
-
-    Args:
-      written: as for `knobs`.
-      resolved: the configuration with separate programs that does not fit, its stages chosen and
-        `pipeline.fsdp_gather` decided.
-      devices: numbers of devices and slices, which do not change.
-      tpu: facts of the device's chip; None if it is not a TPU or an unknown one.
-    """
-
-    def memory_of(config: Config) -> float:
+        if one_program:
+            return estimate(with_gather_mode(config, tpu), tpu).total
         config = choose_stages(on_platform(config, "tpu") if tpu else config, None, ignore_note)
         return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
 
-    return _effective(written, resolved, devices, memory_of)
-
-
-def _effective(
-    written: Config,
-    resolved: Config,
-    devices: tuple[int, int],
-    memory_of: Callable[[Config], float],
-) -> list[Knob]:
-    """Return the changes that save memory by an estimate, the most effective first."""
-    now, one_program = memory_of(resolved), ENGINES[resolved.pipeline.engine].one_program
+    now = memory_of(resolved)
     effective = []
     for changes in memory_changes(resolved):
         try:

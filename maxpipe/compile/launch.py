@@ -15,14 +15,18 @@ from jax.sharding import Mesh
 from maxpipe.compile import DOES_NOT_FIT, FITS
 from maxpipe.compile.analysis import analyse
 from maxpipe.compile.checks import check_engine, unit_names
+from maxpipe.compile.prediction.profile import trace_json
 from maxpipe.compile.prediction.profile_page import page_html
-from maxpipe.compile.prediction.trace import trace_json
 from maxpipe.compile.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compile.report import Report, size
-from maxpipe.compile.stage_report import StagesReport, analyse_stages
+from maxpipe.compile.stage_report import (
+    StagesReport,
+    UnitsReport,
+    analyse_stages,
+    compile_units,
+)
 from maxpipe.compile.step import StepTrainer
 from maxpipe.compile.topology import devices_of, meshes_to_compile
-from maxpipe.compile.unit_report import UnitsReport, compile_units
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
+
+from jax.sharding import Mesh
 
 from maxpipe.compile.collectives import Collective
 from maxpipe.compile.knobs import Gain, Knob
@@ -10,8 +12,11 @@ from maxpipe.compile.links import LinkUse
 from maxpipe.compile.prediction.prediction import Prediction
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.config.catalog import ENGINES
-from maxpipe.devices.chips import short_name
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import device_memory, short_name
+from maxpipe.plan.auto_stages import bubble_fraction
 from maxpipe.plan.estimate import Bounds, Memory
+from maxpipe.plan.flops import model_flops_per_token
 
 COMPILER_PARTS = ("arguments", "temp", "program")  # of `CompilerMemory`, in reports
 NO_KNOB = "no single change of batch, schedule or mesh helps on these devices; take more of them"
@@ -89,6 +94,26 @@ class StepReport:
     needed: float = 0.0
     predicted: Prediction | None = None
     knobs: Sequence[Knob] = ()
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, **more: Any) -> Self:
+        """Return what is known of a resolved configuration before it is compiled, and `more`."""
+        devices = mesh.devices.reshape(-1).tolist()
+        is_pipelined = ENGINES[config.pipeline.engine].has_stages
+        tokens = config.data.global_batch_size * config.data.sequence_length
+        of_token = model_flops_per_token(config.model, config.data.sequence_length)
+        return cls(
+            device_kind=devices[0].device_kind,
+            num_devices=mesh.size,
+            num_slices=config.compile.num_slices,
+            mesh=mesh.shape,
+            engine=config.pipeline.engine,
+            schedule=config.pipeline.schedule,
+            bubble=bubble_fraction(config) if is_pipelined else 0.0,
+            capacity=device_memory(devices),
+            model_flops=tokens * of_token,
+            **more,
+        )
 
     @property
     def fits(self) -> bool:

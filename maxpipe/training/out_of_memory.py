@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.compile.knobs import knobs, stage_knobs
+from maxpipe.compile.knobs import knobs
 from maxpipe.compile.report import NO_KNOB, size
 from maxpipe.compile.step import UNITS, out_of_memory
-from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import tpu_of
@@ -77,10 +76,7 @@ def _remedies(written: Config, config: Config, mesh: Mesh) -> str:
     config = with_gather_mode(on_platform(config, devices[0].platform), tpu)
     chosen = {f"model.{name}": getattr(config.model, name) for name in _KERNELS}
     written = update(written, chosen)
-    if ENGINES[config.pipeline.engine].one_program:
-        helpful = knobs(written, config, *count, tpu)
-    else:
-        helpful = stage_knobs(written, config, count, tpu)
+    helpful = knobs(written, config, count, tpu)
     if not helpful:
         return NO_KNOB
     saves = [f"{knob.words} saves {size(knob.saves)}" for knob in helpful[:_MOST_KNOBS]]

@@ -3,7 +3,7 @@
 from helpers.engines import make_mesh, tiny
 
 from maxpipe.builder import build_trainer
-from maxpipe.compile import analysis
+from maxpipe.compile import analysis, report
 from maxpipe.compile.analysis import analyse, branch_runs
 from maxpipe.compile.step import OutOfMemory
 
@@ -39,7 +39,7 @@ def test_a_step_that_the_compiler_gives_up_is_compared_with_the_memory_in_the_ta
     trainer = build_trainer(config, mesh)
 
     def capacity(in_table):
-        monkeypatch.setattr(analysis, "device_memory", lambda devices: in_table)
+        monkeypatch.setattr(report, "device_memory", lambda devices: in_table)
         compiled, _ = analyse(config, config, mesh, trainer, note=print)
         return compiled.capacity, compiled.fits
 

@@ -9,7 +9,7 @@ from helpers.compile_command import QUICK, report_of, tpu_aot
 from helpers.runs import last_words
 
 from maxpipe.compile import __main__ as command
-from maxpipe.compile import analysis
+from maxpipe.compile import report as report_module
 from maxpipe.compile.report import size
 from maxpipe.config import load, resolve
 from maxpipe.devices import chips
@@ -50,27 +50,22 @@ def test_every_computation_is_there_as_sliced_and_as_compiled(written):
     kinds = ("F", "I", "W", "reduce")
     names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in kinds]
     assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
-
-
-def test_the_sliced_program_says_where_values_come_from_and_go(written):
-    forward, late = (
-        (written / f"stage_{stage}" / name).read_text()
-        for stage, name in ((0, "F0.txt"), (1, "W1.txt"))
+    forward, late, hlo = (
+        (written / name).read_text()
+        for name in ("stage_0/F0.txt", "stage_1/W1.txt", "stage_1/I1.hlo")
     )
+    # As sliced, with where values come from and go.
     assert "  reads  ['params']['embed']['embedding'] f32[320,8]\n" in forward
     assert "  writes F0.1 f32[2,16,16] for F1, I1\n" in forward
     assert "sharding_constraint[P(None, None, None)]" in forward
     assert "  reads  I1.1 f32[2,16,32]\n" in late
     assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,8,32]\n" in late
     assert "dot_general" in late
-
-
-def test_the_hlo_is_of_the_stages_own_devices(written):
-    hlo = (written / "stage_1" / "I1.hlo").read_text()
-    assert hlo.startswith("HloModule jit_I1, ")
-    assert "num_partitions=4" in hlo.partition("\n")[0]
-    # Two rows of a microbatch of eight are on each of the four devices.
-    assert "f32[1,2,16,16]" in hlo.partition("\n")[0]
+    # As compiled for the stage's own devices, each with two rows of a microbatch of eight.
+    heading = hlo.partition("\n")[0]
+    assert heading.startswith("HloModule jit_I1, ")
+    assert "num_partitions=4" in heading
+    assert "f32[1,2,16,16]" in heading
 
 
 def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys):
@@ -175,7 +170,7 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
     """A device has 2 rows of 16 tokens, in float32, and a layer of width 16, which do not fit."""
     words = ["pipeline.remat_policy=minimal_offloaded", "pipeline.schedule=1f1b"]
     path = tmp_path / "report.json"
-    monkeypatch.setattr(analysis, "device_memory", lambda devices: 1000.0)
+    monkeypatch.setattr(report_module, "device_memory", lambda devices: 1000.0)
     assert command.main(last_words(["configs/base.yml", *SMALL, *words, "--json", str(path)])) == 3
     report = json.loads(path.read_text())
     column = 4 * 2 * 16
@@ -205,13 +200,19 @@ def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(
     assert "pipeline.num_microbatches=4 " in printed
 
 
-def compiler_says(monkeypatch, message):
-    """Let the compiler give up every program."""
+def compiler_says(monkeypatch, message, program=""):
+    """Let the compiler give up every program, or the one of this name."""
+    compile_any = UnitCompiler.compile
 
-    def compile_none(self, lowered, mesh):
-        raise jax.errors.JaxRuntimeError(message)
+    def give_up(self, lowered, mesh):
+        if f"@jit_{program}" in lowered.as_text():
+            raise jax.errors.JaxRuntimeError(message)
+        return compile_any(self, lowered, mesh)
 
-    monkeypatch.setattr(UnitCompiler, "compile", compile_none)
+    monkeypatch.setattr(UnitCompiler, "compile", give_up)
+
+
+TOO_LARGE = "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
 
 
 def test_a_computation_that_the_compiler_refuses_is_named_in_one_error(monkeypatch, capsys):
@@ -228,13 +229,10 @@ def test_a_computation_that_the_compiler_refuses_is_named_in_one_error(monkeypat
 def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     tmp_path, monkeypatch, capsys
 ):
-    compiler_says(
-        monkeypatch, "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
-    )
+    compiler_says(monkeypatch, TOO_LARGE)
     monkeypatch.setattr(chips, "chip_for", lambda kind: chips.chip_of("v5e"))
     (tmp_path / "stage_7").mkdir()
-    (tmp_path / "stage_7" / "F7.txt").touch()
-    for name in ("notes.txt", "F7.md", "F7x.hlo"):
+    for name in ("F7.txt", "notes.txt", "F7.md", "F7x.hlo"):
         (tmp_path / "stage_7" / name).touch()
     words = [*SMALL, "model.quantisation=fp8"]
     assert command.main(["configs/base.yml", *words, "--programs", str(tmp_path)]) == 3
@@ -245,6 +243,29 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     assert "has no units for fp8: model.quantisation=fp8 is slower than bfloat16" in printed
     left = {path.name for path in (tmp_path / "stage_7").iterdir()}
     assert left == {"notes.txt", "F7.md", "F7x.hlo"}
+
+
+def test_only_the_named_units_are_compiled_until_one_does_not_fit(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "report.json"
+    words = [*SMALL, "pipeline.schedule=1f1b", "--json", str(file)]
+
+    def report(units, code):
+        named = last_words(["configs/base.yml", *words, "--units", units])
+        assert command.main(named) == code
+        return json.loads(file.read_text())
+
+    # F1 and B0 read what F0 and B1 write, which are not there.
+    found = report("B0,F1", 0)
+    assert [(unit["name"], unit["stage"]) for unit in found["units"]] == [("F1", 1), ("B0", 0)]
+    assert {unit["seconds"] for unit in found["units"]} == {None}
+    assert (found["fits"], found["too_large"]) == (True, None)
+    assert "no time, working " in capsys.readouterr().out
+    compiler_says(monkeypatch, TOO_LARGE, program="B1")
+    found = report("B1,F1", 3)
+    large = {"name": "B1", "needed": pytest.approx(24.9 * 2**30), "available": 15.75 * 2**30}
+    assert (found["fits"], found["too_large"]) == (False, large)
+    assert [unit["name"] for unit in found["units"]] == ["F1"]
+    assert "verdict     does not fit: B1 needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
 
 
 class TestTpu:

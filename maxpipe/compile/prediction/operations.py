@@ -15,17 +15,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from maxpipe.compile.collectives import (
-    axes_of,
-    between_slices,
-    dcn_axes,
-    dcn_sent_bytes,
-    groups_of,
-    kind_of,
-    operand_bytes,
-    sent_bytes,
-    slice_shape,
-)
+from maxpipe.compile.collectives import Transfers, operand_bytes
 from maxpipe.compile.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
 from maxpipe.compile.links import PERMUTE, group_links
 from maxpipe.compile.prediction.attention_flops import attention_flops, is_attention
@@ -105,7 +95,7 @@ class Prices:
         self._mesh = mesh
         self._chip = chip
         self._constants = constants
-        self._slice_shape = slice_shape(mesh)
+        self._transfers = Transfers(mesh)
         self._links: dict[tuple[int, ...], float] = {}
         self._devices_per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
         self._contains: dict[str, bool] = {}
@@ -129,26 +119,21 @@ class Prices:
 
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
         """Return the price of a collective, its start or a fusion around one; None for others."""
-        if kind := between_slices(instruction):
-            sent = dcn_sent_bytes(instruction, self._mesh)
-            bandwidth = self._constants.dcn_bandwidth
-            seconds = sent / bandwidth if bandwidth else None
-            axes = dcn_axes(self._mesh)
-            return Price(Part.COLLECTIVES, seconds, kind, axes, links=axes)
         for inside, candidate in self._candidates(computation, instruction):
-            if kind := kind_of(inside, candidate):
-                groups = groups_of(candidate, math.prod(self._slice_shape.values()))
-                members = max(map(len, groups), default=1)
-                sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
-                axes = axes_of(groups, self._slice_shape)
-                # A permute sends to one neighbour, over one link of the chip.
-                share = 1 / self._devices_per_chip
-                links = share if kind == PERMUTE else self._links_of(groups)
-                seconds = sent / (links * self._constants.link_bandwidth)
-                # Permutes to different neighbours go over different links.
-                pairs = _PAIRS.search(candidate.attributes)
-                used = f"{axes} {pairs[1]}" if pairs else axes
-                return Price(Part.COLLECTIVES, seconds, kind, axes, links=used)
+            if moved := self._transfers.of(inside, candidate):
+                kind, axes = moved.kind, moved.axes
+                if moved.network == "dcn":
+                    bandwidth, links = self._constants.dcn_bandwidth or 0.0, axes
+                else:
+                    # A permute sends to one neighbour, over one link of the chip.
+                    share = 1 / self._devices_per_chip
+                    used = share if kind == PERMUTE else self._links_of(moved.groups)
+                    bandwidth = used * self._constants.link_bandwidth
+                    # Permutes to different neighbours go over different links.
+                    pairs = _PAIRS.search(candidate.attributes)
+                    links = f"{axes} {pairs[1]}" if pairs else axes
+                seconds = moved.sent_bytes / bandwidth if bandwidth else None
+                return Price(Part.COLLECTIVES, seconds, kind, axes, links=links)
         return None
 
     def transfer(self, computation: Computation, instruction: Instruction) -> Price:

@@ -5,7 +5,7 @@ from functools import partial
 
 from jax.sharding import Mesh
 
-from maxpipe.compile.hlo import Module, parse
+from maxpipe.compile.hlo import parse
 from maxpipe.compile.prediction.activity import Phase, global_share, phases_of, times_taken
 from maxpipe.compile.prediction.constants import compiler_version, constants_of
 from maxpipe.compile.prediction.operations import Part, Prices
@@ -95,20 +95,12 @@ def time_program(
     if basis.constants is None:
         return f"the clock of {chip.name} is not known"
     module = parse(hlo)
-    # A program that only sums over devices, such as a reduction, has nothing to estimate.
-    if has_fusions(module) and f'"{ESTIMATE}"' not in hlo:
+    # A program that only sums over devices, such as a reduction, has no fusions to estimate.
+    instructions = (i for c in module.computations.values() for i in c.instructions.values())
+    if any(i.opcode == "fusion" for i in instructions) and f'"{ESTIMATE}"' not in hlo:
         return f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
     prices = Prices(module, mesh, chip, basis.constants)
     return walk(module, prices, Origins(hlo, module), taken)
-
-
-def has_fusions(module: Module) -> bool:
-    """Return whether a program has fusions, next to which XLA writes its estimates."""
-    return any(
-        instruction.opcode == "fusion"
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-    )
 
 
 def speed_of(

@@ -131,7 +131,10 @@ class Prediction:
             name = f"{part}, exposed" if part in (Part.COPIES, Part.COLLECTIVES) else part
             lines.append(f"  {name:<28} {seconds:>9.3g} s  {100 * seconds / total:>4.0f} %")
             if part is Part.COLLECTIVES:
-                lines += self._collective_lines()
+                lines += [
+                    f"    {f'{time.kind} {time.axes}'.strip():<26} {time.seconds:>9.3g} s"
+                    for time in self.collectives
+                ]
         if share := round(100 * self.guessed / total):
             because = "has no estimate of the compiler's and is priced by its bytes"
             lines.append(f"  {share} % of the step {because}")
@@ -147,12 +150,6 @@ class Prediction:
             chunks = f" with its {self.units.repeats} chunks" if self.units.repeats > 1 else ""
             lines.append(f"  units of a stage{chunks}, for maxpipe.schedule: {self.units.words()}")
         return lines
-
-    def _collective_lines(self) -> list[str]:
-        return [
-            f"    {f'{time.kind} {time.axes}'.strip():<26} {time.seconds:>9.3g} s"
-            for time in self.collectives
-        ]
 
     def _conditional_lines(self) -> list[str]:
         """Return how often conditionals do their work, with one line for all that are alike."""

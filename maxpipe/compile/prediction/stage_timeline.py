@@ -11,7 +11,7 @@ from maxpipe.compile.prediction.predict import (
     parts_of,
     unknowns,
 )
-from maxpipe.compile.prediction.prediction import Basis, CollectiveTime, Prediction
+from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import KINDS, Table
@@ -42,38 +42,31 @@ def predict_stages(
     Returns:
       The prediction without its speed; parts, guessed seconds and bubble are means of all stages.
     """
-    unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
-    costs = unit_costs(table, timelines, communication)
-    run = simulate(table, costs)
+    run = simulate(table, unit_costs(table, timelines, communication))
     once = np.zeros(table.num_stages)
+    mean = Timeline()  # of what all stages run, each operation as often as a stage on average
     for name, timeline in timelines.items():
         if name.kind not in KINDS:
             once[table.stage_of_chunk[name.chunk]] += timeline.seconds
+        runs = name.runs(table.num_microbatches) / table.num_stages
+        mean.unknown_loops += timeline.unknown_loops
+        mean.spent += [
+            each._replace(place=each.place._replace(runs=runs * each.place.runs))
+            for each in timeline.spent
+        ]
     work = run.work + once + updates
     makespan = float((run.last_end + once).max()) + max(updates)
-    parts = dict.fromkeys(Part, 0.0)
-    parts[Part.LOOP_FUSIONS] = guessed = float(np.mean(updates))
-    waits: dict[tuple[str, str], float] = {}
-    for name, timeline in timelines.items():
-        runs = name.runs(table.num_microbatches) / table.num_stages
-        guessed += runs * guessed_seconds(timeline)
-        for part, seconds in parts_of(timeline).items():
-            parts[part] += runs * seconds
-        for time in collectives_of(timeline):
-            key = time.kind, time.axes
-            waits[key] = waits.get(key, 0.0) + runs * time.seconds
+    unknown, parts, update = unknowns(mean), parts_of(mean), float(np.mean(updates))
+    parts[Part.LOOP_FUSIONS] += update
     return Prediction(
         seconds=None if unknown else makespan,
         basis=basis,
         parts=parts,
-        collectives=sorted(
-            (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
-            key=lambda time: -time.seconds,
-        ),
+        collectives=collectives_of(mean),
         bubble=makespan - float(work.mean()),
         has_bubble_in_parts=False,
         unknown=unknown,
-        guessed=guessed,
+        guessed=guessed_seconds(mean) + update,
     )
 
 

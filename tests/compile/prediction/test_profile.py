@@ -9,9 +9,8 @@ from helpers.hand_timed import BASIS, HLO, NANOSECOND, PROGRAM, TICK, walked
 
 from maxpipe.compile.prediction.predict import parts_of
 from maxpipe.compile.prediction.prediction import Prediction
-from maxpipe.compile.prediction.profile import COMPUTATION, WAIT, spans, table
+from maxpipe.compile.prediction.profile import COMPUTATION, WAIT, spans, table, trace_json
 from maxpipe.compile.prediction.profile_page import page_html
-from maxpipe.compile.prediction.trace import trace_json
 
 
 def nanoseconds(span):

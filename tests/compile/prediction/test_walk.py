@@ -16,15 +16,18 @@ from helpers.hand_timed import (
     OUTSIDE_LOOPS,
     PROGRAM,
     TICK,
+    mesh,
     walked,
 )
 
 from maxpipe.compile.hlo import parse
+from maxpipe.compile.prediction import predict
 from maxpipe.compile.prediction.activity import times_taken
 from maxpipe.compile.prediction.constants import constants_of
 from maxpipe.compile.prediction.operations import Part, Prices
 from maxpipe.compile.prediction.origins import Origin
 from maxpipe.compile.prediction.predict import (
+    basis_of,
     collectives_of,
     guessed_seconds,
     parts_of,
@@ -391,6 +394,16 @@ def test_constants_have_the_clocks_that_the_data_sheets_imply():
     assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
 
 
+def test_basis_names_the_network_between_slices_where_there_are_several(monkeypatch):
+    for slices, names_dcn in ((1, False), (2, True)):
+        monkeypatch.setattr(predict, "compiler_version", lambda: "0.0")
+        chip = chip_of("v5p")
+        text = basis_of(mesh(slices), chip).text()
+        assert text.startswith("libtpu 0.0's cycle estimates; 1.75 GHz, "), (slices, names_dcn)
+        assert (f", DCN {chip.dcn_bandwidth / 1e9:.3g} GB/s" in text) == names_dcn
+    assert "DCN" not in CONSTANTS.text(crosses_slices=True)  # its bandwidth is unknown
+
+
 def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
     """Of a closed torus of 4 x 4 x 4: along a line, in a plane, and in all of it."""
     for groups, links in (("[16,4]<=[64]", 2), ("[4,16]<=[16,4]T(1,0)", 4), ("[1,64]<=[64]", 6)):
@@ -399,7 +412,7 @@ def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
             SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
             for coords in product(range(4), repeat=3)
         ]
-        mesh = SimpleNamespace(
+        torus = SimpleNamespace(
             devices=devices.reshape(1, 64), axis_names=("stage", "fsdp"), size=64
         )
         members = int(groups.partition("]")[0].split(",")[1])
@@ -408,7 +421,7 @@ def test_gather_among_a_part_of_an_axis_is_priced_by_its_own_links():
             "  %x = f32[25]{0} parameter(0)\n"
             f"  ROOT %g = f32[25]{{0}} all-gather(%x), replica_groups={groups}\n}}\n"
         )
-        prices = Prices(module, mesh, chip_of("v5p"), CONSTANTS)
+        prices = Prices(module, torus, chip_of("v5p"), CONSTANTS)
         main = module.computations["main"]
         price = prices.of(main, main.instructions["g"])
         assert price.axes == "fsdp"
