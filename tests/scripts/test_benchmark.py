@@ -1,6 +1,7 @@
-"""Test what the benchmark runs and reports, at sizes too small to measure speed."""
+"""Test what the benchmarks run and report, at sizes too small to measure speed."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -17,41 +18,42 @@ benchmark_gpu = load_script("benchmark/gpu")
 benchmark_overhead = load_script("benchmark/overhead")
 
 
-@pytest.mark.parametrize("name", benchmark.CASES)
-def test_benchmark_case_is_a_legal_configuration(name):
-    config = resolve(replace(Config(), **benchmark.CASES[name]), benchmark.NUM_DEVICES)
-    assert config.model.head_dim * config.model.num_query_heads == config.model.embed_dim
+def printed(script, *words, **environment):
+    """Run a script of the benchmarks to its end; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "benchmark" / script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPTS.parent,
+        env=environment or None,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_benchmark_engine_cases_have_the_same_model_and_batch():
-    cases = benchmark.GROUPS["engines"].values()
-    configs = [resolve(replace(Config(), **values), benchmark.NUM_DEVICES) for values in cases]
-    assert {config.pipeline.engine for config in configs} == {"sequential", "circular", "scheduled"}
-    assert len({(str(config.model), str(config.data)) for config in configs}) == 1
+def test_benchmark_cases_are_legal_and_those_of_engines_have_one_model_and_batch():
+    configs = {
+        name: resolve(replace(Config(), **values), benchmark.NUM_DEVICES)
+        for name, values in benchmark.CASES.items()
+    }
+    for config in configs.values():
+        assert config.model.head_dim * config.model.num_query_heads == config.model.embed_dim
+    engines = [configs[name] for name in benchmark.GROUPS["engines"]]
+    assert {config.pipeline.engine for config in engines} == {"sequential", "circular", "scheduled"}
+    assert len({(str(config.model), str(config.data)) for config in engines}) == 1
 
 
 @pytest.mark.slow
 def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        SCRIPTS / "benchmark" / "run.py",
-        "--case",
-        "tiny",
-        "--rounds",
-        "3",
-        "--json",
-        file,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parent)
-    assert done.returncode == 0, done.stderr
+    text = printed("run.py", "--case", "tiny", "--rounds", "3", "--json", file)
     cases = json.loads(file.read_text())["cases"]
     assert [case["name"] for case in cases] == list(benchmark.GROUPS["tiny"])
     for case in cases:
         assert len(case["wall"]) == len(case["cpu"]) == 3
         assert case["compile_seconds"] > 0
         assert case["temp_bytes"] > 0
-        assert f"| {case['name']} |" in done.stdout
+        assert f"| {case['name']} |" in text
     # All engines have the same loss after four steps from one model, batch and seed.
     losses = [case["loss"] for case in cases]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
@@ -73,7 +75,6 @@ def test_benchmark_overhead_reports_each_part_relative_to_the_step(monkeypatch):
     monkeypatch.setattr(benchmark_overhead, "TURNS_PER_ROUND", 2)
     rows = benchmark_overhead.run(benchmark.Case, 1, lambda text: None)
     assert [len(row["seconds"]) for row in rows] == [2] * 6
-    assert rows[0]["what"] == benchmark_overhead.STEP
     lines = benchmark_overhead.table(rows).splitlines()
     assert lines[2].startswith("| the step")
     assert lines[2].endswith("| 100.000 |")
@@ -90,28 +91,19 @@ def test_benchmark_update_applies_a_non_finite_gradient_only_without_guard(monke
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)) == guard
 
 
-def test_benchmark_with_an_unknown_case_exits_with_2(capsys):
+def test_benchmark_lists_every_case_and_refuses_others(capsys):
+    assert benchmark.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    names = (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP, benchmark.OVERHEAD)
+    assert all(name in text for name in names)
     assert benchmark.main(["--case", "enginse"]) == 2
     assert "enginse" in capsys.readouterr().err
 
 
-def test_benchmark_list_shows_every_case(capsys):
-    assert benchmark.main(["--list"]) == 0
-    text = capsys.readouterr().out
-    assert all(
-        name in text
-        for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP, benchmark.OVERHEAD)
-    )
-
-
 @pytest.mark.slow
-def test_benchmark_gpu_without_a_gpu_exits_with_2(capsys):
+def test_benchmark_gpu_without_a_gpu_exits_with_2_unless_it_needs_none(monkeypatch, capsys):
     assert benchmark.main(["--gpu", "--rounds", "1"]) == 2
     assert "GPU" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_benchmark_gpu_without_need_of_a_gpu_runs_on_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))
     monkeypatch.setattr(benchmark_gpu, "ATTENTION", ("dot_product",))
@@ -131,6 +123,58 @@ def test_benchmark_gpu_measures_every_kernel_of_gpus():
 def test_benchmark_torch_llama_starts_at_the_loss_of_uniform_predictions():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     shape = json.dumps(benchmark_gpu.TINY | {"steps": 3, "need_gpu": False})
-    command = [sys.executable, SCRIPTS / "benchmark" / "torch_llama.py", shape, "--eager"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["loss"] == pytest.approx(4.16, abs=0.1)
+    loss = json.loads(printed("torch_llama.py", shape, "--eager"))["loss"]
+    assert loss == pytest.approx(4.16, abs=0.1)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("processes", [1, 2])
+def test_benchmark_mpmd_prints_a_line_for_every_schedule_and_writes_traces(tmp_path, processes):
+    words = ("--microbatches", 2, "--seconds", 0.001, "--schedules", "1f1b", "zb_v")
+    text = printed("mpmd.py", *words, "--processes", processes, "--trace", tmp_path)
+    lines = [line for line in text.splitlines() if not line.startswith("[Gloo]")]
+    assert lines[0].endswith(f"{processes} processes")
+    rows = [line.split() for line in lines[2::2]]
+    assert [row[:2] for row in rows] == [["1f1b", "8"], ["zb_v", "24"]]
+    # The CPU time of compiling, of each process.
+    assert all(len(row[-4].split("/")) == processes for row in rows)
+    assert all(re.fullmatch(r"[+-]\d+\.\d%", row[-1]) for row in rows)
+    for name, line, units, transfers in zip(
+        ("1f1b", "zb_v"), lines[3::2], (8, 24), (4, 8), strict=True
+    ):
+        pattern = r"  (\d+) transfers to a stage with nothing to do.*; (\d+) to one that computed"
+        assert sum(map(int, re.match(pattern, line).groups())) == transfers
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        kinds = [event["tid"] for event in events]
+        assert (kinds.count("units"), kinds.count("arrivals")) == (units, transfers)
+
+
+@pytest.mark.slow
+def test_benchmark_replicas_ratio_is_that_of_its_parts():
+    environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    text = printed("replicas.py", "ratio", "--blocks=1", "--every=2", **environment)
+    assert text.startswith("33 MB of state, a replica every 2 steps, 1 turns\n")
+    step, begin, write = (float(cpu) for cpu in re.findall(r"([\d.]+) ms CPU", text))
+    ratio = float(re.search(r"ratio +CPU ([\d.]+)", text)[1])
+    assert ratio == pytest.approx(1 + (begin + write) / (2 * step), abs=1e-3)
+
+
+# An MLP's parameter of all layers is larger than the largest tensor, which is the embedding.
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        pytest.param(("--layers=24", "--width=512"), (509, 62), marks=pytest.mark.slow),
+        pytest.param(("--layers=32", "--vocabulary=16000"), (2173, 62), marks=pytest.mark.grid),
+    ],
+    ids=["509 MiB", "more than 2 GiB"],
+)
+def test_reading_weights_takes_less_than_two_of_the_largest_tensors_besides_them(
+    words, sizes, dtype
+):
+    pattern = r"parameters (\d+) MiB, besides (-?\d+) MiB, largest tensor (\d+) MiB, .* s\n"
+    figures = re.fullmatch(pattern, printed("read_weights.py", *words, f"--dtype={dtype}"))
+    size, besides, largest = map(int, figures.groups())
+    assert (size, largest) == sizes
+    assert besides <= 2 * largest

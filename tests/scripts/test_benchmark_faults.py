@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import SCRIPTS, load_script
@@ -65,40 +66,31 @@ def test_draw_faults_has_kinds_and_moments_in_equal_shares():
     assert runs != faults.draw_faults(kinds, count=24, per_run=5, processes=4, seed=4)
 
 
+LAST = "losses differ from step 2 on"
+NOT_ONCE = "metrics.jsonl has not every step once"
+
+
 @pytest.mark.parametrize(
-    ("logged", "problems"),
+    ("others", "resized", "problems"),
     [
-        ([(1, 2.5), (2, 2.25)], []),
-        ([(1, 2.5)], ["metrics.jsonl has not every step once"]),
-        ([(1, 2.5), (2, 2.25), (2, 2.25)], ["metrics.jsonl has not every step once"]),
-        ([(1, 2.5), (2, 2.250001)], ["losses differ from step 2 on"]),
+        ([2.25], float("inf"), []),
+        ([], float("inf"), [NOT_ONCE]),
+        ([2.25, 2.25], float("inf"), [NOT_ONCE]),
+        ([2.250001], float("inf"), [LAST]),
+        # Once the mesh has changed, rounding differs.
+        ([2.25 * (1 + 5e-6)], 1, []),
+        ([2.25 * (1 + 5e-5)], 1, [LAST]),
+        ([2.25 * (1 + 5e-6)], 2, [LAST]),
     ],
 )
-def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path, logged, problems):
-    for name, rows in (("whole", [(1, 2.5), (2, 2.25)]), ("other", logged)):
+def test_loss_differences_tells_lost_repeated_and_other_steps(tmp_path, others, resized, problems):
+    for name, losses in (("whole", [2.25]), ("other", others)):
         (tmp_path / name).mkdir()
+        rows = [(1, 2.5), *((2, loss) for loss in losses)]
         lines = [json.dumps({"step": step, "loss": loss}) for step, loss in rows]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    found = report.loss_differences(tmp_path / "whole", tmp_path / "other", 2)
+    found = report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized)
     assert found == problems
-
-
-@pytest.mark.parametrize(
-    ("resized", "other", "problems"),
-    [
-        (1, 2.25 * (1 + 5e-6), []),
-        (1, 2.25 * (1 + 5e-5), ["losses differ from step 2 on"]),
-        (2, 2.25 * (1 + 5e-6), ["losses differ from step 2 on"]),
-    ],
-)
-def test_loss_differences_allows_rounding_once_the_mesh_has_changed(
-    tmp_path, resized, other, problems
-):
-    for name, second in (("whole", 2.25), ("other", other)):
-        (tmp_path / name).mkdir()
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in ((1, 2.5), (2, second))]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    assert report.loss_differences(tmp_path / "whole", tmp_path / "other", 2, resized) == problems
 
 
 def test_resized_after_is_the_first_step_at_which_the_mesh_changed():
@@ -129,19 +121,16 @@ def test_table_counts_faults_and_moments_of_each_kind():
     ]
 
 
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [
+def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third():
+    for last, expected in (
         ((108.0, 11, 5), False),
         ((111.0, 10, 5), True),
         ((100.0, 12, 5), True),
         ((100.0, 10, 7), True),
-    ],
-)
-def test_a_process_grows_if_it_holds_clearly_more_in_the_last_third(last, expected):
-    usages = [soak.Usage(100.0, 10, 5)] * 3 + [soak.Usage(*last)] * 3
-    assert soak.ends(usages) == (usages[0], usages[-1])
-    assert soak.grows(*soak.ends(usages)) == expected
+    ):
+        usages = [soak.Usage(100.0, 10, 5)] * 3 + [soak.Usage(*last)] * 3
+        assert soak.ends(usages) == (usages[0], usages[-1])
+        assert soak.grows(*soak.ends(usages)) == expected, last
 
 
 def test_usage_of_counts_what_a_process_opens(tmp_path):
@@ -157,26 +146,12 @@ def test_usage_of_counts_what_a_process_opens(tmp_path):
     assert before.megabytes > 1
 
 
-class Output:
-    """A run with this output."""
-
-    def __init__(self, text):
-        self.text = text
-        self.has_ended = False
-
-    def output(self):
-        return self.text
-
-
-@pytest.mark.parametrize(
-    ("kind", "printed", "missed"),
-    [
+def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed():
+    before = "checkpoint 10 is damaged\nstarts attempt 2"
+    for kind, printed, missed in (
         ("damaged checkpoint", "checkpoint 30 in /runs is damaged: digest of x", False),
         ("damaged checkpoint", "\nstep 31/100", True),
         ("SIGKILL", "\nstep 31/100", False),
-    ],
-)
-def test_scene_tells_a_damaged_checkpoint_that_is_not_noticed(kind, printed, missed):
-    before = "checkpoint 10 is damaged\nstarts attempt 2"
-    scene = faults.Scene(Output(before + printed), Path("run"), None, None)
-    assert scene.missed(kind, len(before)) == missed
+    ):
+        run = SimpleNamespace(has_ended=False, output=lambda text=before + printed: text)
+        assert faults.Scene(run, Path("run"), None, None).missed(kind, len(before)) == missed

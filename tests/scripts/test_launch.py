@@ -309,65 +309,50 @@ def test_slurm_job_is_requeued_after_retryable_codes_20_times_at_most(fakes):
     assert fakes.calls == []
 
 
-class TestJobSet:
-    WORDS = shlex.split("run-1 --image i --accelerator tpu-v5p-slice --topology 2x2x4 --slices 2")
+JOB = shlex.split("run-1 --image i --accelerator tpu-v5p-slice --topology 2x2x4 --slices 2")
 
-    @pytest.fixture
-    def spec_of(self, capsys):
-        """Return a function of more words that returns what is to be started."""
 
-        def _spec_of(*words):
-            assert not jobset.main([*self.WORDS, *words])
-            return yaml.safe_load(capsys.readouterr().out)["spec"]
-
-        return _spec_of
-
-    def test_jobset_has_one_job_per_slice_and_one_pod_per_host(self, spec_of):
-        (slices,) = spec_of("--claim", "disk", "--", "a.yml", AWKWARD)["replicatedJobs"]
+def test_jobset_has_a_job_per_slice_and_a_pod_per_host_and_fails_on_final_codes(capsys):
+    flags = "--xla_a=true --xla_b=1"
+    own = ("--env", f"LIBTPU_INIT_ARGS={flags}", "--env", "HF_HOME=/shared/hf")
+    memory, shared = {"memory": "/dev/shm"}, {"shared": "/shared"}
+    for claim, mounts in (((), memory), (("--claim", "disk"), memory | shared)):
+        assert not jobset.main([*JOB, *own, *claim, "--", "a.yml", AWKWARD])
+        spec = yaml.safe_load(capsys.readouterr().out)["spec"]
+        (slices,) = spec["replicatedJobs"]
         job = slices["template"]["spec"]
-        (container,) = job["template"]["spec"]["containers"]
         assert (slices["replicas"], job["parallelism"], job["completions"]) == (2, 4, 4)
-        command = "maxpipe.supervise -- python -m maxpipe.train"
-        assert container["command"][2:] == command.split()
-        assert container["args"] == ["a.yml", AWKWARD]
-        assert container["resources"]["limits"] == {"google.com/tpu": 4}
-
-    def test_jobset_names_job_and_own_variables_and_mounts_memory_and_the_claim(self, spec_of):
-        flags = "--xla_a=true --xla_b=1"
-        words = ("--env", f"LIBTPU_INIT_ARGS={flags}", "--env", "HF_HOME=/shared/hf")
-        memory, shared = {"memory": "/dev/shm"}, {"shared": "/shared"}
-        for claim, mounts in (((), memory), (("--claim", "disk"), memory | shared)):
-            spec = spec_of(*words, *claim, "--", "a.yml")
-            pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-            (container,) = pod["containers"]
-            variables = {item.pop("name"): item for item in container["env"]}
-            assert variables["MAXPIPE_JOB"]["value"] == "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"
-            assert variables["LIBTPU_INIT_ARGS"]["value"] == flags
-            assert variables["HF_HOME"]["value"] == "/shared/hf"
-            assert {m["name"]: m["mountPath"] for m in container["volumeMounts"]} == mounts
-            volumes = {item.pop("name"): item for item in pod["volumes"]}
-            assert volumes.keys() == mounts.keys()
-            assert volumes["memory"] == {"emptyDir": {"medium": "Memory"}}
-
-    def test_jobset_fails_on_final_codes_and_restarts_on_others(self, spec_of):
-        spec = spec_of("--", "a.yml")
-        job = spec["replicatedJobs"][0]["template"]["spec"]
         (rule,) = job["podFailurePolicy"]["rules"]
         assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [1, 2, 42, 130])
         assert spec["failurePolicy"]["rules"] == [
             {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
         ]
         assert (job["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 20)
+        pod = job["template"]["spec"]
+        (container,) = pod["containers"]
+        command = "maxpipe.supervise -- python -m maxpipe.train"
+        assert container["command"][2:] == command.split()
+        assert container["args"] == ["a.yml", AWKWARD]
+        assert container["resources"]["limits"] == {"google.com/tpu": 4}
+        variables = {item.pop("name"): item for item in container["env"]}
+        assert variables["MAXPIPE_JOB"]["value"] == "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"
+        assert variables["LIBTPU_INIT_ARGS"]["value"] == flags
+        assert variables["HF_HOME"]["value"] == "/shared/hf"
+        assert {m["name"]: m["mountPath"] for m in container["volumeMounts"]} == mounts
+        volumes = {item.pop("name"): item for item in pod["volumes"]}
+        assert volumes.keys() == mounts.keys()
+        assert volumes["memory"] == {"emptyDir": {"medium": "Memory"}}
 
-    def test_jobset_with_a_bad_command_line_exits_with_2(self, capsys):
-        flags = ("--topology 4", "--env 'A B=1'", "--chips-per-host 0", "--slices 0")
-        flags += ("--max-restarts -1", "--grace-seconds -1")
-        wrong = [[*self.WORDS, *shlex.split(flag), "--", "a.yml"] for flag in flags]
-        for words in (self.WORDS, ["A_b", *self.WORDS[1:], "--", "a.yml"], *wrong):
-            with pytest.raises(SystemExit) as end:
-                jobset.main(words)
-            assert end.value.code == 2, words
-            assert ": error: " in capsys.readouterr().err
+
+def test_jobset_with_a_bad_command_line_exits_with_2(capsys):
+    flags = ("--topology 4", "--env 'A B=1'", "--chips-per-host 0", "--slices 0")
+    flags += ("--max-restarts -1", "--grace-seconds -1")
+    wrong = [[*JOB, *shlex.split(flag), "--", "a.yml"] for flag in flags]
+    for words in (JOB, ["A_b", *JOB[1:], "--", "a.yml"], *wrong):
+        with pytest.raises(SystemExit) as end:
+            jobset.main(words)
+        assert end.value.code == 2, words
+        assert ": error: " in capsys.readouterr().err
 
 
 def test_shell_scripts_pass_shellcheck():
