@@ -90,7 +90,7 @@ def test_verdict_of_several_codes_is_the_cause(codes, decisive):
     assert verdict(codes) == decisive
 
 
-def test_council_starts_when_all_supervisors_are_there_or_gives_up_with_134():
+def test_council_starts_when_all_supervisors_are_there_and_ends_if_some_never_come():
     run = Supervised(3, wait_seconds=60)
     assert run.join(0, 2) == []
     (start,) = run.join(1)
@@ -100,6 +100,11 @@ def test_council_starts_when_all_supervisors_are_there_or_gives_up_with_134():
     assert late.orders(after=59) == []
     (finish,) = late.orders(after=2)
     assert finish == Finish(134, "no supervisor of process 0, 2 has come in 60 s")
+    other = Supervised(2)
+    other.council.receive(0, Joined(4, "a"))
+    (finish,) = other.orders()
+    assert finish.code == 2
+    assert finish.why.startswith("the supervisors count 2 and 4 processes: set JAX_NUM_PROCESSES")
 
 
 def test_council_says_once_whom_it_waits_for():
@@ -114,14 +119,6 @@ def test_council_says_once_whom_it_waits_for():
     many = Supervised(1000)
     many.join(0)
     assert many.council.status.state == "waits for process 1, 2, 3, 4, 5, 6, 7, 8 and 991 more"
-
-
-def test_council_of_other_size_than_a_supervisor_says_ends_with_2():
-    run = Supervised(2)
-    run.council.receive(0, Joined(4, "a"))
-    (finish,) = run.orders()
-    assert finish.code == 2
-    assert finish.why.startswith("the supervisors count 2 and 4 processes: set JAX_NUM_PROCESSES")
 
 
 @pytest.mark.parametrize(

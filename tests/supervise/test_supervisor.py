@@ -26,8 +26,8 @@ from maxpipe.supervise.messages import Start
 from maxpipe.supervise.progress import Progress
 from maxpipe.supervise.supervisor import Supervisor
 
-# Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
-# death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes;
+# Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "wait"
+# waits, and exits with 75 after SIGTERM and 130 after Ctrl-C; "deaf" waits, whatever comes;
 # "replica" waits when it has written a replica of step 5 into its memory; "elastic" waits when it
 # has told that one process can go on alone, and of a step.
 TRAINER = """
@@ -73,8 +73,6 @@ print("ready", flush=True)
 if act in ("wait", "deaf", "replica", "elastic"):
     waiting_here()
 time.sleep(0.3)
-if act == "kill":
-    os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(act))
 """
 
@@ -153,7 +151,14 @@ class Supervised:
 
     def ready(self, count, index=0):
         """Wait until the trainer of a process has been ready some times."""
-        self.wait_for(lambda: self.output(index).count("ready") == count)
+        self.wait_for(lambda: self.output(index).splitlines().count("ready") == count)
+
+    def all_ready(self, count):
+        for index in range(len(self.acts)):
+            self.ready(count, index)
+
+    def kill_trainer(self, index):
+        os.kill(int(self.attempts(index)[-1][0]), signal.SIGKILL)
 
     def codes(self):
         return [process.wait(60) for process in self.processes]
@@ -167,44 +172,36 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.parametrize(
-    "ends", ["75", *(pytest.param(end, marks=pytest.mark.slow) for end in ("124", "134", "kill"))]
-)
-def test_supervise_restarts_one_process_until_it_is_done(tmp_path, ends):
-    with Supervised(tmp_path, f"{ends} 0") as run:
-        assert run.codes() == [0]
-    first, second = run.attempts()
-    assert first[1] == second[1] != "-", "the job has one name"
-    assert int(first[2]) < int(second[2])
-    assert first[3] == second[3] == "-", "one process needs no coordinator"
+def memory_of(run, index, attempt=0):
+    """Return the directory in memory that a trainer had in an attempt, and what was in it."""
+    lines = [line for line in run.output(index).splitlines() if line.startswith("memory ")]
+    _, path, _, *held = lines[attempt].split()
+    return Path(path), held
+
+
+def test_supervise_one_process_restarts_it_with_its_memory_and_passes_a_signal_on(tmp_path):
+    with (
+        inherited(signal.SIGHUP, signal.SIG_DFL),
+        Supervised(tmp_path, "75 wait replica wait") as run,
+    ):
+        run.ready(2)
+        own, _ = memory_of(run, 0)
+        shutil.rmtree(own.parent)
+        run.kill_trainer(0)
+        run.ready(3)
+        assert memory_of(run, 0, attempt=2) == (own, []), "it is made again"
+        run.kill_trainer(0)
+        run.ready(4)
+        assert memory_of(run, 0, attempt=3) == (own, ["5"]), "it outlives a trainer"
+        os.killpg(run.processes[0].pid, signal.SIGHUP)  # as a terminal does
+        assert run.codes() == [75]
+    assert run.output().count("got 15") == 1
     assert "restart 1 of at most 20 in 0.1 s" in run.output()
-
-
-@pytest.mark.slow
-def test_supervise_gives_up_with_the_last_code(tmp_path):
-    with Supervised(tmp_path, "kill", flags=("--pause", "0", "--max-restarts", "2")) as run:
-        assert run.codes() == [137]
-    assert len(run.attempts()) == 3
-    assert "giving up after 2 restarts; exit code 137" in run.output()
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        (signal.SIGHUP, 75),
-    ],
-)
-def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
-    with inherited(signal.SIGHUP, signal.SIG_DFL), Supervised(tmp_path, "wait") as run:
-        run.ready(1)
-        os.killpg(run.processes[0].pid, number)  # as a terminal does
-        assert run.codes() == [code]
-    passed_on = signal.SIGTERM if number == signal.SIGHUP else number
-    assert run.output().count(f"got {int(passed_on)}") == 1
-    (memory,) = re.findall(r"memory (/dev/shm/\S+)", run.output())
-    assert not Path(memory).exists()
+    jobs, numbers, coordinators = list(zip(*run.attempts(), strict=True))[1:]
+    assert len({*jobs}) == 1, "the job has one name"
+    assert [*numbers] == sorted({*numbers}), "each number is higher"
+    assert {*coordinators} == {"-"}, "one process needs no coordinator"
+    assert not own.parent.exists()
 
 
 @pytest.mark.slow
@@ -214,24 +211,8 @@ def test_supervise_under_nohup_survives_its_terminal(tmp_path):
         run.processes[0].send_signal(signal.SIGHUP)
         time.sleep(0.5)
         assert "got" not in run.output()
-        run.processes[0].send_signal(signal.SIGTERM)
-        assert run.codes() == [75]
-
-
-def test_supervise_two_of_one_number_refuses_the_second_and_trains_on(tmp_path):
-    with Supervised(tmp_path, "wait", "wait") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
-        first = run.processes[1]
-        run.start(1)
-        second = run.processes[1]
-        run.processes[1] = first
-        assert second.wait(60) == 2
-        assert "give each its own JAX_PROCESS_ID; exit code 2" in run.output(1)
-        assert [len(run.attempts(index)) for index in (0, 1)] == [1, 1]
-        for process in run.processes:
-            process.send_signal(signal.SIGTERM)
-        assert run.codes() == [75, 75]
+        run.processes[0].send_signal(signal.SIGINT)
+        assert run.codes() == [130]
 
 
 # Tells the run's directory, as a trainer does.
@@ -257,14 +238,7 @@ def test_supervise_writes_how_the_run_has_ended_and_who_took_part(tmp_path):
     assert status["members"] == {"0": platform.node()}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"\0\0\x12\4\0\0\0\0\0\0\3\x7f\xff\xff\xff",  # as gRPC
-        b"x" * 128,
-    ],
-)
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b"x" * 128])
 def test_supervise_with_another_program_at_supervisor_0_s_port_ends_in_time(monkeypatch, answer):
     monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
     log = []
@@ -372,12 +346,6 @@ def test_supervisor_that_took_no_part_in_the_attempt_before_forgets_its_replicas
     assert partners.forgot[3:] == [True, True]
 
 
-def test_supervisor_makes_memory_again_that_was_removed(tmp_path):
-    here = supervisor_in(tmp_path, memory=tmp_path / "memory")
-    here.look()
-    assert (tmp_path / "memory").is_dir()
-
-
 def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_path, monkeypatch):
     def fail(directory):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -387,8 +355,8 @@ def test_supervisor_without_room_in_memory_says_so_and_starts_its_trainer(tmp_pa
     here = supervisor_in(tmp_path, "true", memory=tmp_path / "memory", log=log.append)
     here.handle(Start(1, 7, ""))
     here.look()
-    assert here._trainer is not None
     here.end()
+    assert here._downtime, "no trainer has run"
     assert "the trainer gets no directory in memory: [Errno 28] No space left on device" in log
 
 
@@ -399,49 +367,50 @@ def test_supervise_command_that_is_not_there_ends_with_2(tmp_path):
     assert f"cannot start {tmp_path}/nothing: No such file or directory" in log
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_supervise_restarts_all_processes_when_one_dies(tmp_path, victim):
-    acts = ["wait 0", "wait 0"]
-    acts[victim] = "kill 0"
-    with Supervised(tmp_path, *acts) as run:
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_supervise_two_processes_lose_a_trainer_and_a_supervisor_and_no_replica(tmp_path, lost):
+    with Supervised(tmp_path, "replica wait 0", "replica wait 0") as run:
+        run.all_ready(1)
+        own, _ = memory_of(run, lost)
+        run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
+        first = run.processes[lost]
+        run.start(lost)
+        assert run.processes[lost].wait(60) == 2, "a second one of its number is refused"
+        run.processes[lost] = first
+        run.kill_trainer(lost)
+        run.all_ready(2)
+        assert "in waiting_here" in run.output(1 - lost), "no stacks"
+        trainers = [int(run.attempts(index)[-1][0]) for index in (0, 1)]
+        first.kill()
+        first.wait()
+        run.wait_for(lambda: not any(map(is_running, trainers)))
+        assert run.processes[1 - lost].poll() is None
+        run.start(lost)
         assert run.codes() == [0, 0]
+    assert f"process {lost} on {socket.gethostname()} ended by SIGKILL" in run.output()
     for one, other in zip(run.attempts(0), run.attempts(1), strict=True):
-        assert one[1:] == other[1:], "job, number and coordinator are the same"
+        assert one[2:] == other[2:], "number and coordinator are the same"
     ports = [attempt[3] for attempt in run.attempts()]
-    assert len({*ports}) == 2
+    assert len({*ports}) == 3
     assert f"localhost:{run.port}" not in ports, "the supervisors listen there"
-    assert f"process {victim} on {socket.gethostname()} ended by SIGKILL" in run.output()
-    assert "in waiting_here" in run.output(1 - victim), "no stacks"
+    paths, held = zip(*(memory_of(run, index, attempt=2) for index in (0, 1)), strict=True)
+    assert held == (["5"], ["5"])
+    assert paths[lost] != own, "it is the memory of the supervisor that was killed"
+    assert not any(path.parent.exists() for path in (own, *paths))
 
 
 @pytest.mark.slow
 def test_supervise_restarts_when_a_process_is_stopped_and_another_one_notices(tmp_path):
     with Supervised(tmp_path, "wait 0", "deaf 0") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
+        run.all_ready(1)
         os.kill(int(run.attempts(1)[0][0]), signal.SIGSTOP)
         os.kill(int(run.attempts(0)[0][0]), signal.SIGABRT)
         assert run.codes() == [0, 0]
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_supervise_killed_takes_its_trainer_along_and_comes_back(tmp_path, lost):
-    with Supervised(tmp_path, "wait 0", "wait 0") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
-        trainers = [int(run.attempts(index)[0][0]) for index in (0, 1)]
-        run.processes[lost].kill()
-        run.processes[lost].wait()
-        run.wait_for(lambda: not any(map(is_running, trainers)))
-        assert run.processes[1 - lost].poll() is None
-        run.start(lost)
-        assert run.codes() == [0, 0]
-
-
 def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back(tmp_path):
     with Supervised(tmp_path, "elastic elastic 0", "wait 0") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
+        run.all_ready(1)
         run.processes[1].kill()
         run.processes[1].wait()
         run.ready(2, 0)
@@ -457,56 +426,14 @@ def test_supervise_goes_on_without_a_lost_supervisor_and_with_it_when_it_is_back
     assert output.index("saves, to go on with 2 of 2") < output.rindex("got 15")
 
 
-def memory_of(run, index, attempt=0):
-    """Return the directory in memory that a trainer had in an attempt, and what was in it."""
-    lines = [line for line in run.output(index).splitlines() if line.startswith("memory ")]
-    _, path, _, *held = lines[attempt].split()
-    return Path(path), held
-
-
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_supervise_brings_replicas_of_a_lost_supervisor_back_from_its_partner(tmp_path, lost):
-    with Supervised(tmp_path, "replica 0", "replica 0") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
-        own = memory_of(run, lost)[0]
-        run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
-        run.processes[lost].kill()
-        run.processes[lost].wait()
-        run.start(lost)
-        assert run.codes() == [0, 0]
-    paths, held = zip(*(memory_of(run, index, attempt=1) for index in (0, 1)), strict=True)
-    assert held == (["5"], ["5"])
-    assert paths[lost] != own, "it is the memory of the supervisor that was killed"
-    assert not own.exists(), "the killed supervisor's memory stays"
-    assert not any(path.parent.exists() for path in paths)
-
-
-def test_supervise_whose_memory_is_removed_has_it_again_in_the_next_attempt(tmp_path):
-    with Supervised(tmp_path, "wait replica wait") as run:
-        run.ready(1)
-        own, _ = memory_of(run, 0)
-        shutil.rmtree(own.parent)
-        os.kill(int(run.attempts()[0][0]), signal.SIGKILL)
-        run.ready(2)
-        assert memory_of(run, 0, attempt=1) == (own, [])
-        os.kill(int(run.attempts()[1][0]), signal.SIGKILL)
-        run.ready(3)
-        assert memory_of(run, 0, attempt=2) == (own, ["5"]), "it outlives a trainer"
-        os.kill(run.processes[0].pid, signal.SIGTERM)
-        assert run.codes() == [75]
-    assert not own.parent.exists()
-
-
 @pytest.mark.slow
 def test_supervise_brings_replicas_back_when_the_memory_of_a_host_is_removed(tmp_path):
     with Supervised(tmp_path, "replica 0", "replica 0") as run:
-        run.ready(1, 0)
-        run.ready(1, 1)
+        run.all_ready(1)
         own, _ = memory_of(run, 1)
         run.wait_for(lambda: (own.parent / "copied").read_text() == '["0a/5"]')
         shutil.rmtree(own.parent)
-        os.kill(int(run.attempts(1)[0][0]), signal.SIGKILL)
+        run.kill_trainer(1)
         assert run.codes() == [0, 0]
     assert memory_of(run, 1, attempt=1) == (own, ["5"])
     assert not own.parent.exists()
