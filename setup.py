@@ -15,7 +15,7 @@ setup(
     packages=find_packages(include=["maxpipe*"]) + ["maxpipe.configs"] * (not is_editable),
     package_dir={"": "."} | ({} if is_editable else {"maxpipe.configs": "configs"}),
     package_data={
-        "maxpipe": ["py.typed", "comparison/curves.*", "comparison/uplot/*"],
+        "maxpipe": ["py.typed", "**/*.css", "**/*.js", "comparison/uplot/*"],
         "maxpipe.configs": ["*.yml", "*/*.yml"],
     },
 )

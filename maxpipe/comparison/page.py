@@ -7,12 +7,11 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from itertools import accumulate
 
 from maxpipe.comparison.recorded import Number, Recorded, differing_keys
 from maxpipe.comparison.table import HEADER, figures, value_text
-from maxpipe.render.html import document
+from maxpipe.render.html import document, shipped, table
 
 # Legible on light and on dark ground; further runs repeat them with dashes.
 COLOURS = (
@@ -66,10 +65,11 @@ everything again.</p>
 {charts}
 </div>
 <!-- uPlot, which draws the charts:
-{_file("uplot/LICENSE")}-->
+{shipped("comparison/uplot/LICENSE")}-->
 <script type="application/json" id="data">{data}</script>"""
-    style = _file("uplot/uPlot.min.css") + _file("curves.css")
-    return document(title, body, style, _file("uplot/uPlot.iife.min.js") + _file("curves.js"))
+    style = shipped("comparison/uplot/uPlot.min.css", "comparison/curves.css")
+    script = shipped("comparison/uplot/uPlot.iife.min.js", "comparison/curves.js")
+    return document(title, body, style, script)
 
 
 def run_data(run: Recorded) -> dict[str, object]:
@@ -141,7 +141,7 @@ def _figures(runs: Sequence[Recorded]) -> str:
         )
         button = f'<button type="button" data-run="{number}" aria-pressed="true">{swatch}{name}'
         rows.append([f"{button}</button>", *others])
-    return _table(HEADER, rows, "figures")
+    return table(HEADER, rows, "figures")
 
 
 def _differences(runs: Sequence[Recorded]) -> str:
@@ -152,15 +152,4 @@ def _differences(runs: Sequence[Recorded]) -> str:
         return f"<p>{text}</p>" if num_known > 1 else ""
     rows = [[escape(run.name), *(escape(value_text(run, key)) for key in keys)] for run in runs]
     return f"""<details open><summary>what differs between their configurations</summary>
-<div class="wide">{_table(("run", *keys), rows, "")}</div></details>"""
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
-    top = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f'<table class="{kind}"><tr>{top}</tr>{body}</table>'
-
-
-def _file(name: str) -> str:
-    return files("maxpipe.comparison").joinpath(name).read_text(encoding="utf-8")
+<div class="wide">{table(("run", *keys), rows)}</div></details>"""

@@ -2,36 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 
 from maxpipe.render.chart import DARK, LIGHT
 
-STYLE = """
-*{box-sizing:border-box}
-body{margin:0;padding:28px 32px 48px;background:var(--ground);color:var(--ink);
-  font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{font-size:20px;margin:0 0 2px}
-p{margin:0 0 22px;color:var(--muted)}
-table{border-collapse:collapse;margin:0 0 10px;font-variant-numeric:tabular-nums}
-th,td{padding:5px 14px 5px 0;text-align:right;border-bottom:1px solid var(--line);
-  white-space:nowrap}
-th{font-weight:500;color:var(--muted)}
-th:first-child,td:first-child{text-align:left}
-#tip{position:fixed;display:none;pointer-events:none;z-index:1;max-width:520px;padding:7px 10px;
-  border-radius:7px;
-  background:var(--ink);color:var(--ground);font-size:12.5px;line-height:1.45;white-space:pre-line;
-  box-shadow:0 4px 16px #0004}
-"""
-# Shows `text` next to the pointer; pages hide it by `tip.style.display = "none"`.
-SCRIPT = """
-const tip = document.getElementById("tip");
-const show = (event, text) => {
-  tip.textContent = text;
-  tip.style.display = "block";
-  const right = event.clientX + 14 + tip.offsetWidth > innerWidth;
-  tip.style.left = (right ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14) + "px";
-  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
-};
-"""
+
+def shipped(*names: str) -> str:
+    """Return the texts of files of this package by their paths there, such as "render/page.css"."""
+    return "".join(files("maxpipe").joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
@@ -41,7 +19,8 @@ def document(title: str, body: str, style: str, script: str) -> str:
       title: title of the window.
       body: HTML of the body.
       style: CSS that is added to the CSS of all pages.
-      script: JavaScript that runs after the script of all pages.
+      script: JavaScript that runs after the script of all pages, whose `show(event, text)` shows a
+        text next to the pointer.
     """
     return f"""<!doctype html>
 <html lang="en">
@@ -53,12 +32,14 @@ def document(title: str, body: str, style: str, script: str) -> str:
 <style>
 :root{{{LIGHT}}}
 @media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
-{STYLE}{style}</style>
+
+{shipped("render/page.css")}{style}</style>
 </head>
 <body>
 {body}
 <div id="tip" role="tooltip"></div>
-<script>{SCRIPT}{script}</script>
+<script>
+{shipped("render/page.js")}{script}</script>
 </body>
 </html>
 """

@@ -9,10 +9,9 @@ from maxpipe.config.shipped import locate_config
 from maxpipe.plan.search.best import Plan
 from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.written import versions
-from maxpipe.render.html import document, table
+from maxpipe.render.html import document, shipped, table
 from maxpipe.render.plan_text import (
     HEADER,
-    LEFT,
     basis_lines,
     nothing_fits_lines,
     slice_lines,
@@ -22,17 +21,6 @@ from maxpipe.render.plan_text import (
 )
 
 PARTS = {"computation": "--comp", "communication": "--comm", "bubble": "--idle"}
-STYLE = """
-:root{--comp:#3f7fd1;--comm:#e0902c;--idle:#b9c0cb;--mem:#6d55c9;--bad:#d0453c}
-@media(prefers-color-scheme:dark){:root{--idle:#5a6472;--mem:#9c8cf0}}
-h2{font-size:15px;margin:26px 0 8px}
-.legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
-.wide{overflow-x:auto;font-size:12px}
-.wide td,.wide th{padding:5px 5px}
-.chosen tr:nth-child(2){font-weight:700}
-.bar{display:flex;min-width:90px;height:9px;margin-top:3px}
-pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
-""" + "".join(f"tr>:nth-child({column + 1}){{text-align:left}}\n" for column in sorted(LEFT))
 
 
 def page_html(plan: Plan, words: Sequence[str]) -> str:
@@ -58,7 +46,7 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
 <p>{escape(command)}; {escape(versions())}</p>
 {misfit}{_table(plan) if table_rows(plan) else ""}
 {_pre(lines)}"""
-    return document(title, body, STYLE, "")
+    return document(title, body, shipped("render/plan.css"), "")
 
 
 def _pre(lines: Iterable[str]) -> str:

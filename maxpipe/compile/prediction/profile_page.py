@@ -20,7 +20,7 @@ from maxpipe.compile.prediction.profile import (
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.render.chart import round_values
 from maxpipe.render.columns import numbers
-from maxpipe.render.html import document
+from maxpipe.render.html import document, shipped
 from maxpipe.render.html import table as html_table
 
 MAX_LOOPS = 6
@@ -35,38 +35,6 @@ COLOURS = {
     CONDITIONAL: "#7c8896",
     LOOP: "#a9b3be",
 }
-STYLE = """
-body{margin:0 auto;max-width:1500px}
-h2{font-size:15px;margin:28px 0 8px}
-p{margin-bottom:10px}
-table{width:100%}
-th,td{padding:3px 14px 3px 0}
-th:first-child,td:first-child{max-width:460px;overflow:hidden;text-overflow:ellipsis}
-td:last-child{width:38%}
-.bar{display:flex;height:12px}
-.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin:0 5px 0 14px}
-.lanes{display:grid;grid-template-columns:190px 1fr;border:1px solid var(--line);
-  border-radius:10px;padding:8px 12px}
-.names div{height:24px;line-height:24px;font-size:12px;color:var(--muted);white-space:nowrap}
-.scroll{overflow-x:auto}
-.scroll svg{display:block;width:100%}
-.axis{position:relative;height:20px;font-size:11px;color:var(--muted)}
-.axis span{position:absolute;border-left:1px solid var(--line);padding-left:4px}
-"""
-SCRIPT = """
-for (const lanes of document.querySelectorAll(".lanes")) {
-  const wide = lanes.querySelector(".wide");
-  lanes.previousElementSibling.querySelector("input").addEventListener("input", (event) => {
-    wide.style.width = 100 * 2 ** event.target.value + "%";
-  });
-  wide.addEventListener("pointermove", (event) => {
-    const box = event.target.closest("[data-t]");
-    if (box) show(event, box.dataset.t);
-    else tip.style.display = "none";
-  });
-  wide.addEventListener("pointerleave", () => tip.style.display = "none");
-}
-"""
 
 
 def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
@@ -103,7 +71,8 @@ computation waits for them.</p>
 <p>{key}</p>
 {figures}
 {"".join(_table(name, rows) for name, rows in tables)}"""
-    return document(title, body, STYLE, SCRIPT)
+    style, script = (shipped(f"compile/prediction/profile.{kind}") for kind in ("css", "js"))
+    return document(title, body, style, script)
 
 
 def _table(title: str, rows: Sequence[Row]) -> str:
