@@ -23,9 +23,14 @@ warning only: a run does not depend on replicas, but on its checkpoints on disk.
 
 import hashlib
 import json
+import math
+import os
+import platform
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
@@ -34,9 +39,28 @@ import numpy as np
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.arrays import Array, Box, array_spec, box_of
 from maxpipe.checkpoint.record import record_file
-from maxpipe.checkpoint.steps import COPIED, StepsDirectory, remove_step
+from maxpipe.checkpoint.steps import COPIED, PARTNER, StepsDirectory, remove_step
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices import processes
-from maxpipe.storage.records import Damaged, read_record
+from maxpipe.devices.host_memory import free_memory
+from maxpipe.storage.records import Damaged, parse_record, read_record
+
+KEY = "checkpoint.replica_every"
+NO_SUPERVISOR = (
+    "replicas lie in the memory of a supervisor, which restarts the run from them, and there is "
+    "none: start with `maxpipe supervise -- python -m maxpipe.train ...` on Linux, or give 0"
+)
+
+COPIES = 2  # the newest replicas, as files
+BUFFERS = 1  # in the process: the copy from which a replica is being written
+PARTNER_COPIES = 2  # of the previous process's replicas, if this one's supervisor copies them
+
+NO_ROOM = (
+    "enlarge /dev/shm (docker: --shm-size, Kubernetes: an emptyDir with medium: Memory), use more "
+    "hosts, or give 0"
+)
+
+NO_MEMORY = "use more hosts, or give 0"
 
 
 class Replicas:
@@ -209,3 +233,99 @@ def _in_every_process(steps: list[int]) -> list[int]:
     padded = (*steps, *([-1] * count))[:count]
     proposed = [processes.of_first_process(step) for step in padded]
     return [step for step in proposed if processes.agree(step in steps)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process knows about the memory of its host, in bytes."""
+
+    host: str
+    shm_free: int  # in the file system of the replicas
+    memory_free: int  # for that file system or anything else
+    held: int  # by replicas that were there before this process began
+    files: int  # of this process's replicas and of the copies of its partner's
+    buffers: int  # of the copy from which a replica is being written
+
+
+def reserve(abstract_state: object, memory: Path, every: int) -> str:
+    """Return a line on the memory that replicas take on each host; all processes call this.
+
+    Args:
+      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, as on disk.
+      memory: the directory `own` within the supervisor's directory.
+      every: `checkpoint.replica_every`.
+
+    Raises:
+      ConfigError: a host has too little memory; raised in all processes.
+    """
+    memory.mkdir(parents=True, exist_ok=True)  # what is in memory is lost more easily than on disk
+    index, count = processes.index(), processes.count()
+    own = shard_bytes(abstract_state, index)
+    parts, files = [memory], COPIES * own
+    if (memory.parent / COPIED).is_file():
+        parts.append(memory.parent / PARTNER)
+        files += PARTNER_COPIES * shard_bytes(abstract_state, (index - 1) % count)
+    held = sum(map(_bytes_below, parts))
+    free = shutil.disk_usage(memory).free, free_memory()
+    share = Share(platform.node(), *free, held, files, BUFFERS * own)
+    return describe(_of_all_processes(share), every)
+
+
+def describe(shares: Sequence[Share], every: int) -> str:
+    """Return a line on the memory that hosts need and have; raise ConfigError if one lacks it."""
+    of_hosts: dict[str, list[Share]] = {}
+    for share in shares:
+        of_hosts.setdefault(share.host, []).append(share)
+    amounts = []
+    for host, those in of_hosts.items():
+        files = sum(share.files for share in those)
+        total = files + sum(share.buffers for share in those)
+        held = sum(share.held for share in those)
+        # Measured at different times.
+        shm_room = min(share.shm_free for share in those) + held
+        room = min(share.memory_free for share in those) + held
+        for need, free, what, remedy in (
+            (files, shm_room, f"/dev/shm on {host}", NO_ROOM),
+            (total, room, f"the memory of {host}", NO_MEMORY),
+        ):
+            if need > free:
+                message = f"replicas take {need:,} bytes of {what}, of which {free:,} are free"
+                raise ConfigError(Problem(KEY, f"{message}: {remedy}"))
+        amounts.append((total, room))
+    total, room = max(amounts, key=lambda amount: amount[0])
+    reason = f"replicas take {total:,} bytes of the memory of each host"
+    return f"{KEY}={every}: {reason}, of which {room:,} are free"
+
+
+def _bytes_below(directory: Path) -> int:
+    """Return the size of a directory's files; the supervisor may remove some meanwhile."""
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
+
+
+def shard_bytes(abstract_state: object, process: int) -> int:
+    """Return the size of a process's distinct shards of a state, in bytes."""
+    return sum(_leaf_bytes(leaf, process) for leaf in jax.tree.leaves(abstract_state))
+
+
+def _leaf_bytes(leaf: jax.ShapeDtypeStruct, process: int) -> int:
+    indices: Mapping[jax.Device, tuple[slice, ...]] = leaf.sharding.devices_indices_map(leaf.shape)
+    boxes = {
+        box_of(index, leaf.shape)
+        for device, index in indices.items()
+        if device.process_index == process
+    }
+    elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    return elements * np.dtype(leaf.dtype).itemsize
+
+
+def _of_all_processes(share: Share) -> list[Share]:
+    if processes.count() == 1:
+        return [share]
+    keys = [f"maxpipe/replicas/{index}" for index in range(processes.count())]
+    processes.post(keys[processes.index()], json.dumps(asdict(share)))
+    return [parse_record(processes.read(key), Share) for key in keys]

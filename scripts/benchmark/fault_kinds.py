@@ -15,7 +15,7 @@ from typing import NamedTuple
 from small_disk import SmallDisk
 from supervised_run import Processes, wait_until
 
-from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER, committed_steps, step_path
+from maxpipe.checkpoint.steps import OWN, PARTNER, committed_steps, step_path
 
 LONGEST_PAUSE_SECONDS = 5.0  # until a launcher starts again what was killed
 FREEZE_SECONDS = (2.0, 25.0)
@@ -186,12 +186,12 @@ KINDS: dict[str, Callable[[Scene, int], None]] = {
 
 
 def memory_of(supervisor: int) -> Path | None:
-    """Return the directory in memory that a supervisor holds a lock on; None if it has none."""
+    """Return the directory in memory whose lock a supervisor holds; None if it has none."""
     for link in Path(f"/proc/{supervisor}/fd").glob("*"):
         try:
-            target = Path(os.readlink(link).removesuffix(" (deleted)"))
+            target = Path(os.readlink(link))
         except OSError:
             continue  # closed meanwhile
-        if (target / COPIED).is_file() or (target / OWN).is_dir():
-            return target
+        if target.is_relative_to("/dev/shm") and target.suffix == ".lock":
+            return target.with_suffix("")
     return None

@@ -66,8 +66,7 @@ def measure_ratio(blocks: int, every: int) -> None:
 
     from maxpipe.builder import build_trainer
     from maxpipe.checkpoint.manager import Checkpointer
-    from maxpipe.checkpoint.replica_memory import shard_bytes
-    from maxpipe.checkpoint.replicas import Replicas
+    from maxpipe.checkpoint.replicas import Replicas, shard_bytes
     from maxpipe.config import Config, replace, resolve
     from maxpipe.devices.mesh import build_mesh
     from maxpipe.supervise.memory import shared_memory

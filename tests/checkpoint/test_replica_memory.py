@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.checkpoint.replica_memory import (
+from maxpipe.checkpoint.replicas import (
     BUFFERS,
     COPIES,
     Share,
@@ -75,7 +75,7 @@ def free(monkeypatch):
     """Return free(bytes), after which a host has so many of memory, and enough in /dev/shm."""
 
     def _free(size):
-        monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_memory", lambda: size)
+        monkeypatch.setattr("maxpipe.checkpoint.replicas.free_memory", lambda: size)
 
     return _free
 
