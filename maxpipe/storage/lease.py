@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -71,17 +70,12 @@ class LeaseDirectory:
 
     def read(self, name: str) -> Entry | None:
         """Return a file or object, or None if there is none."""
-        path = self._path / name
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            # Opening a file makes NFS ask the server. A pipe is opened without waiting.
-            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(number, "rb") as file:
-                status = os.fstat(number)
-                # Pipes and devices may never end; like a torn file, they name no owner.
-                text = file.read() if stat.S_ISREG(status.st_mode) else b""
-                return Entry(text.decode(errors="replace"), status.st_mtime)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return Entry("", path.lstat().st_mtime)  # a link to nothing is in the way, too
+        # Opening a file makes NFS ask the server.
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            (self._path / name).open(encoding="utf-8", errors="replace") as file,
+        ):
+            return Entry(file.read(), os.fstat(file.fileno()).st_mtime)
         return None
 
     def create(self, name: str, text: str) -> bool:
@@ -123,7 +117,7 @@ class LeaseDirectory:
 
 
 class LeaseObjects:
-    """A place in an object store with conditional writes; its methods raise its errors.
+    """A place in an object store with conditional writes; its methods raise the store's errors.
 
     `url` is such as `s3://bucket/runs/base`; the store may be silent until the deadline.
     """

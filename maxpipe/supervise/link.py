@@ -19,7 +19,7 @@ from maxpipe.storage.records import Damaged
 from maxpipe.supervise.council import Council
 from maxpipe.supervise.ending import FAILED
 from maxpipe.supervise.messages import Finish, Joined, Message, Order, Report, decode, encode
-from maxpipe.supervise.proof import Listener
+from maxpipe.supervise.secret import Listener
 
 PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0

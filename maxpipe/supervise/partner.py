@@ -28,7 +28,7 @@ from typing import Self
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER, remove_step
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.records import Damaged, parse_record
-from maxpipe.supervise.proof import CALLER, Listener, prove
+from maxpipe.supervise.secret import CALLER, Listener, prove
 
 _LOOK_SECONDS = 0.25
 _REACH_SECONDS = 10.0  # to reach a partner that does not have its order yet

@@ -49,8 +49,7 @@ from maxpipe.supervise.progress import (
     downtime_variable,
     read_progress,
 )
-from maxpipe.supervise.proof import CALLER, Unproved, prove
-from maxpipe.supervise.run_secret import run_secret
+from maxpipe.supervise.secret import CALLER, Unproved, prove, run_secret
 from maxpipe.supervise.signals import PREEMPTED, as_passed_on, handling, numbers_to_pass_on
 
 _LOOK_SECONDS = 0.1

@@ -1,15 +1,52 @@
-"""Fit a configuration to the hosts present, and tell a supervisor which other numbers would do."""
+"""Go on with fewer hosts: fit the configuration to those present, and compile the step ahead.
 
+Once a run trains, process 0 compiles the step for the next smaller number of hosts in a thread, for
+its own devices and those of the other remaining processes, which need not take part, so that the
+run goes on at once if a host is lost. The result lies in the run's directory, next to the
+checkpoints. It is machine code, run only if it agrees with the configuration as
+`maxpipe.training.stored_step` says; otherwise the attempt on fewer hosts compiles its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, cast
 
 import jax
+from jax.sharding import Mesh
 
+from maxpipe.compile.step import StepTrainer, compile_step
+from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.elastic import KEY, Hosts, counts_to_go_on, fit_fewer
-from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import Loaded, resolve
+from maxpipe.config.options import update
+from maxpipe.config.terminal import Note, ignore_note
+from maxpipe.devices import processes
+from maxpipe.devices.chips import device_memory
 from maxpipe.devices.cluster import Sizes, whole_of_process, whole_variable
-from maxpipe.devices.mesh import num_slices
+from maxpipe.devices.mesh import build_mesh, num_slices
+from maxpipe.devices.simulated import hindrance_of
+from maxpipe.plan.auto_stages import choose_stages
+from maxpipe.supervise.ending import leave_behind
 from maxpipe.supervise.progress import ProgressFile
+from maxpipe.training.loop import Session
+from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.stored_step import LOAD, holds, write
+from maxpipe.training.trainer import Trainer
+
+_STEPS = 3  # to dispatch before compiling: by then the first of them is finished
+_LOOK_SECONDS = 0.2
+# Otherwise the compiler would wait for measurements by processes that do not compile this.
+OPTIONS = {"gpu": {"xla_gpu_shard_autotuning": False}}
+
+
+class BuildTrainer(Protocol):
+    """`maxpipe.builder.build_trainer`, passed in because the builder imports this package."""
+
+    def __call__(self, config: Config, mesh: Mesh, *, note: Note) -> Trainer: ...
 
 
 def fit_hosts(loaded: Loaded, progress: ProgressFile) -> Loaded:
@@ -53,3 +90,109 @@ def _hosts() -> tuple[Hosts, Hosts]:
     devices = jax.devices()
     now = Hosts(jax.process_count(), len(devices), num_slices(devices))
     return now, whole_of_process() or now
+
+
+def step_file(config: Config, count: int) -> Path:
+    """Return the path of the step for `count` processes."""
+    return RunDirectory(config).root / "compiled_ahead" / f"step-{count}"
+
+
+def compile_ahead(
+    given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
+) -> None:
+    """Let process 0 compile the step for fewer hosts in a thread, once `run` has begun to train.
+
+    `given` is the configuration for all hosts.
+    """
+    is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
+    if is_elastic and processes.index() == 0:
+        arguments = (given, run, build_trainer, log)
+        thread = threading.Thread(target=_work, args=arguments, name="ahead", daemon=True)
+        leave_behind(thread)
+        thread.start()
+
+
+def _work(
+    given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
+) -> None:
+    first = run.step
+    while run.step < first + _STEPS:
+        time.sleep(_LOOK_SECONDS)
+    count, those = processes.count(), "the step for fewer hosts"
+    try:
+        if (fitted := fit_next(given)) is None:
+            return
+        smaller, hosts = fitted
+        those = f"the step for {hosts.processes} of {count} processes"
+        began = time.perf_counter()
+        if file := store_step(smaller, hosts, build_trainer):
+            seconds = time.perf_counter() - began
+            log(f"{those} was compiled ahead in {seconds:.1f} s, for the loss of a host: {file}")
+    # Whatever the error is, training goes on without the step.
+    except Exception as error:
+        log(f"{those} is not compiled ahead, only when it is needed: {error}")
+
+
+def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
+    """Compile the step for the first hosts, fitted to them, and store it; allocate no array.
+
+    Returns:
+      The file; None if it already holds the step.
+
+    Raises:
+      ConfigError: no stored step could run there, or the file cannot be written.
+      OutOfMemory: the program does not fit.
+    """
+    if reason := hindrance_of(hosts.devices, hosts.processes):
+        raise ConfigError(Problem("", reason))
+    devices = [d for d in jax.devices() if d.process_index < hosts.processes]
+    config = resolve(given, hosts.devices, hosts.slices)
+    if not ENGINES[config.pipeline.engine].one_program:
+        reason = f"the {config.pipeline.engine} engine has a program for each stage"
+        raise ConfigError(Problem("pipeline.engine", reason))
+    # Decisions are noted by the attempt that needs the step.
+    config = choose_stages(config, device_memory(devices), ignore_note)
+    mesh = build_mesh(config, devices)
+    file = step_file(config, hosts.processes)
+    if holds(str(file), config, mesh):
+        return None
+    trainer = cast(StepTrainer, build_trainer(config, mesh, note=ignore_note))
+    compiled = compile_step(config, mesh, trainer, ignore_note, OPTIONS.get(devices[0].platform))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(str(file), compiled.executable, config, mesh)
+    return file
+
+
+def build_with_step_ahead(
+    config: Config, mesh: Mesh, build_trainer: BuildTrainer, note: Note
+) -> Trainer | None:
+    """Build the trainer of an attempt with fewer hosts, with the step that was compiled ahead.
+
+    All processes call this. A file is used once, so that the next attempt compiles its own step if
+    this one fails.
+
+    Returns:
+      The trainer; None if there is no such step, or it cannot be loaded.
+    """
+    if whole_of_process() is None:
+        return None
+    file = step_file(config, processes.count())
+    if not processes.agree(file.is_file()):
+        return None
+    used = file.with_name(f"{file.name}.used")
+    if processes.index() == 0:
+        file.replace(used)  # loading it may already end the process
+    processes.agree(True)
+    decisions: list[str] = []
+    trainer, reason = None, "another process cannot load it"
+    try:
+        loading = update(config, {LOAD: str(used)})
+        trainer = build_trainer(loading, mesh, note=decisions.append)
+    except ConfigError as error:
+        reason = str(error)
+    if not processes.agree(trainer is not None):
+        note(f"the step compiled ahead is not used: {reason}")
+        return None
+    for decision in (*decisions, f"{LOAD}={file}: compiled while there were more hosts ({KEY})"):
+        note(decision)
+    return trainer

@@ -60,9 +60,8 @@ from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.trackers import require_trackers
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.compile_ahead import BuildTrainer, build_with_step_ahead, compile_ahead
 from maxpipe.training.contents import package_versions, run_contents
-from maxpipe.training.elastic import fit_hosts
+from maxpipe.training.elastic import BuildTrainer, build_with_step_ahead, compile_ahead, fit_hosts
 from maxpipe.training.initial_weights import (
     open_weights,
     with_adapters,

@@ -13,7 +13,7 @@ from maxpipe.supervise.council import Council, Policy
 from maxpipe.supervise.link import Hub
 from maxpipe.supervise.messages import End, Ended, Finish, Joined, Start, Stopping, decode, encode
 from maxpipe.supervise.progress import Progress
-from maxpipe.supervise.proof import CALLER, prove
+from maxpipe.supervise.secret import CALLER, prove
 
 SECRET = "of this run"
 

@@ -13,7 +13,7 @@ import pytest
 from maxpipe.checkpoint.steps import COPIED, OWN, PARTNER
 from maxpipe.supervise import partner
 from maxpipe.supervise.partner import Partners, Source, copy_new_steps, names_in
-from maxpipe.supervise.proof import CALLER, Unproved, prove
+from maxpipe.supervise.secret import CALLER, Unproved, prove
 
 RUN = "0123abcd"
 

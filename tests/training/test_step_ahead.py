@@ -17,7 +17,7 @@ from maxpipe.devices.cluster import WHOLE, whole_variable
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.supervise.progress import ProgressFile
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.compile_ahead import (
+from maxpipe.training.elastic import (
     OPTIONS,
     build_with_step_ahead,
     compile_ahead,
