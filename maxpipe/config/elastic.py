@@ -74,20 +74,13 @@ def counts_to_go_on(loaded: Loaded, whole: Hosts) -> list[int]:
     counts = _counts(loaded, config, whole)
     if counts:
         return counts
-    number = whole.devices // whole.processes
-    each = f"{number} device{'s' * (number > 1)}"
     sizes = ", ".join(f"{axis}={config.mesh.size(axis)}" for axis in config.mesh.elastic.axes)
     message = (
         f"no number below {whole.processes} processes fits: {sizes} cannot shrink by whole "
-        f"processes of {each} with "
+        f"processes of {whole.devices // whole.processes} devices, or slices, with "
         f"data.global_batch_size={config.data.global_batch_size}; name axes that are spread over "
         "processes, or leave the key out"
     )
-    if whole.slices not in (1, whole.processes):
-        message = (
-            f"{whole.slices} slices of several of the {whole.processes} processes cannot go on "
-            "without one of them: leave the key out"
-        )
     raise ConfigError(Problem(KEY, message))
 
 

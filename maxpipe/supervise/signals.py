@@ -5,8 +5,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Self
 
 from maxpipe.config.terminal import INTERRUPTED
@@ -80,9 +80,8 @@ class Interruption:
         self._handler_of_jax: Callable[[int], None] | None = None
         self._signal: int | None = None
         self._begun = False
-        self._pipe: int | None = None
-        self._previous: dict[int, Handler] = {}
-        self._previous_pipe = -1
+        self._listens = False
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -90,31 +89,23 @@ class Interruption:
                 "signals are left alone, because the run is not in the main thread: neither "
                 "Ctrl-C nor SIGTERM saves before the end"
             )
-            return self
-        if not self._ends_process:
+        elif not self._ends_process:
             # With several processes, JAX's preemption service already runs and handles SIGTERM.
             numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
-            self._previous = {number: signal.signal(number, self._raise) for number in numbers}
-            return self
-        self._previous = {n: signal.signal(n, _do_nothing) for n in (signal.SIGTERM, signal.SIGINT)}
-        read, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
-        self._previous_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+            self._stack.enter_context(handling(numbers, self._raise))
+        else:
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            self._stack.callback(os.close, write)  # ends the thread
+            self._stack.enter_context(handling([signal.SIGTERM, signal.SIGINT], _do_nothing))
+            previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            self._stack.callback(signal.set_wakeup_fd, previous)
+            threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+            self._listens = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._pipe is not None:
-            signal.set_wakeup_fd(self._previous_pipe)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self._pipe is not None:
-            os.close(self._pipe)  # ends the thread
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def share_with_jax(self) -> None:
         """Take SIGTERM back from JAX, which handles it alone if there are several processes.
@@ -122,7 +113,7 @@ class Interruption:
         JAX only makes a note for the loop, which never reads it if the process hangs. To be called
         after JAX's start, in the main thread.
         """
-        if self._pipe is None or not is_one_of_several():
+        if not self._listens or not is_one_of_several():
             return
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

@@ -105,32 +105,30 @@ def compile_ahead(
     `given` is the configuration for all hosts.
     """
     is_elastic = given.config.mesh.elastic.axes and run.supervision.progress.is_read
-    if is_elastic and processes.index() == 0:
-        arguments = (given, run, build_trainer, log)
-        thread = threading.Thread(target=_work, args=arguments, name="ahead", daemon=True)
-        leave_behind(thread)
-        thread.start()
-
-
-def _work(
-    given: Loaded, run: Session, build_trainer: BuildTrainer, log: Callable[[str], None]
-) -> None:
+    if not is_elastic or processes.index() > 0:
+        return
     first = run.step
-    while run.step < first + _STEPS:
-        time.sleep(_LOOK_SECONDS)
-    count, those = processes.count(), "the step for fewer hosts"
-    try:
-        if (fitted := fit_next(given)) is None:
-            return
-        smaller, hosts = fitted
-        those = f"the step for {hosts.processes} of {count} processes"
-        began = time.perf_counter()
-        if file := store_step(smaller, hosts, build_trainer):
-            seconds = time.perf_counter() - began
-            log(f"{those} was compiled ahead in {seconds:.1f} s, for the loss of a host: {file}")
-    # Whatever the error is, training goes on without the step.
-    except Exception as error:
-        log(f"{those} is not compiled ahead, only when it is needed: {error}")
+
+    def work() -> None:
+        while run.step < first + _STEPS:
+            time.sleep(_LOOK_SECONDS)
+        those = "the step for fewer hosts"
+        try:
+            if (fitted := fit_next(given)) is None:
+                return
+            smaller, hosts = fitted
+            those = f"the step for {hosts.processes} of {processes.count()} processes"
+            began = time.perf_counter()
+            if file := store_step(smaller, hosts, build_trainer):
+                took = f"in {time.perf_counter() - began:.1f} s"
+                log(f"{those} was compiled ahead {took}, for the loss of a host: {file}")
+        # Whatever the error is, training goes on without the step.
+        except Exception as error:
+            log(f"{those} is not compiled ahead, only when it is needed: {error}")
+
+    thread = threading.Thread(target=work, name="ahead", daemon=True)
+    leave_behind(thread)
+    thread.start()
 
 
 def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path | None:
