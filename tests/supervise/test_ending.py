@@ -1,9 +1,11 @@
 """Leaving a process at once: last acts, flushed streams, and threads that never end."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,55 +15,40 @@ from maxpipe.supervise import ending
 from maxpipe.supervise.ending import run_command
 from maxpipe.supervise.signals import Interruption
 
-IMPORT = """
-from maxpipe.config.terminal import at_end
-from maxpipe.supervise.ending import leave, run_command
-"""
-WITH_A_THREAD_THAT_NEVER_ENDS = """
+HANGS = """
 import threading, time
+from maxpipe.config.terminal import at_end
+from maxpipe.supervise.ending import leave
+
 threading.Thread(target=time.sleep, args=(600,)).start()
-with at_end(lambda: print("first registered")), at_end({second}):
+with at_end(lambda: time.sleep(600)):
     print("no newline", end=" ")
     leave(42)
 """
 
 
-def run(code):
-    """Run code in a process whose output is buffered; return exit code, output and errors."""
+def test_leave_ends_a_process_whatever_hangs():
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-c", HANGS]
     ended = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{IMPORT}\n{code}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        words, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    return ended.returncode, ended.stdout, ended.stderr
+    assert (ended.returncode, ended.stdout, ended.stderr) == (42, "no newline ", "")
 
 
-@pytest.mark.parametrize(
-    ("second", "printed"),
-    [
-        ("lambda: print('second')", "no newline second\nfirst registered\n"),
-        ("lambda: 1 / 0", "no newline first registered\n"),
-        ("lambda: time.sleep(600)", "no newline "),
-    ],
-)
-def test_leave_ends_with_code_after_last_acts(second, printed):
-    code = WITH_A_THREAD_THAT_NEVER_ENDS.format(second=second)
-    assert run(code)[:2] == (42, printed)
-
-
-def test_leave_flushes_what_was_printed_and_does_not_repeat_last_acts():
-    code = """
-with at_end(lambda: print("once")): pass
-sys.stderr = None  # a service may have none
-with at_end(lambda: print("act")):
-    print("printed")
-    leave(42)
-"""
-    assert run(code) == (42, "once\nprinted\nact\n", "")
+def test_leave_flushes_around_last_acts_which_are_not_repeated(monkeypatch):
+    codes, out = [], io.StringIO()
+    monkeypatch.setattr(ending.os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", None)  # a service may have none
+    monkeypatch.setattr(out, "flush", lambda: out.write("|"), raising=False)
+    with at_end(lambda: out.write("once")):
+        pass
+    with at_end(lambda: out.write("first")), at_end(lambda: 1 / 0), at_end(lambda: out.write("3")):
+        out.write("printed")
+        ending.leave(42)
+    assert codes == [42]
+    assert out.getvalue() == "onceprinted|3||first|"
 
 
 @pytest.fixture
@@ -93,20 +80,19 @@ def test_run_command_that_failed_leaves_at_once(left, capsys, main, printed):
     assert printed in shown
 
 
-def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb():
-    code = """
-import atexit, threading, time
-from maxpipe.supervise.ending import leave_behind
-atexit.register(print, "python's exit")
-thread = threading.Thread(target=time.sleep, args=({seconds},), daemon=True)
-thread.start()
-leave_behind(thread)
-{wait}
-run_command(lambda: 75)
-"""
-    assert run(code.format(seconds=600, wait="")) == (75, "", "")
-    ended = code.format(seconds=0, wait="thread.join()")
-    assert run(ended) == (75, "python's exit\n", "")
+def test_run_command_leaves_a_thread_behind_that_pythons_exit_would_disturb(left, monkeypatch):
+    monkeypatch.setattr(ending, "_left_behind", [])
+    goes_on = threading.Event()
+    thread = threading.Thread(target=goes_on.wait, args=(60,))
+    thread.start()
+    ending.leave_behind(thread)
+    with pytest.raises(SystemExit, match="left"):
+        run_command(lambda: 75)
+    goes_on.set()
+    thread.join()
+    with pytest.raises(SystemExit, match="75"):
+        run_command(lambda: 75)
+    assert left == [75]
 
 
 def test_run_command_of_one_of_several_passes_an_error_on(left, monkeypatch):
