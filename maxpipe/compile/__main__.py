@@ -10,11 +10,9 @@ if __name__ == "__main__":
     ctrl_c.expect()
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from maxpipe.compile.checks import check_command
-from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 
 
@@ -24,12 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
     """
-    words = sys.argv[1:] if argv is None else argv
-    if "--tune-flags" in words:
-        script = "scripts/benchmark/tune_flags.py CONFIG.yml key=value ..."
-        raise ConfigError(Problem("--tune-flags", f"is a script of its own now: python {script}"))
     arguments = parse_args(
-        words,
+        argv,
         prog="python -m maxpipe.compile",
         description="Print what a train step needs, what it moves and how fast it could be.",
         add_flags=_add_flags,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,20 +51,9 @@ class Collective:
 
 
 class Transfer(NamedTuple):
-    """What one collective moves.
+    """One collective, and the partitions of a slice that exchange data; none between slices."""
 
-    Attributes:
-      kind, axes, network: as in `Collective`.
-      bytes: size of the operands on one device.
-      sent_bytes: bytes that one device sends.
-      groups: partitions of a slice that exchange data; empty between slices.
-    """
-
-    kind: str
-    axes: str
-    network: str
-    bytes: float
-    sent_bytes: float
+    collective: Collective
     groups: Sequence[Sequence[int]] = ()
 
 
@@ -85,12 +74,13 @@ class Transfers:
         if kind := _between_slices(instruction):
             size = array_bytes(instruction.type)[0]
             sent = sent_bytes(kind, size, _slices_of_group(instruction, self._num_slices))
-            return Transfer(kind, self._dcn_axes, "dcn", size, sent)
+            return Transfer(Collective(kind, self._dcn_axes, "dcn", 1, size, sent))
         if kind := _within_slice(computation, instruction):
             groups = groups_of(instruction, math.prod(self._shape.values()))
             size = operand_bytes(computation, instruction)
             sent = sent_bytes(kind, size, max(map(len, groups), default=1))
-            return Transfer(kind, axes_of(groups, self._shape), "ici", size, sent, groups)
+            axes = axes_of(groups, self._shape)
+            return Transfer(Collective(kind, axes, "ici", 1, size, sent), groups)
         return None
 
 
@@ -104,15 +94,23 @@ def find_collectives(
       mesh: the mesh it was compiled for.
       branch_runs: see `hlo.executions`.
     """
-    totals: dict[tuple[str, str, str], Collective] = {}
     transfers = Transfers(mesh)
-    for computation, instruction, runs in executions(module, branch_runs):
-        if transfer := transfers.of(computation, instruction):
-            key = transfer[:3]
-            total = totals.setdefault(key, Collective(*key, 0, 0, 0))
-            total.count += runs
-            total.bytes += runs * transfer.bytes
-            total.sent_bytes += runs * transfer.sent_bytes
+    return summed(
+        (runs, transfer.collective)
+        for computation, instruction, runs in executions(module, branch_runs)
+        if (transfer := transfers.of(computation, instruction))
+    )
+
+
+def summed(runs: Iterable[tuple[float, Collective]]) -> list[Collective]:
+    """Return the sums of collectives that run so often, the largest sender first."""
+    totals: dict[tuple[str, str, str], Collective] = {}
+    for times, c in runs:
+        key = c.kind, c.axes, c.network
+        total = totals.setdefault(key, Collective(*key, 0.0, 0.0, 0.0))
+        total.count += times * c.count
+        total.bytes += times * c.bytes
+        total.sent_bytes += times * c.sent_bytes
     return sorted(totals.values(), key=lambda c: -c.sent_bytes)
 
 

@@ -6,7 +6,7 @@ before its units and reduce its gradients after them run once a step.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -134,19 +134,3 @@ def write_programs(
         (folder / f"{program.name}.txt").write_text(texts[program.name], encoding="utf-8")
         (folder / f"{program.name}.hlo").write_text(program.hlo, encoding="utf-8")
         yield program
-
-
-def collectives_of_step(programs: Iterable[CompiledProgram]) -> list[Collective]:
-    """Return the collectives of one device in a step, given the programs of its stage.
-
-    The largest sender comes first.
-    """
-    totals: dict[tuple[str, str, str], Collective] = {}
-    for program in programs:
-        for c in program.collectives:
-            key = c.kind, c.axes, c.network
-            total = totals.setdefault(key, replace(c, count=0.0, bytes=0.0, sent_bytes=0.0))
-            total.count += program.runs * c.count
-            total.bytes += program.runs * c.bytes
-            total.sent_bytes += program.runs * c.sent_bytes
-    return sorted(totals.values(), key=lambda c: -c.sent_bytes)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from maxpipe.compile.collectives import Collective
+from maxpipe.compile.collectives import Collective, summed
 from maxpipe.compile.knobs import knobs
 from maxpipe.compile.prediction.activity import chunk_share, times_taken
 from maxpipe.compile.prediction.constants import Constants
@@ -32,7 +32,6 @@ from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.compile.programs import (
     CompiledProgram,
     StagesTrainer,
-    collectives_of_step,
     compile_programs,
 )
 from maxpipe.compile.report import StepReport, collective_line, in_bytes, plain, size
@@ -105,7 +104,8 @@ class StagesReport(StepReport):
 
     def collectives(self, stage: int) -> list[Collective]:
         """Return one device's collectives of a stage in a step, without the optimizer's update."""
-        return collectives_of_step(p for p in self.programs if p.stage == stage)
+        of_stage = (program for program in self.programs if program.stage == stage)
+        return summed((p.runs, c) for p in of_stage for c in p.collectives)
 
     def as_json(self) -> dict[str, object]:
         """Return plain data, see `StepReport.as_json`."""

@@ -39,7 +39,6 @@ MISTAKES = {
     "compile.topology=v5e:3x3": "compile.topology: v5e:3x3: a host holds 2x2 chips",
     "compile.topology=cpu compile.load=step.bin": "compile.load: is for maxpipe.train",
     "compile.topology=cpu --profile=p.html": "--profile: needs the estimates of a TPU's",
-    "--tune-flags": "--tune-flags: is a script of its own now: python scripts/benchmark/tune_flags",
     "compile.topology=cpu --units=F1": "--units: is for pipeline.engine=mpmd; the scheduled engine",
     "compile.topology=cpu --programs=out": "--programs: is for pipeline.engine=mpmd; the scheduled",
     "compile.topology=v3:2x2 --units=F1": "--units: is for pipeline.engine=mpmd",

@@ -120,14 +120,15 @@ class Prices:
     def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
         """Return the price of a collective, its start or a fusion around one; None for others."""
         for inside, candidate in self._candidates(computation, instruction):
-            if moved := self._transfers.of(inside, candidate):
+            if transfer := self._transfers.of(inside, candidate):
+                moved, groups = transfer
                 kind, axes = moved.kind, moved.axes
                 if moved.network == "dcn":
                     bandwidth, links = self._constants.dcn_bandwidth or 0.0, axes
                 else:
                     # A permute sends to one neighbour, over one link of the chip.
                     share = 1 / self._devices_per_chip
-                    used = share if kind == PERMUTE else self._links_of(moved.groups)
+                    used = share if kind == PERMUTE else self._links_of(groups)
                     bandwidth = used * self._constants.link_bandwidth
                     # Permutes to different neighbours go over different links.
                     pairs = _PAIRS.search(candidate.attributes)
