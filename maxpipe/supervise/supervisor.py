@@ -116,9 +116,10 @@ class Supervisor:
     ):
         self.code: int | None = None  # exit code, once the run has ended
         self.line: Line | None = None  # to the council
-        self._stopped_by = 0  # the signal that was passed on to the trainer
         self.progress_file = directory / "progress.json"  # written by the trainer
+        self._stopped_by = 0  # the signal that was passed on to the trainer
         self._command, self._place, self._log = command, place, log
+        self._name = f"process {place.index}"
         self._memory, self._partners = memory, partners
         self._trainer: TrainerProcess | None = None
         # An order to start, which waits until lost replicas are here again.
@@ -144,24 +145,13 @@ class Supervisor:
             if asked := (self._stopped_by or (signals and signals[0])):
                 return INTERRUPTED if asked == signal.SIGINT else PREEMPTED
             self.line = None
-            inbox: Inbox = queue.SimpleQueue()
             try:
-                line = self._join(address, secret, inbox)
-                while self.code is None:
-                    if signals:
-                        self._stop(signals.pop())
-                    with suppress(queue.Empty):
-                        self.handle(inbox.get(timeout=_LOOK_SECONDS)[1])
-                    line.ping()
-                    self.look()
+                self._converse(address, secret, signals)
             except (LinkLost, Unproved) as error:
                 is_unproved = isinstance(error, Unproved)
                 reason = _OTHERS if is_unproved else str(error)
                 if self.line is not None:
-                    index = self._place.index
-                    self._log(
-                        f"the line to supervisor 0 is lost ({reason}); ending process {index}"
-                    )
+                    self._log(f"the line to supervisor 0 is lost ({reason}); {self._name} ends")
                     self.end()
                     if self.line.is_answered:
                         until = time.monotonic() + wait_seconds
@@ -180,20 +170,32 @@ class Supervisor:
                     self.line.close()
         return self.code
 
-    def _join(self, address: tuple[str, int], secret: str, inbox: Inbox) -> Line:
-        """Greet supervisor 0 over a new line; raises `LinkLost` or `Unproved`."""
+    def _converse(self, address: tuple[str, int], secret: str, signals: list[int]) -> None:
+        """Join over a new line, and follow orders up to the last one.
+
+        Raises:
+          LinkLost: supervisor 0 cannot be reached, or is gone.
+          Unproved: another program answers, or a supervisor with another secret.
+        """
         try:
             connection = socket.create_connection(address, SILENCE_SECONDS)
-        except OSError as error:
-            raise LinkLost(str(error)) from error
-        try:
             prove(connection, secret, CALLER)
+            greeting = self.greeting(connection.getsockname()[0])
         except Unproved:
             connection.close()
             raise
+        except OSError as error:
+            raise LinkLost(str(error)) from error
+        inbox: Inbox = queue.SimpleQueue()
         self.line = Line(connection, inbox)
-        self.line.send(self.greeting(connection.getsockname()[0]))
-        return self.line
+        self.line.send(greeting)
+        while self.code is None:
+            if signals:
+                self._stop(signals.pop())
+            with suppress(queue.Empty):
+                self.handle(inbox.get(timeout=_LOOK_SECONDS)[1])
+            self.line.ping()
+            self.look()
 
     def greeting(self, host: str) -> Joined:
         """Return the first report; `host` is this host's address on the way to supervisor 0."""
@@ -256,7 +258,7 @@ class Supervisor:
     def _prepare(self, order: Start) -> None:
         """Let `look` start the trainer, with partners once lost replicas are fetched."""
         if self._place.index not in order.members:
-            self._log(f"process {self._place.index} waits: the others go on without it for now")
+            self._log(f"{self._name} waits: the others go on without it for now")
             if self._partners is not None:
                 self._partners.rest()
             return
@@ -317,7 +319,7 @@ class Supervisor:
         if progress.at or not self._downtime:
             self._downtime = downtime_variable(progress, time.time())
         if self._place.index > 0:  # the council reports on process 0
-            self._log(f"process {self._place.index}: {describe(code)}")
+            self._log(f"{self._name}: {describe(code)}")
         return code
 
 
