@@ -16,7 +16,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from maxpipe.checkpoint.steps import committed_steps
@@ -73,11 +74,9 @@ def status(run: Path) -> list[str]:
     if silent > SILENT_SECONDS and not has_ended:
         state = f"unknown: its supervisor has been silent for {silent:.0f} s"
     steps = committed_steps(run / "checkpoints")
-    apart = unsaved_rows(run / METRICS)
-    if apart.exists():
+    step: int | str = last_step(run / METRICS)
+    if (apart := unsaved_rows(run / METRICS)).exists():
         step = last_step(apart) or "none since it went back"
-    else:
-        step = last_step(run / METRICS)
     last_end = f"; the last attempt: {known.last_end}" if known.last_end else ""
     members = [
         f"{index} on {host}" + " (waits)" * (index in known.waiting)
@@ -107,28 +106,32 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--status", metavar="RUN_DIR", help="show members, step, last checkpoint and restarts")
     text = "in a row; an attempt of half an hour begins a new one (default: %(default)s)"
-    add("--max-restarts", type=_count, default=policy.max_restarts, metavar="N", help=text)
+    add(
+        "--max-restarts", type=_at_least_0(int), default=policy.max_restarts, metavar="N", help=text
+    )
     text = "before the first restart, doubled for each that follows (default: %(default)g)"
-    add("--pause", type=_seconds, default=policy.pause_seconds, metavar="SECONDS", help=text)
+    add(
+        "--pause",
+        type=_at_least_0(float),
+        default=policy.pause_seconds,
+        metavar="SECONDS",
+        help=text,
+    )
     text = "for supervisors of other hosts to come, or to come back (default: %(default)g)"
-    add("--wait", type=_seconds, default=policy.wait_seconds, metavar="SECONDS", help=text)
+    add(
+        "--wait", type=_at_least_0(float), default=policy.wait_seconds, metavar="SECONDS", help=text
+    )
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 0")
-    return int(text)
+def _at_least_0(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 <= (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text} is no {kind.__name__} of at least 0")
 
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds of at least 0")
-    return seconds
+    return parse
 
 
 if __name__ == "__main__":

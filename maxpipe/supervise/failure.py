@@ -168,7 +168,7 @@ def _announce(code: int, reason: str) -> None:
     """Post why this process is about to leave, and give the others time to read it."""
     _post(code, reason)
     # `leave` gives all last acts a few seconds: this one must be over by then whatever the code.
-    _wait_for_others(_BARRIER_WITH_STUCK_MS)
+    _meet(_REASON, _BARRIER_WITH_STUCK_MS)
 
 
 def _post(code: int, reason: str) -> None:
@@ -183,20 +183,17 @@ def _leave_together(code: int) -> None:
     Otherwise the end of the first one would look like a lost process to the others.
     """
     # A process that hangs or is lost does not come.
-    _wait_for_others(_BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
+    _meet(_REASON, _BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
     leave(code)
-
-
-def _wait_for_others(timeout_ms: int) -> None:
-    _meet(_REASON, timeout_ms)
-    if processes.index() == 0:
-        time.sleep(1)  # the service that the other processes need runs here
 
 
 def _meet(name: str, timeout_ms: int) -> bool:
     """Return whether all processes have come to a barrier in time."""
     try:
         coordinator().wait_at_barrier(name, timeout_ms)
+        return True
     except jax.errors.JaxRuntimeError:
         return False
-    return True
+    finally:
+        if name == _REASON and processes.index() == 0:
+            time.sleep(1)  # the service that the other processes need runs here
