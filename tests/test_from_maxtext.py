@@ -7,21 +7,17 @@ from maxpipe.from_maxtext import main
 
 
 def test_command_prints_a_file_that_loads(tmp_path, capsys):
-    assert main(["base_num_decoder_layers=4", "use_iota_embed=true", "--devices", "8"]) == 0
+    """Also with a line break in a word, which the comment at the top repeats."""
+    words = ["base_num_decoder_layers=4", "use_iota_embed=true", "run_name=a\nsteps: 3"]
+    assert main([*words, "--devices", "8"]) == 0
     printed = capsys.readouterr()
     file = tmp_path / "mine.yml"
     file.write_text(printed.out)
-    assert load(str(file)).config.model.num_layers == 4
-    assert printed.out.startswith("# python -m maxpipe.from_maxtext base_num_decoder_layers=4")
+    config = load(str(file)).config
+    assert (config.model.num_layers, config.run_name, config.steps) == (4, "a-steps-3", 150_001)
+    assert printed.out.startswith("# python -m maxpipe.from_maxtext ")
     assert "note: not translated: use_iota_embed" in printed.err
     assert "note" not in printed.out
-
-
-def test_command_with_a_line_break_in_a_word_prints_a_file_that_loads(tmp_path, capsys):
-    assert main(["run_name=a\nsteps: 3", "--devices", "8"]) == 0
-    file = tmp_path / "mine.yml"
-    file.write_text(capsys.readouterr().out)
-    assert load(str(file)).config.run_name == "a-steps-3"
 
 
 def test_command_at_the_top_of_the_file_has_no_secrets(capsys):

@@ -31,7 +31,7 @@ from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.outputs import write_file
-from maxpipe.config.slices import explain_topology, explain_unusual
+from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory, explain_quantisation, short_name
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
@@ -69,8 +69,6 @@ def launch(
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     check_engine(config, flags)
-    if unusual := explain_unusual(config.compile.topology):
-        _print(unusual)
     mesh = build_mesh(config, devices)
     for line in explain_quantisation(config.model.quantisation, devices[0]):
         _print(line)

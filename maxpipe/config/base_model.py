@@ -13,6 +13,7 @@ from maxpipe.config import from_hf
 from maxpipe.config.catalog import SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import read_files
+from maxpipe.config.from_hf import Chosen
 from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
@@ -49,26 +50,27 @@ def apply(
     Returns:
       (values, sources, problems): the first two with the keys added.
     """
-    values, sources = {**values}, {**sources}
-    base, problems = str(values.get(KEY, "")), list[Problem]()
+    chosen, problems = Chosen({**values}, {**sources}), list[Problem]()
+    base = chosen.text(KEY)
     try:
         for key, value in (_places(base) if base else {}).items():
-            if from_hf.stands(sources, key, KEY) and values[key] != value:
-                message = f"is {values[key]!r}, but {KEY}={base} sets it: leave one of them out"
-                raise ConfigError(Problem(key, message, sources[key]))
-            values[key], sources[key] = value, base
+            if chosen.stands(key, KEY) and chosen.values[key] != value:
+                own = chosen.values[key]
+                message = f"is {own!r}, but {KEY}={base} sets it: leave one of them out"
+                raise ConfigError(Problem(key, message, chosen.sources[key]))
+            chosen.set(key, value, base)
         if run := run_of(base):
-            values, sources, problems = from_hf.override(values, sources, _shape_of(run), KEY)
-        elif folder := str(values.get(from_hf.KEY, "")):
+            problems = chosen.take(_shape_of(run), KEY)
+        elif folder := chosen.text(from_hf.KEY):
             shape = from_hf.read_shape(folder, KEY if base else from_hf.KEY)
-            _untie(values, shape)
-            values, sources, problems = from_hf.override(values, sources, shape, from_hf.KEY)
-        _take_tokenizer(values, sources)
-        if base and not from_hf.stands(sources, _TEMPLATE, KEY):
-            _take_template(base, values, sources)
+            _untie(chosen, shape)
+            problems = chosen.take(shape, from_hf.KEY)
+        _take_tokenizer(chosen)
+        if base and not chosen.stands(_TEMPLATE, KEY):
+            _take_template(base, chosen)
     except ConfigError as error:
         problems += error.problems
-    return values, sources, problems
+    return chosen.values, chosen.sources, problems
 
 
 def remarks(values: Mapping[str, object]) -> list[str]:
@@ -133,35 +135,34 @@ def _shape_of(run: str) -> from_hf.Shape:
     return from_hf.Shape("", {key: settings.get(key, shape[key]) for key in shape}, file)
 
 
-def _untie(values: Mapping[str, object], shape: from_hf.Shape) -> None:
+def _untie(chosen: Chosen, shape: from_hf.Shape) -> None:
     """Let the head be a matrix of its own if local files have another one, as in transformers 5.
 
     A run that has begun keeps what it began with.
     """
-    base, tied = str(values.get(_WEIGHTS, "")), from_hf.TIED
+    base, tied = chosen.text(_WEIGHTS), from_hf.TIED
     if not shape.values[tied] or not base.startswith(SCHEME) or not is_directory(folder_of(base)):
         return
-    begun = _settings_of_begun(values)
+    begun = _settings_of_begun(chosen)
     is_tied = begun[tied] if tied in begun else not attribute_of("maxpipe.hf.matching:unties")(base)
     shape.values[tied] = is_tied
 
 
-def _settings_of_begun(values: Mapping[str, object]) -> Mapping[str, object]:
+def _settings_of_begun(chosen: Chosen) -> Mapping[str, object]:
     """Return the settings of the run itself if it has checkpoints."""
-    output_dir, name = (str(values.get(k, OPTIONS[k].default)) for k in ("output_dir", "run_name"))
-    own = Path(output_dir, name)
+    own = Path(chosen.text("output_dir"), chosen.text("run_name"))
     is_begun = next(own.glob("checkpoints/[0-9]*"), None) is not None
     return _settings_of(str(own)) if is_begun else {}
 
 
-def _take_tokenizer(values: dict[str, object], sources: dict[str, str]) -> None:
+def _take_tokenizer(chosen: Chosen) -> None:
     """Set the tokenizer: that of the run itself if it has checkpoints, or else the base's."""
-    init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
-    if not (init_from or folder) or not _needs_tokenizer(values):
+    init_from, folder = chosen.text(_WEIGHTS), chosen.text(from_hf.KEY)
+    if not (init_from or folder) or not _needs_tokenizer(chosen.values):
         return
-    tokenizer = _settings_of_begun(values).get(_TOKENIZER) or base_tokenizer(init_from, folder)
-    if tokenizer := tokenizer or values.get(KEY):  # files that it lacks are named where it is read
-        values[_TOKENIZER], sources[_TOKENIZER] = tokenizer, init_from or folder
+    tokenizer = _settings_of_begun(chosen).get(_TOKENIZER) or base_tokenizer(init_from, folder)
+    if tokenizer := tokenizer or chosen.text(KEY):  # files that it lacks are named at reading
+        chosen.set(_TOKENIZER, tokenizer, init_from or folder)
 
 
 def _needs_tokenizer(values: Mapping[str, object]) -> bool:
@@ -169,10 +170,10 @@ def _needs_tokenizer(values: Mapping[str, object]) -> bool:
     return _TOKENIZER not in values and any(s.needs_tokenizer for s in _sources(values))
 
 
-def _take_template(base: str, values: dict[str, object], sources: dict[str, str]) -> None:
+def _take_template(base: str, chosen: Chosen) -> None:
     """Set the base's chat template, if it has one, for conversations in its tokenizer."""
-    is_chat = any(source.is_chat for source in _sources(values))
-    if not is_chat or values.get(_TOKENIZER) != base_tokenizer(base, ""):
+    is_chat = any(source.is_chat for source in _sources(chosen.values))
+    if not is_chat or chosen.values.get(_TOKENIZER) != base_tokenizer(base, ""):
         return
     kept = _root(run_of(base)) / "tokenizer"
     folder = open_folder(str(kept) if run_of(base) else base, KEY)
@@ -183,7 +184,7 @@ def _take_template(base: str, values: dict[str, object], sources: dict[str, str]
         folder.read(_TEMPLATE_FILE)
         template = str(kept / _TEMPLATE_FILE) if run_of(base) else ""
     if template is not None:
-        values[_TEMPLATE], sources[_TEMPLATE] = template, base
+        chosen.set(_TEMPLATE, template, base)
 
 
 def _sources(values: Mapping[str, object]) -> Iterator[DataSource]:

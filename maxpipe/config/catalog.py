@@ -344,6 +344,16 @@ class DataSource:
     has_column: bool = False
     summary: str = ""
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Return the keys of `data.*` that have no effect."""
+        of_paths, of_chats = ("path", "eval_path"), ("chat_template", "chat_date")
+        return (
+            *(() if self.needs_path else of_paths),
+            *(() if self.has_column else ("column",)),
+            *(() if self.is_chat else of_chats),
+        )
+
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zstd")  # endings of files that are unpacked
 _MAY_BE_PACKED = ("", *PACKED)

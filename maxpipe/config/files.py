@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
@@ -48,6 +47,7 @@ _SCALAR_TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
+_REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 _MAX_DEPTH = 12  # of lists and mappings in a value
 _MAX_CHARACTERS = 1 << 20  # in a file
 
@@ -274,105 +274,72 @@ def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting]
       The settings, and a problem for each setting that is left out because its reference is
       refused or leads nowhere.
     """
-    settings = dict(chosen)
-    referring = [key for key in settings if any("${" in t for t in _texts(settings[key].raw))]
+    settings: dict[str, Setting] = {}
     problems: list[Problem] = []
-    for key in referring:
-        wrong = [*_wrong_references(settings[key].raw)]
-        problems += [Problem(key, message, settings[key].source) for message in wrong]
-        if wrong:
-            del settings[key]
-    left = [key for key in referring if key in settings]
-    return settings, problems + (_resolve(settings, left) if left else [])
-
-
-def _resolve(settings: dict[str, Setting], referring: Sequence[str]) -> list[Problem]:
-    """Follow the references of some settings; return problems of those that are left out."""
-    from omegaconf import OmegaConf  # 0.1 s that most configs need not pay
-    from omegaconf.errors import OmegaConfBaseException
-
-    tree = OmegaConf.create({})
-    for key, option in OPTIONS.items():
-        value = _plain(settings[key].raw) if key in settings else option.default
-        OmegaConf.update(tree, key, value, force_add=True)
-    problems = []
-    for key in referring:
-        setting = settings[key]
+    for key, setting in chosen.items():
         try:
-            value = OmegaConf.select(
-                tree, key, throw_on_missing=True, throw_on_resolution_failure=True
-            )
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
-            settings[key] = replace(setting, raw=_raw_value(value))
-        except (OmegaConfBaseException, RecursionError) as error:
-            text = str(error).partition("\n")[0]
-            is_circle = isinstance(error, RecursionError) or text.startswith("Recursive")
-            reason = "references go in a circle" if is_circle else text
-            problems.append(Problem(key, f"cannot follow the reference: {reason}", setting.source))
-            del settings[key]
-    return problems
+            settings[key] = replace(setting, raw=_followed(setting.raw, chosen, (key,)))
+        except ValueError as error:
+            problems.append(Problem(key, str(error), setting.source))
+    return settings, problems
 
 
-def _wrong_references(raw: Raw) -> Iterator[str]:
-    """Yield what is wrong with each reference to something that is no key."""
-    for name in re.findall(r"\$\{([^}]*\}?)", " ".join(_texts(raw))):
-        if "env" in name:
-            yield (
-                "values from the environment are refused: "
-                "the config is written to disk, and secrets must not be"
-            )
-        elif not re.fullmatch(r"\w+(\.\w+)*\}", name):
-            yield "a reference has the form ${section.key}; nothing else is understood in braces"
-        elif (key := name[:-1]) not in OPTIONS and key not in SECTIONS:
-            yield f"${{{key}}}: {unknown_key(key)}"
+def _followed(raw: Raw, chosen: Mapping[str, Setting], path: tuple[str, ...]) -> Raw:
+    """Return a value without references; `path` has the keys that have led to it.
 
-
-def _texts(raw: Raw) -> Iterator[str]:
-    if isinstance(raw, Scalar):
-        yield raw.text
-    else:
-        for item in raw if isinstance(raw, list) else raw.values():
-            yield from _texts(item)
-
-
-def _plain(raw: Raw) -> object:
-    if isinstance(raw, Scalar):
-        return raw.text
+    Raises:
+      ValueError: a reference is refused, or leads nowhere or in a circle.
+    """
     if isinstance(raw, list):
-        return [_plain(item) for item in raw]
-    return {key: _plain(value) for key, value in raw.items()}
+        return [_followed(item, chosen, path) for item in raw]
+    if isinstance(raw, dict):
+        return {name: _followed(item, chosen, path) for name, item in raw.items()}
+    if "${" in _REFERENCE.sub("", raw.text):
+        raise ValueError(
+            "a reference has the form ${section.key}; all else is refused, such as values from the "
+            "environment: the config is written to disk, and secrets must not be"
+        )
+    if whole := _REFERENCE.fullmatch(raw.text):
+        return _referred(whole[1], chosen, path)
+
+    def text_of(match: re.Match[str]) -> str:
+        value = _referred(match[1], chosen, path)
+        if isinstance(value, Scalar):
+            return value.text
+        raise ValueError(f"{match[0]} is a list, which cannot be a part of a text")
+
+    return replace(raw, text=_REFERENCE.sub(text_of, raw.text))
 
 
-def _raw_value(value: object) -> Raw:
-    if isinstance(value, list):
-        return [_raw_value(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _raw_value(item) for key, item in value.items()}
-    return Scalar("" if value is None else str(value))
+def _referred(key: str, chosen: Mapping[str, Setting], path: tuple[str, ...]) -> Raw:
+    if key in SECTIONS:
+        raise ValueError(f"${{{key}}} is a section; a key takes a value, not a section")
+    if key not in OPTIONS:
+        raise ValueError(f"${{{key}}}: {unknown_key(key)}")
+    if key in path:
+        raise ValueError(f"references go in a circle: {' -> '.join((*path, key))}")
+    if key in chosen:
+        return _followed(chosen[key].raw, chosen, (*path, key))
+    return _raw_of(OPTIONS[key].default)
 
 
-class Located(NamedTuple):
-    """Settings whose paths are relative to the working directory, and remarks for the user."""
-
-    settings: dict[str, Setting]
-    remarks: tuple[str, ...]
+def _raw_of(value: object) -> Raw:
+    return [_raw_of(item) for item in value] if isinstance(value, list) else Scalar(str(value))
 
 
-def locate(settings: Mapping[str, Setting]) -> Located:
+def locate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     """Return the settings with paths of files relative to the working directory, and no `~`."""
     located = {
         key: _at_home(setting) if key in HOMES else setting for key, setting in settings.items()
     }
-    remarks: list[str] = []
     for key in (*LISTS, MIXTURE, *NAMES):
         setting = located.get(key)
         if setting is None or setting.source == COMMAND_LINE:
             continue
         directory = os.path.dirname(setting.source.rpartition(":")[0])
         if directory not in ("", "."):
-            located[key] = replace(setting, raw=_locate(key, setting.raw, directory, remarks))
-    return Located(located, tuple(remarks))
+            located[key] = replace(setting, raw=_locate(key, setting.raw, directory))
+    return located
 
 
 def _at_home(setting: Setting) -> Setting:
@@ -382,38 +349,30 @@ def _at_home(setting: Setting) -> Setting:
     return replace(setting, raw=replace(setting.raw, text=text))
 
 
-def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
+def _locate(key: str, raw: Raw, directory: str) -> Raw:
     if isinstance(raw, list):
-        return [_locate(key, item, directory, remarks) for item in raw]
+        return [_locate(key, item, directory) for item in raw]
     if isinstance(raw, dict):
-        path = raw.get("path")
-        located = {} if path is None else {"path": _locate(key, path, directory, remarks)}
-        return {**raw, **located}
+        return raw | {
+            name: _locate(key, item, directory) for name, item in raw.items() if name == "path"
+        }
     if raw.text in NAMES.get(key, ()):
         return raw
     parts = [raw.text] if key in NAMES else raw.text.split(",")
-    return replace(
-        raw, text=",".join(_locate_one(key, part.strip(), directory, remarks) for part in parts)
-    )
+    located = (_locate_one(part.strip(), directory, is_name=key in NAMES) for part in parts)
+    return replace(raw, text=",".join(located))
 
 
-def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
+def _locate_one(path: str, directory: str, is_name: bool) -> str:
     scheme, folder = split_scheme(path)
     if not folder or os.path.isabs(folder) or folder.startswith(("~", ":")) or "://" in folder:
         return path
     # In a list `hf:` is a data set, whose configuration and split follow after colons.
-    name = folder.partition(":")[0] if scheme and key not in NAMES else folder
+    name = folder.partition(":")[0] if scheme and not is_name else folder
     located = os.path.normpath(os.path.join(directory, name))
     if not os.path.exists(located):
         located = os.path.normpath(os.path.join(glob.escape(directory), name))
-    if not exists(located):
-        return path
-    if exists(name):
-        remarks.append(
-            f"{key}={scheme}{located}: paths in a file are relative to it; {name} in the working "
-            "directory is not read"
-        )
-    return scheme + located + folder.removeprefix(name)
+    return scheme + located + folder.removeprefix(name) if exists(located) else path
 
 
 def exists(path: str) -> bool:

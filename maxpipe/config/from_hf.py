@@ -118,49 +118,44 @@ def is_text_a_part(content: Mapping[str, object]) -> bool:
     return isinstance(content.get(_TEXT), dict) and content.get("model_type") not in MODEL_TYPES
 
 
-def override(
-    values: Mapping[str, object], sources: Mapping[str, str], shape: Shape, named_by: str
-) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
-    """Override values from files with the shape of another model.
+class Chosen(NamedTuple):
+    """The values that are set, by key, and where each comes from."""
 
-    Args:
-      values: the values that are set, by key.
-      sources: where each value comes from, by key.
-      shape: the shape.
-      named_by: the key that names where it is.
+    values: dict[str, Any]
+    sources: dict[str, str]
 
-    Returns:
-      (values, sources, problems): the first two with the shape's keys added.
-    """
-    problems = []
-    merged = {**shape.values}
-    for key, value in shape.values.items():
-        if key not in values:
-            continue
-        own_value: Any = values[key]
-        is_flag = sources.get(key) == COMMAND_LINE
-        # The file that names the folder may give the vocabulary more rows, too.
-        if key == VOCABULARY and own_value > value and stands(sources, key, named_by):
-            merged[key] = own_value
-            continue
-        if key == TIED and is_flag and value:
-            merged[key] = own_value
-            continue
-        if not is_flag or own_value == value or _is_derived(key, own_value):
-            continue
-        remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
-        message = f"is {own_value}, but {shape.source} says {value}; {remedy}leave the key out"
-        problems.append(Problem(key, message, COMMAND_LINE))
-    from_shape = [key for key, value in merged.items() if value == shape.values[key]]
-    merged_sources = {**sources, **dict.fromkeys(from_shape, shape.source)}
-    return {**values, **merged}, merged_sources, problems
+    def text(self, key: str) -> str:
+        """Return the value of a key of texts, or its default."""
+        return str(self.values.get(key, OPTIONS[key].default))
 
+    def set(self, key: str, value: object, source: str) -> None:
+        """Give a key a value."""
+        self.values[key], self.sources[key] = value, source
 
-def stands(sources: Mapping[str, str], key: str, named_by: str) -> bool:
-    """Return whether a key is set on the command line, or in the file that sets `named_by`."""
-    source, file = sources.get(key, ""), sources.get(named_by, "").rpartition(":")[0]
-    return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
+    def stands(self, key: str, named_by: str) -> bool:
+        """Return whether a key is set on the command line, or in the file that sets `named_by`."""
+        source = self.sources.get(key, "")
+        file = self.sources.get(named_by, "").rpartition(":")[0]
+        return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
 
+    def take(self, shape: Shape, named_by: str) -> list[Problem]:
+        """Set the keys of a shape; return problems of those that the command line contradicts.
 
-def _is_derived(key: str, value: object) -> bool:
-    return OPTIONS[key].bounds.derived and value == -1
+        Args:
+          shape: the shape.
+          named_by: the key that names where it is.
+        """
+        problems = []
+        for key, value in shape.values.items():
+            own, is_flag = self.values.get(key), self.sources.get(key) == COMMAND_LINE
+            # The file that names the folder may give the vocabulary more rows, too.
+            adds_rows = key == VOCABULARY and self.stands(key, named_by) and own > value
+            if adds_rows or (key == TIED and is_flag and value):
+                continue
+            is_derived = OPTIONS[key].bounds.derived and own == -1
+            if is_flag and own != value and not is_derived:
+                remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
+                message = f"is {own}, but {shape.source} says {value}; {remedy}leave the key out"
+                problems.append(Problem(key, message, COMMAND_LINE))
+            self.set(key, value, shape.source)
+        return problems

@@ -102,37 +102,32 @@ _ROWS = "model.vocab_size"
 _OTHER_SHAPES = "; no run continues from arrays of other shapes"
 
 
+def _is_of(key: str, names: Sequence[str]) -> bool:
+    """Return whether a key, or a section that it is in, is among the names."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+
 # Keys of `model.*` that say how a model is computed or trained; the others are its shape.
 _NOT_SHAPE = (
-    "from_hf",
-    "block",
-    "dtype",
-    "param_dtype",
-    "dropout",
-    "z_loss",
-    "logit_tiles",
-    "moe.balance_loss",
-    "moe.bias_rate",
-    "moe.capacity_factor",
-    "moe.z_loss",
-    "moe.kernel",
-    "moe.dispatch",
-    "attention",
-    "attention_block_size",
-    "quantisation",
-    "quantised_passes",
-    "rotation",
-    "gating",
-    "rope_scaling.length",
-    "lora.rank",
-    "lora.alpha",
-    "lora.targets",
-    "lora.dropout",
+    *_OF_A_COMPUTATION,
+    *DTYPES,
+    "model.from_hf",
+    "model.block",
+    "model.dropout",
+    "model.z_loss",
+    "model.moe.balance_loss",
+    "model.moe.bias_rate",
+    "model.moe.capacity_factor",
+    "model.moe.z_loss",
+    "model.quantisation",
+    "model.quantised_passes",
+    "model.rope_scaling.length",
+    "model.lora",
 )
 SHAPE_DEFAULTS: Mapping[str, object] = {
     key.removeprefix("model."): option.default
     for key, option in OPTIONS.items()
-    if key.startswith("model.") and key.removeprefix("model.") not in _NOT_SHAPE
+    if key.startswith("model.") and not _is_of(key, _NOT_SHAPE)
 }
 
 
@@ -196,10 +191,7 @@ def group_of(key: str) -> str:
     """Return the group of `GROUPS` that a key belongs to, "" if there is none."""
     if key in _OF_A_COMPUTATION:
         return ""
-    groups = (
-        name for name, keys in GROUPS.items() if any(f"{key}.".startswith(f"{k}.") for k in keys)
-    )
-    return next(groups, "")
+    return next((name for name, keys in GROUPS.items() if _is_of(key, keys)), "")
 
 
 def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Problem]:
@@ -210,9 +202,10 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
       changed: the changes, from `changes`.
       place: where the checkpoints are, for messages.
     """
-    refused = [change for change in changed if not is_allowed(config, change.key)]
     return [
-        Problem(change.key, _differs(change, place) + _remedy(change.key)) for change in refused
+        Problem(change.key, _differs(change, place) + _remedy(change.key))
+        for change in changed
+        if not is_allowed(config, change.key)
     ]
 
 
@@ -221,8 +214,11 @@ def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
 
     Arguments as for `refusals`.
     """
-    shaped = [change for change in changed if change.key in SHAPED]
-    return [Problem(change.key, _differs(change, place) + _OTHER_SHAPES) for change in shaped]
+    return [
+        Problem(change.key, _differs(change, place) + _OTHER_SHAPES)
+        for change in changed
+        if change.key in SHAPED
+    ]
 
 
 def _differs(change: Change, place: str) -> str:

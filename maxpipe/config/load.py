@@ -56,27 +56,15 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
     """
     settings, problems = read_files(locate_config(str(path)))
     words, word_problems = read_overrides(overrides)
-    problems += word_problems
-    chosen: dict[str, Setting] = {}
-    for setting in [*settings, *words]:
-        if setting.key in OPTIONS:
-            chosen[setting.key] = setting
-        elif setting.key in SECTIONS:
-            inner = ", ".join(f.name for f in dataclasses.fields(SECTIONS[setting.key]))
-            problems.append(
-                Problem(setting.key, f"is a section; its keys are {inner}", setting.source)
-            )
-        else:
-            message = unknown_key(setting.key, is_section=isinstance(setting.raw, dict))
-            problems.append(Problem(setting.key, message, setting.source))
+    chosen, unknown = _known([*settings, *words])
     chosen, reference_problems = follow_references(chosen)
-    chosen, remarks = locate(chosen)
+    chosen = locate(chosen)
     values, value_problems = _values(chosen)
     if values.get("epochs"):
         value_problems += _choose_length([*settings, *words], chosen, values)
     set_by = {key: setting.source for key, setting in chosen.items()}
     values, set_by, shape_problems = base_model.apply(values, set_by)
-    problems += reference_problems + value_problems + shape_problems
+    problems += word_problems + unknown + reference_problems + value_problems + shape_problems
     config = update(Config(), values)
     sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
     unusable = {problem.key for problem in problems} | set(undecided)
@@ -91,7 +79,24 @@ def load(path: str, overrides: Sequence[str] = (), undecided: Collection[str] = 
             broken |= {problem.key for problem in misfits}
             rule_problems = apply_rules(RULES, config, broken)[1]
         raise ConfigError(*problems, *_sourced([*rule_problems, *misfits], sources))
-    return Loaded(config, sources, (*remarks, *base_model.remarks(values)))
+    return Loaded(config, sources, tuple(base_model.remarks(values)))
+
+
+def _known(settings: Iterable[Setting]) -> tuple[dict[str, Setting], list[Problem]]:
+    """Return the last setting of each key that exists, and a problem for each that does not."""
+    chosen: dict[str, Setting] = {}
+    problems = []
+    for setting in settings:
+        if setting.key in OPTIONS:
+            chosen[setting.key] = setting
+            continue
+        if setting.key in SECTIONS:
+            inner = ", ".join(field.name for field in dataclasses.fields(SECTIONS[setting.key]))
+            message = f"is a section; its keys are {inner}"
+        else:
+            message = unknown_key(setting.key, is_section=isinstance(setting.raw, dict))
+        problems.append(Problem(setting.key, message, setting.source))
+    return chosen, problems
 
 
 def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
@@ -104,18 +109,11 @@ def simulated_mesh_problems(loaded: Loaded) -> list[Problem]:
 
 
 def _misfits(config: Config, unusable: Set[str]) -> Sequence[Problem]:
-    """Return the problems of `simulated_mesh_problems`.
-
-    Args:
-      config: the values so far.
-      unusable: keys without a usable value.
-    """
+    """Return the problems of `simulated_mesh_problems`, given keys without a usable value."""
     num_devices = config.mesh.simulated_devices
-    has_no_mesh = any(key.startswith("mesh") for key in unusable)
+    has_no_mesh = any(key.startswith("mesh") for key in unusable) or axes_problems(config)
     if has_no_mesh or not num_devices or config.compile.topology not in ("", "cpu"):
         return []
-    if axes_problems(config):
-        return []  # these are among the problems already
     try:
         fit_mesh(config, num_devices, 1, RULES)
     except ConfigError as error:
@@ -141,9 +139,8 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     Raises:
       ConfigError: the config is wrong or does not fit the devices; lists all problems.
     """
-    config, sources = (
-        (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
-    )
+    config = loaded.config if isinstance(loaded, Loaded) else loaded
+    sources = loaded.sources if isinstance(loaded, Loaded) else {}
     problems = axes_problems(config)
     if config.epochs:
         problems.append(Problem("epochs", "only training counts documents: give steps instead"))
@@ -152,11 +149,10 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
             config = fit_mesh(config, num_devices, num_slices, RULES)
         except ConfigError as error:
             problems += error.problems
-    resolved, more = apply_rules(
-        RULES, config, {p.key for p in problems} | set(unknown_axes(config))
-    )
-    if problems + more:
-        raise ConfigError(*_sourced(problems + more, sources))
+    broken = {p.key for p in problems} | set(unknown_axes(config))
+    resolved, rule_problems = apply_rules(RULES, config, broken)
+    if problems + rule_problems:
+        raise ConfigError(*_sourced(problems + rule_problems, sources))
     return resolved
 
 
@@ -174,10 +170,9 @@ def from_record(saved: Mapping[str, object]) -> Config:
     values = {key: lookup(saved, key, missing) for key in OPTIONS}
     values = {key: value for key, value in values.items() if value is not missing}
     problems = [p for key, value in values.items() if (p := _problem(key, value, named=False))]
-    config = update(
-        Config(), {k: v for k, v in values.items() if k not in {p.key for p in problems}}
-    )
-    problems += apply_rules(MODEL_RULES, config, {problem.key for problem in problems})[1]
+    wrong = {problem.key for problem in problems}
+    config = update(Config(), {key: value for key, value in values.items() if key not in wrong})
+    problems += apply_rules(MODEL_RULES, config, wrong)[1]
     if problems:
         raise ConfigError(*(dataclasses.replace(p, source=RECORD) for p in problems))
     return config

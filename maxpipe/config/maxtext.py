@@ -89,20 +89,14 @@ KEYS: dict[str, Key] = {
     # pipeline
     "num_layers_per_pipeline_stage": Key("pipeline.num_layers_per_stage", "-1 derives it"),
     "num_pipeline_repeats": Key("pipeline.num_repeats"),
-    "pipeline_parallel_layers": Key(
-        "pipeline.parallel_layers", "others run after, or before: pipeline.outside_layers"
-    ),
+    "pipeline_parallel_layers": Key("pipeline.parallel_layers"),
     "num_pipeline_microbatches": Key("pipeline.num_microbatches"),
     "pipeline_delay_activation_forwarding": Key("pipeline.delay_activation_forwarding"),
-    "pipeline_fsdp_ag_once": Key(
-        "pipeline.fsdp_gather", "true is written once; gradients are reduced once, too"
-    ),
+    "pipeline_fsdp_ag_once": Key("pipeline.fsdp_gather", "true is written once"),
     "model_fsdp_ag_once": Key("pipeline.fsdp_gather", "true is written once"),
     "pipeline_fsdp_ag_per_repeat": Key("pipeline.fsdp_gather", "true is written per_repeat"),
     "scan_pipeline_iterations": Key("pipeline.scan_iterations"),
-    "scan_pipeline_repeats": Key(
-        "pipeline.scan_repeats", "for fsdp_gather per_repeat, once; dead in MaxText"
-    ),
+    "scan_pipeline_repeats": Key("pipeline.scan_repeats", "dead in MaxText"),
     "set_remat_policy_on_pipeline_iterations": Key("pipeline.remat_iterations"),
     "set_remat_policy_on_layers_per_stage": Key("pipeline.remat_layers", "sequential always does"),
     "scan_layers_per_stage": Key("pipeline.scan_layers_per_stage"),
@@ -114,13 +108,11 @@ KEYS: dict[str, Key] = {
     ),
     # mesh
     "context_parallel_load_balance": Key(
-        differs="always: each device has an early and a late chunk of a sequence"
+        differs="always: an early and a late chunk on each device"
     ),
     "context_parallel_strategy": Key(differs="keys and values are gathered"),
     "mesh_axes": Key(differs="the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
-    "logical_axis_rules": Key(
-        "sharding.logical_axis_rules", "our logical axes; --print-config shows them"
-    ),
+    "logical_axis_rules": Key("sharding.logical_axis_rules", "our own logical axes"),
     "data_sharding": Key(differs="batches are split over data, fsdp and expert"),
     "num_slices": Key(differs="taken from the devices"),
     "hardware": Key("mesh.simulated_devices", "cpu: the devices that a CPU pretends to have"),
@@ -132,9 +124,7 @@ KEYS: dict[str, Key] = {
     "base_num_query_heads": Key("model.num_query_heads"),
     "base_num_kv_heads": Key("model.num_kv_heads"),
     "base_mlp_dim": Key("model.mlp_dim"),
-    "model_name": Key(
-        differs="start from a preset: python -m maxpipe.train configs/models/NAME.yml"
-    ),
+    "model_name": Key(differs="start from a preset: maxpipe.train configs/models/NAME.yml"),
     "override_model_config": Key(differs="of several values for a key the last one counts"),
     "global_parameter_scale": Key(differs="write the sizes themselves"),
     "decoder_block": Key(
@@ -146,9 +136,7 @@ KEYS: dict[str, Key] = {
     "dtype": Key("model.dtype"),
     "weight_dtype": Key("model.param_dtype"),
     "logits_via_embedding": Key("model.tie_embeddings"),
-    "normalize_embedding_logits": Key(
-        "model.logit_scale", "true is written 1 / the root of model.embed_dim, with tied embeddings"
-    ),
+    "normalize_embedding_logits": Key("model.logit_scale", "1 / root of embed_dim, if tied"),
     "mlp_activations": Key(
         "model.mlp_activation", "silu for [silu, linear], gelu_tanh for [gelu, linear]"
     ),
@@ -156,10 +144,7 @@ KEYS: dict[str, Key] = {
     "dropout_rate": Key("model.dropout", "the masks lie on the outputs of attention and MLP"),
     "enable_dropout": Key("model.dropout", "false is written 0"),
     "z_loss_multiplier": Key("model.z_loss"),
-    "final_logits_soft_cap": Key(
-        "model.logit_soft_cap",
-        "0 = no cap, where MaxText has null; it caps logits of tied embeddings only",
-    ),
+    "final_logits_soft_cap": Key("model.logit_soft_cap", "0 = no cap; MaxText's is of tied ones"),
     "num_vocab_tiling": Key("model.logit_tiles"),
     "use_qk_norm": Key("model.qk_norm"),
     "attention_bias": Key("model.attention_bias"),
@@ -167,32 +152,20 @@ KEYS: dict[str, Key] = {
     "attention_type": Key(
         "model.attention_kind", "gqa for global, mla for mla; a window is model.attention_window"
     ),
-    "sliding_window_size": Key(
-        "model.attention_window",
-        "with model.layer_pattern; MaxText's llama2, mistral, qwen and mixtral blocks have none",
-    ),
-    "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap, where MaxText has null"),
+    "sliding_window_size": Key("model.attention_window", "with model.layer_pattern"),
+    "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap"),
     "use_post_attn_norm": Key("model.norm_placement", "with use_post_ffw_norm: sandwich"),
     "use_post_ffw_norm": Key("model.norm_placement", "with use_post_attn_norm: sandwich"),
     "num_experts": Key("model.moe.experts", "0 = a dense MLP, where MaxText has 1"),
     "num_experts_per_tok": Key("model.moe.per_token"),
     "base_moe_mlp_dim": Key("model.moe.mlp_dim", "0 = model.mlp_dim"),
-    "routed_bias": Key(
-        "model.moe.logit_bias", "for mixtral and qwen3_moe; DeepSeek's is model.moe.selection_bias"
-    ),
-    "capacity_factor": Key(
-        "model.moe.capacity_factor", "of whole sequences; 0 = no bound, where MaxText has -1"
-    ),
+    "routed_bias": Key("model.moe.logit_bias", "DeepSeek's is model.moe.selection_bias"),
+    "capacity_factor": Key("model.moe.capacity_factor", "of whole sequences; 0 = no bound"),
     "attention": Key("model.attention", "flash is called splash, autoselected auto"),
     "normalization_layer_epsilon": Key("model.norm_eps"),
     "rope_max_timescale": Key("model.rope_theta"),
-    "rope_type": Key(
-        "model.rope_scaling.factor",
-        "8 for llama3.1, as MaxText has it for model names that begin so; YaRN is not translated",
-    ),
-    "rope_linear_scaling_factor": Key(
-        "model.rope_scaling.factor", "with model.rope_scaling.type=linear"
-    ),
+    "rope_type": Key("model.rope_scaling.factor", "8 for llama3.1; YaRN is not translated"),
+    "rope_linear_scaling_factor": Key("model.rope_scaling.factor", "with rope_scaling.type=linear"),
     "local_rope_max_timescale": Key("model.rope_theta_local", "0 = as global layers, not -1"),
     "rope_use_scale": Key("model.rope_scaling.factor", "false is written 1"),
     # data
@@ -205,29 +178,19 @@ KEYS: dict[str, Key] = {
     "hf_path": Key("data.path", "hf:NAME with data.source=datasets; json, parquet, text: a source"),
     "hf_name": Key("data.path", "hf:NAME:CONFIGURATION with data.source=datasets"),
     "train_split": Key("data.path", "hf:NAME:CONFIGURATION:SPLIT with data.source=datasets"),
-    "tokenizer_path": Key(
-        "data.tokenizer", "byte, or the path of a tokenizer.json or SentencePiece model"
-    ),
+    "tokenizer_path": Key("data.tokenizer", "a tokenizer.json or SentencePiece model, or byte"),
     "tokenizer_type": Key("data.tokenizer", "told from the file's name"),
     "packing": Key("data.packing"),
     "max_target_length": Key("data.sequence_length"),
-    "per_device_batch_size": Key(
-        "data.global_batch_size", "over all devices: multiply by their number"
-    ),
-    "eval_per_device_batch_size": Key(
-        "eval.global_batch_size", "over all devices: multiply by their number"
-    ),
-    "gradient_accumulation_steps": Key(
-        "pipeline.num_microbatches", "times those of the pipeline; they divide the batch"
-    ),
+    "per_device_batch_size": Key("data.global_batch_size", "times the devices"),
+    "eval_per_device_batch_size": Key("eval.global_batch_size", "times the devices"),
+    "gradient_accumulation_steps": Key("pipeline.num_microbatches", "times those of the pipeline"),
     "grain_worker_count": Key("data.num_workers"),
     "enable_data_shuffling": Key("data.shuffle"),
     "data_shuffle_seed": Key("seed", "one seed for everything"),
     "init_weights_seed": Key("seed", "one seed for everything"),
     # training
-    "base_output_directory": Key(
-        "output_dir", "on a file system; checkpoint.mirror takes a bucket"
-    ),
+    "base_output_directory": Key("output_dir", "a bucket: checkpoint.mirror"),
     "opt_type": Key("optimizer.name"),
     "adam_b1": Key("optimizer.beta1"),
     "adam_b2": Key("optimizer.beta2"),
@@ -240,16 +203,10 @@ KEYS: dict[str, Key] = {
     "skip_step_on_spikes": Key("optimizer.spike_window", "false is written 0"),
     "skip_step_interval": Key("optimizer.spike_window"),
     "skip_step_scaling_factor": Key("optimizer.spike_deviations"),
-    "abort_on_nan_loss": Key(
-        "optimizer.max_consecutive_skips", "such steps are skipped; 0 = a run never ends for that"
-    ),
-    "abort_on_inf_loss": Key(
-        "optimizer.max_consecutive_skips", "such steps are skipped; 0 = a run never ends for that"
-    ),
+    "abort_on_nan_loss": Key("optimizer.max_consecutive_skips", "such steps are skipped"),
+    "abort_on_inf_loss": Key("optimizer.max_consecutive_skips", "such steps are skipped"),
     "learning_rate": Key("optimizer.learning_rate"),
-    "wsd_decay_steps_fraction": Key(
-        "optimizer.stable_fraction", "the share after warm-up that is not decay"
-    ),
+    "wsd_decay_steps_fraction": Key("optimizer.stable_fraction", "what is not decay"),
     "lr_schedule_type": Key("optimizer.schedule"),
     "learning_rate_schedule_steps": Key("optimizer.decay_steps"),
     "warmup_steps_fraction": Key("optimizer.warmup_steps", "in steps"),
@@ -276,25 +233,17 @@ KEYS: dict[str, Key] = {
 # Limits of the model; they add nothing if the decoder block already has no counterpart.
 MODEL_LIMITS = (
     Limit(
-        "experts that every token uses are in none of the blocks that are translated; "
-        "model.moe.shared_experts has them, as in configs/models/deepseek-v3.yml",
-        off="shared_experts",
+        "not translated; model.moe.shared_experts, router, scale, groups, groups_per_token, "
+        "bias_rate and model.first_dense_layers have them, as in configs/models/deepseek-v3.yml",
+        off="shared_experts routed_score_func routed_bias_update_rate n_routing_groups "
+        "first_num_dense_layers",
+        values={"routed_scaling_factor": 1},
     ),
-    Limit(
-        "the loss is that of the next token; no layers predict later ones",
-        off="mtp_num_layers",
-    ),
+    Limit("no layers predict later tokens than the next", off="mtp_num_layers"),
     Limit(
         "MaxText measures balance over the batch; set model.moe.balance_loss, which does "
         "within each sequence, or model.moe.bias_rate in the result",
         off="load_balance_loss_weight",
-    ),
-    Limit(
-        "routing and layers as DeepSeek's are not translated; model.moe.router, scale, groups, "
-        "groups_per_token, bias_rate and model.first_dense_layers have them, as in "
-        "configs/models/deepseek-v3.yml",
-        off="routed_score_func routed_bias_update_rate n_routing_groups first_num_dense_layers",
-        values={"routed_scaling_factor": 1},
     ),
     Limit(
         "no token is left out for want of a buffer; model.moe.capacity_factor can bound experts",
@@ -302,15 +251,9 @@ MODEL_LIMITS = (
         blocks=False,
     ),
     Limit(
-        "only MaxText's gpt_oss and deepseek blocks read it, which are not translated; "
-        "model.mlp_limit clamps the projections of the MLP, as in "
-        "configs/models/gpt-oss-20b.yml",
-        off="mlp_activations_limit",
-    ),
-    Limit(
-        "not translated; model.layer_pattern, model.first_dense_layers, model.rope_fraction "
-        "and model.rope_theta in the result set kinds of layers and their rotation",
-        off="nope_layer_interval global_rope_max_timescale",
+        "not translated; model.mlp_limit, model.layer_pattern, model.first_dense_layers, "
+        "model.rope_fraction and model.rope_theta in the result have them",
+        off="mlp_activations_limit nope_layer_interval global_rope_max_timescale",
         values={"inhomogeneous_layer_cycle_interval": 1, "partial_rotary_factor": 1},
     ),
     Limit(
@@ -324,28 +267,19 @@ MODEL_LIMITS = (
         values={
             "interleave_moe_layer_step": 1,
             "rope_min_timescale": 1,
+            "mhc_expansion_rate": 1,
             "qk_norm_with_scale": True,
             "v_norm_with_scale": True,
-            "mhc_expansion_rate": 1,
         },
     ),
 )
 LIMITS = (
     *MODEL_LIMITS,
     Limit(
-        "parameters start from a normal distribution of its own width",
-        values={"dense_init_scale": 1},
-        blocks=False,
-    ),
-    Limit(
         "model.quantisation computes scales in another way; set that instead",
         off="quantization use_manual_quantization quantize_mtp quantize_logits_proj "
         "experimental_sa_quant_q_fp8 experimental_sa_quant_k_fp8 weight_block_size",
         values={"te_comm_gemm_overlap": "disabled"},
-    ),
-    Limit(
-        "weights are dense and all of them are trained",
-        off="weight_sparsity_n weight_sparsity_m trainable_parameters_mask",
     ),
     Limit(
         "sums of squares, softmax, logits and gradients are float32, products model.dtype",
@@ -358,16 +292,8 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "the state stays on the devices; mesh.ici.fsdp splits parameters and moments",
-        off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data",
-    ),
-    Limit(
-        "the layer's input is always saved on the device",
-        values={"decoder_layer_input": "device"},
-        blocks=False,
-    ),
-    Limit(
         "the mesh has no such axis; use data, stage, fsdp, context, tensor or expert",
+        off="custom_mesh_and_rule custom_mesh_and_rule_for_eval",
         values={
             f"{level}_{axis}_parallelism": 1
             for level in ("ici", "dcn")
@@ -378,8 +304,8 @@ LIMITS = (
         },
     ),
     Limit(
-        "sharding.logical_axis_rules maps the logical axes; --print-config shows them",
-        off="custom_mesh_and_rule custom_mesh_and_rule_for_eval",
+        "the state stays on the devices; mesh.ici.fsdp splits parameters and moments",
+        off="optimizer_memory_host_offload parameter_memory_host_offload shard_optimizer_over_data",
     ),
     Limit(
         "leave it out; data.source=chat in the result learns what the assistant writes, and "
@@ -387,55 +313,37 @@ LIMITS = (
         off="use_sft use_chat_template",
     ),
     Limit(
-        "the objective is the next token",
-        off="use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco",
+        "the objective is the next token, and all weights are dense and trained",
+        off="use_dpo use_multimodal use_audio eod_mask_loss enable_diloco enable_streaming_diloco "
+        "weight_sparsity_n weight_sparsity_m trainable_parameters_mask",
         values={"training_objective": "causal_lm"},
     ),
     Limit(
-        "the optimizer's state is not read; load_parameters_path reads the parameters of any step",
-        off="load_full_state_path",
+        "only parameters are read, by load_parameters_path; model.lora.rank trains new adapters",
+        off="load_full_state_path lora_input_adapters_path hf_lora_adapter_path lora_rank",
     ),
     Limit(
-        "adapters of other runs are not read; model.lora.rank trains new ones",
-        off="lora_input_adapters_path hf_lora_adapter_path lora_rank",
+        "leave it out; per_device_batch_size is the one size, and the optimizer has no such term",
+        off="enable_rampup_batch_size reuse_example_batch adam_eps_root",
     ),
     Limit(
-        "the batch has one size; give per_device_batch_size alone",
-        off="enable_rampup_batch_size reuse_example_batch",
-    ),
-    Limit(
-        "the optimizer has no such term; leave it at its default",
-        off="adam_eps_root",
-    ),
-    Limit(
-        "weight decay applies to matrices, not to norms and biases",
-        off="adamw_mask",
-        blocks=False,
+        "leave it out; data.path=hf:DIR and data.column in the result say where documents are",
+        off="hf_data_dir",
+        values={"train_data_columns": ["text"], "tokenize_train_data": True},
     ),
     Limit(
         "documents begin and end with the tokenizer's own tokens, and packing separates them",
         off="use_stream_chunking max_segments_per_seq",
-        values={"add_bos": True, "add_eos": True, "reset_attention_mask": True},
+        values=dict.fromkeys(("add_bos", "add_eos", "reset_attention_mask"), True),
         blocks=False,
     ),
     Limit(
-        "leave it out; data.source=datasets reads a directory of files by data.path=hf:DIR",
-        off="hf_data_dir",
+        "initial weights have a width of their own", values={"dense_init_scale": 1}, blocks=False
     ),
-    Limit(
-        "leave it out; data.column in the result names the column of a document's text",
-        values={"train_data_columns": ["text"], "tokenize_train_data": True},
-    ),
-    Limit(
-        "optimizer.schedule=wsd falls in a straight line",
-        values={"wsd_decay_style": "linear"},
-        blocks=False,
-    ),
-    Limit(
-        "a run ends when a multiple of steps is done; use steps or stop_after",
-        off="target_eval_loss",
-        blocks=False,
-    ),
+    Limit("a layer's input is saved", values={"decoder_layer_input": "device"}, blocks=False),
+    Limit("weight decay applies to matrices only", off="adamw_mask", blocks=False),
+    Limit("wsd falls in a straight line", values={"wsd_decay_style": "linear"}, blocks=False),
+    Limit("a run ends by steps or stop_after", off="target_eval_loss", blocks=False),
 )
 LIMIT_OF = {key: limit for limit in LIMITS for key in limit.keys}
 

@@ -195,6 +195,11 @@ class Block(Variant):
     quantises: bool = False
     model_types: tuple[str, ...] | None = ()
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Return the keys of `model.*` that have no effect."""
+        return () if self.quantises else ("quantisation",)
+
 
 BLOCKS: dict[str, Block] = {
     "llama": Block(

@@ -42,6 +42,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "max_seq_len": ("data.sequence_length",),
     "context_length": ("data.sequence_length",),
     "block_size": ("data.sequence_length",),
+    "batch_size": ("data.global_batch_size", "eval.global_batch_size"),
     "dataset": ("data.source", "data.path"),
     "micro_batches": ("pipeline.num_microbatches",),
     "num_stages": ("mesh.ici.stage",),
@@ -134,10 +135,11 @@ def unknown_key(key: str, is_section: bool = False) -> str:
     section, _, last = key.rpartition(".")
     if last in _ABSENT:
         return f"unknown key; {_ABSENT[last]}"
-    home = _existing_part(section)
-    if home in OPTIONS:
-        kind = "list" if isinstance(OPTIONS[home].default, list) else "value"
-        return f"unknown key; {home} takes a {kind} and is no section, see --help {home}"
+    while section and section not in _TABLE:
+        section = section.rpartition(".")[0]
+    if section in OPTIONS:
+        kind = "list" if isinstance(OPTIONS[section].default, list) else "value"
+        return f"unknown key; {section} takes a {kind} and is no section, see --help {section}"
     is_ours = is_section or (section and any(_last(name) == last for name in OPTIONS))
     if not is_ours and (theirs := maxtext_hint(last)):
         return theirs
@@ -145,9 +147,9 @@ def unknown_key(key: str, is_section: bool = False) -> str:
         return f"unknown key; did you mean {' or '.join(near)}?"
     if theirs := maxtext_hint(misspelt(last)):
         return f"unknown key; {theirs}"
-    if home:
-        names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[home]))
-        return f"unknown key; the keys of {home} are {names}"
+    if section:
+        names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[section]))
+        return f"unknown key; the keys of {section} are {names}"
     top = ", ".join(name for name in SECTIONS if "." not in name)
     return f"unknown key; the sections are {top}, and --help SECTION lists their keys"
 
@@ -155,32 +157,19 @@ def unknown_key(key: str, is_section: bool = False) -> str:
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    These are keys that end in the same word or that other trainers call so; else those of the
-    section with the most similar last word, then those of any whose last word has it as a part,
-    then those of any with the most similar one.
+    These are keys that end in the same word or that other trainers call so, or else with the most
+    similar last word, in the same section or in any.
     """
     names = [*SECTIONS] if is_section else [*OPTIONS]
     section, _, last = key.rpartition(".")
-    if same := [name for name in names if _last(name) == last]:
-        return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     if not is_section and last in SYNONYMS:
         return [*SYNONYMS[last]]
-    home = _existing_part(section)
-    inside = [name for name in names if name.rpartition(".")[0] == home]
-    if near := difflib.get_close_matches(last, map(_last, inside), n=1, cutoff=0.75):
-        return [name for name in inside if _last(name) in near]
-    longer = [name for name in names if f"_{last}_" in f"_{_last(name)}_"]
-    if len({_last(name) for name in longer}) == 1:  # of others each is as likely
-        return sorted(longer, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
-    near = difflib.get_close_matches(last, map(_last, names), n=1, cutoff=0.85)
-    return [name for name in names if _last(name) in near][:3]
-
-
-def _existing_part(section: str) -> str:
-    """Return the longest beginning of a section's name that is a key or section; "" if none is."""
-    while section and section not in _TABLE:
-        section = section.rpartition(".")[0]
-    return section
+    inside = [name for name in names if name.rpartition(".")[0] == section]
+    for some, cutoff in ((names, 1.0), (inside, 0.75), (names, 0.85)):
+        if near := difflib.get_close_matches(last, map(_last, some), n=1, cutoff=cutoff):
+            keys = [name for name in some if _last(name) in near]
+            return sorted(keys, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
+    return []
 
 
 def _last(name: str) -> str:

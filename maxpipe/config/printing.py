@@ -6,12 +6,11 @@ from contextlib import suppress
 import yaml
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.identity import differing_keys
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.engines import idle_notes
-from maxpipe.config.rules.layout import data_shards, least_microbatches, num_stages
+from maxpipe.config.rules.layout import data_shards, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.config.values import AUTO, nearest, number
@@ -87,38 +86,30 @@ def notes(
             if (verbose or not OPTIONS[key].bounds.derived) and (reason := _reason(resolved, key))
         ]
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
-    lines = [*remarks, *lines, *_outside(resolved), *_third_repeat(resolved)]
-    lines += [*idle_notes(resolved, before), *_in_vain(resolved)]
-    if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
-        lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
+    lines = [*remarks, *lines, *_outside(resolved), *idle_notes(resolved, before)]
+    lines += _in_vain(resolved)
     return lines
 
 
-def _outside(c: Config) -> list[str]:
-    """Return a line for each kind of layer that runs outside the pipeline."""
+def _outside(c: Config) -> Iterator[str]:
+    """Yield a line for each kind of layer that runs outside the pipeline."""
     engine, place = ENGINES[c.pipeline.engine], c.pipeline.outside_layers
     outside = c.model.stacked_layers - c.pipeline.parallel_layers
-    if not engine.has_stages:
-        return []
-    lines = []
-    if first := c.model.first_dense_layers:
-        lines = [f"model.first_dense_layers={first}: they run with the embedding"]
-    if not outside:
-        return lines
+    if engine.has_stages and (first := c.model.first_dense_layers):
+        yield f"model.first_dense_layers={first}: they run with the embedding"
+    if not engine.has_stages or not outside:
+        return
     how = "the stages as data parallelism"
     if not engine.one_program:
         how = f"the {'first' if place == 'before' else 'last'} chunk, on its stage alone"
-    line = (
+    rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
+    if engine.lockstep and rows % num_stages(c):
+        counted = f"{rows} row{'s' * (rows > 1)}"
+        how += f"; {num_stages(c)} stages do not divide {counted}, so some compute padding"
+    yield (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
         f"{outside} of {c.model.stacked_layers} layers run {place} the pipeline, with {how}"
     )
-    rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-    if engine.lockstep and rows % num_stages(c):
-        line += (
-            f"; a microbatch has {rows} row{'s' * (rows > 1)} on a device, which "
-            f"{num_stages(c)} stages do not divide, so some compute padding"
-        )
-    return [*lines, line]
 
 
 def _reason(c: Config, key: str) -> str:
@@ -133,58 +124,34 @@ def _reason(c: Config, key: str) -> str:
         return _REASONS.get(key, "")
     stages = num_stages(c)
     if not ENGINES[c.pipeline.engine].has_stages:
-        return {
-            "pipeline.engine": "there is one stage" if stages == 1 else "",
-            "pipeline.num_microbatches": "the whole batch at once",
-        }.get(key, "")
+        return "there is one stage" if key == "pipeline.engine" and stages == 1 else ""
+    if c.pipeline.layers_per_stage and key in (
+        "pipeline.num_repeats",
+        "pipeline.num_layers_per_stage",
+    ):
+        return "pipeline.layers_per_stage"
     chunks = f"{c.pipeline.parallel_layers} layers over {stages} stages"
-    repeats = f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage"
-    layers = f"{chunks} x {c.pipeline.num_repeats} repeats"
-    if c.pipeline.layers_per_stage:
-        repeats = "the length of pipeline.layers_per_stage over the stages"
-        layers = "the largest entry of pipeline.layers_per_stage"
     is_delayed = c.pipeline.delay_activation_forwarding
-    microbatches = "two per stage, since forwarding is delayed" if is_delayed else "one per stage"
     return {
         "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
-        "pipeline.num_microbatches": microbatches,
-        "pipeline.num_repeats": repeats,
-        "pipeline.num_layers_per_stage": layers,
+        "pipeline.num_microbatches": f"{'two' if is_delayed else 'one'} per stage",
+        "pipeline.num_repeats": f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage",
+        "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
     }.get(key, "")
 
 
-def _in_vain(c: Config) -> list[str]:
-    """Return a line for each value that comes to nothing for a reason of its own."""
-    lines = [*_idle_axis_rules(c)]
-    if c.stop_after >= c.steps:
-        lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
+def _in_vain(c: Config) -> Iterator[str]:
+    """Yield a line for each value that comes to nothing for a reason of its own."""
+    known = [str(axis) for axis, _ in DEFAULT_RULES]
+    for axis, _ in c.sharding.logical_axis_rules:
+        if axis not in known:
+            yield (
+                f"sharding.logical_axis_rules: the rule of {axis!r} has no effect, except on "
+                f"layers of your own: maxpipe has no such logical axis{nearest(axis, known)}"
+            )
     is_saved = c.checkpoint.every or c.checkpoint.every_minutes
     if not is_saved and c.checkpoint.resume in ("auto", "must"):
-        lines.append("this run cannot be resumed, since checkpoint.every=0 saves nothing")
-    return lines
-
-
-def _idle_axis_rules(c: Config) -> list[str]:
-    """Return a line for each rule whose logical axis no array of maxpipe's own has."""
-    known = [str(axis) for axis, _ in DEFAULT_RULES]
-    return [
-        f"sharding.logical_axis_rules: the rule of {axis!r} has no effect, except on layers of "
-        f"your own: no array of maxpipe has that logical axis{nearest(axis, known)}"
-        for axis, _ in c.sharding.logical_axis_rules
-        if axis not in known
-    ]
-
-
-def _third_repeat(c: Config) -> list[str]:
-    """Return a line if three gathered repeats are in memory at once."""
-    p, least = c.pipeline, least_microbatches(c)
-    if p.fsdp_gather != "per_repeat" or p.num_repeats < 3 or p.num_microbatches != least:
-        return []
-    return [
-        "pipeline.fsdp_gather=per_repeat: three gathered repeats are in memory, since with "
-        f"num_microbatches={least} there is no time for a fetch within a repeat; "
-        f"{least + num_stages(c)} or more need two"
-    ]
+        yield "this run cannot be resumed, since checkpoint.every=0 saves nothing"
 
 
 def _lines(

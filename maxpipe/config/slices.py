@@ -110,14 +110,8 @@ def explain_topology(name: str) -> str:
     canonical = name if name in ("", "cpu") else canonical_topology(name)
     if canonical == name:
         return ""
-    generation, number = _BY_NAME.get(canonical.partition(":")[0]), name.partition("-")[2]
     chips = num_chips(canonical)
-    counted = ""
-    if generation and number.isdecimal():
-        unit = "TensorCores, two a chip" if generation.cores_per_chip > 1 else "chips"
-        counted = f"; the number in {name} counts {unit}"
-    noun = "chip" if chips == 1 else "chips"
-    return f"compile.topology={name} is {canonical}, {chips} {noun}{counted}"
+    return f"compile.topology={name} is {canonical}, {chips} chip{'s' * (chips > 1)}"
 
 
 @functools.cache
@@ -195,19 +189,6 @@ def check_grid(topology: str) -> None:
         raise ValueError(f"{topology} has {chips} chips; the largest slice has {most}{legal}")
     if dimensions == 3 and chips > CUBE**3 and any(size % CUBE for size in sizes):
         raise ValueError(f"{topology}: slices above 64 chips are made of cubes of 4x4x4{legal}")
-
-
-def explain_unusual(topology: str) -> str:
-    """Return a line if a canonical topology is an unusual slice of a known chip, else ""."""
-    name, _, grid = topology.partition(":")
-    if name not in _BY_NAME:
-        return ""
-    generation, sizes = _BY_NAME[name], sorted(map(int, grid.split("x")))
-    usual = [sorted(map(int, text.split("x"))) for text in generation.grids]
-    if sizes in usual or math.prod(sizes) > CUBE**3 or sizes == [CUBE] * 3:
-        return ""
-    near = ", ".join(nearest_slices(generation, math.prod(sizes)))
-    return f"compile.topology={topology} is no usual slice of the cloud; those nearest are {near}"
 
 
 def slices_of(name: str) -> list[str]:

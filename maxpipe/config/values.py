@@ -5,6 +5,7 @@ So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written
 
 import difflib
 import math
+import operator
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +33,21 @@ class Scalar:
 
 Raw: TypeAlias = "Scalar | list[Raw] | dict[str, Raw]"
 
+_LONGEST_SHOWN = 80  # characters of a value in a message
 AUTO = [-1]  # value of a list that is written as the word auto
 
-_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
 _SUFFIXES = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_EXAMPLES = {"model.layer_pattern": "[local, global]", "mesh.elastic.axes": "[data, fsdp]"}
+_EXAMPLES: Mapping[object, str] = {
+    "model.layer_pattern": "[local, global]",
+    "mesh.elastic.axes": "[data, fsdp]",
+    "data.mixture": "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
+    "{source: text, path: b.txt, weight: 0.3}]",
+    list[str]: "[data, tokenizer]",
+    list[float]: "[1.0, 1.5]",
+    list[int]: "[10, 12]",
+}
 
 
 def convert(option: Option, raw: Raw) -> object:
@@ -69,14 +79,13 @@ def convert(option: Option, raw: Raw) -> object:
 def check_type(option: Option, value: object) -> None:
     """Raise ValueError unless a Python value has the option's type; an int is a legal float."""
     if option.type in _READERS:
-        legal = _is(value, option.type)
-    elif option.type == list[MixtureEntry]:
-        legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        legal, expected = _is(value, option.type), _NAMES[option.type]
     else:
-        (item_type,) = typing.get_args(option.type)
-        legal = isinstance(value, list) and all(_is(item, item_type) for item in value)
+        (kind,) = typing.get_args(option.type)
+        kind = dict if kind is MixtureEntry else kind
+        legal = isinstance(value, list) and all(_is(item, kind) for item in value)
+        expected = f"a list such as {example(option)}"
     if not legal:
-        expected = _NAMES.get(option.type) or f"a list such as {example(option)}"
         raise ValueError(f"expected {expected}, got {value!r}")
 
 
@@ -95,15 +104,17 @@ def check_bounds(option: Option, value: Any) -> None:
             own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
             legal = f"{', '.join(choices)}{own}{nearest(str(item), choices)}"
             raise ValueError(f"{item!r} is not one of {legal}")
+    if bounds.pattern and not re.fullmatch(bounds.pattern, value, re.DOTALL):
+        shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+        raise ValueError(f"{shown!r} is not {bounds.form}")
     if bounds.derived and value == -1:
         return
-    broken = []
-    if bounds.minimum is not None and value < bounds.minimum:
-        broken.append(f"at least {bounds.minimum}")
-    if bounds.above is not None and value <= bounds.above:
-        broken.append(f"greater than {bounds.above}")
-    if bounds.maximum is not None and value > bounds.maximum:
-        broken.append(f"at most {bounds.maximum}")
+    limits = (
+        ("at least", bounds.minimum, operator.ge),
+        ("greater than", bounds.above, operator.gt),
+        ("at most", bounds.maximum, operator.le),
+    )
+    broken = [f"{words} {b}" for words, b, holds in limits if b is not None and not holds(value, b)]
     if broken:
         derived = ", or -1 to derive it" if bounds.derived else ""
         raise ValueError(f"must be {' and '.join(broken)}{derived}; got {value}")
@@ -147,16 +158,7 @@ def show(raw: Raw) -> str:
 
 def example(option: Option) -> str:
     """Return a legal value of an option that takes a list, as it is written in YAML."""
-    if option.type == list[MixtureEntry]:
-        return (
-            "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
-            "{source: text, path: b.txt, weight: 0.3}]"
-        )
-    if option.type == list[str]:
-        return _EXAMPLES.get(option.key, "[data, tokenizer]")
-    if option.type == list[float]:
-        return "[1.0, 1.5]"
-    return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
+    return _EXAMPLES.get(option.key) or _EXAMPLES.get(option.type, "[[embed, [fsdp]]]")
 
 
 def number(text: str) -> Decimal:
@@ -166,11 +168,7 @@ def number(text: str) -> Decimal:
       ValueError: the text is not a finite number.
     """
     match = _NUMBER.fullmatch(text.strip())
-    if (
-        not match
-        or not any(c.isdigit() for c in match[1])
-        or match[1].lower().startswith(("e", "+e", "-e"))
-    ):
+    if not match:
         raise ValueError(text)
     return Decimal(match[1].replace("_", "")) * _SUFFIXES[match[2]]
 

@@ -24,11 +24,7 @@ def translate_data(t: Translator) -> None:
             _translate_grain(t)
             _translate_tokenizer(t)
         case kind:
-            message = (
-                f"{kind} is not read; use dataset_type=grain with grain_file_type=arrayrecord or "
-                "parquet, or dataset_type=hf, or synthetic"
-            )
-            t.refuse("dataset_type", message)
+            t.refuse("dataset_type", f"{kind} is not read; use dataset_type=grain, hf or synthetic")
     _translate_eval(t)
 
 
@@ -36,8 +32,7 @@ def _translate_hf(t: Translator) -> None:
     path, files = t.text("hf_path"), t.value("hf_train_files")
     if not path:
         readers = ", ".join(HF_READERS)
-        message = f"give a data set of the Hugging Face hub, or {readers} and hf_train_files=PATHS"
-        t.refuse("hf_path", message)
+        t.refuse("hf_path", f"give a data set of the hub, or {readers} and hf_train_files=PATHS")
         return
     if path not in HF_READERS:
         configuration, split = t.text("hf_name"), t.text("train_split") or "train"
@@ -80,10 +75,9 @@ def _translate_tokenizer(t: Translator) -> None:
     if kind == "huggingface" and path and not is_directory(path):
         t.set("data.tokenizer", f"{SCHEME}{path}", "tokenizer_path")
         return
-    hub = "tokenizer_type=huggingface tokenizer_path=ORG/NAME"
-    advice = {
-        "sentencepiece": "give the path of a SentencePiece model whose name ends in .model",
-    }.get(kind, f"give the path of a tokenizer.json, or {hub} of the hub")
+    advice = "give the path of a tokenizer.json, or tokenizer_type=huggingface and ORG/NAME"
+    if kind == "sentencepiece":
+        advice = "give the path of a SentencePiece model whose name ends in .model"
     t.refuse("tokenizer_path", f"{path or 'nothing'} is no local tokenizer: {advice}")
 
 

@@ -60,13 +60,7 @@ def translate_devices(t: Translator) -> None:
 
 
 def axis_size(t: Translator, level: str, axis: str) -> int:
-    """Return the size of a mesh axis within slices (ici) or over them (dcn); -1 if MaxText fits it.
-
-    Args:
-      t: the translator of the configuration.
-      level: the level of the mesh, ici or dcn.
-      axis: one of maxpipe's mesh axes.
-    """
+    """Return the size of a mesh axis of ours within slices (ici) or over them (dcn), perhaps -1."""
     sizes = [t.integer(key, 1) for key in _axis_keys(level, axis)]
     return -1 if -1 in sizes else math.prod(sizes)
 
@@ -91,11 +85,9 @@ def translate_batch(t: Translator) -> None:
     """Set the batch sizes of training, in sequences a step, and of evaluations."""
     size = t.number("per_device_batch_size")
     if not t.num_devices:
-        message = (
-            f"{size:g} sequences a device, and a mesh with -1 leaves the number of devices open: "
-            "add --devices N, or give every ici_*_parallelism a size"
-        )
-        t.refuse("per_device_batch_size", message)
+        reason = f"{size:g} sequences on each of how many devices?"
+        remedy = "add --devices N, or give every ici_*_parallelism a size"
+        t.refuse("per_device_batch_size", f"{reason} {remedy}")
         return
     accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
     batch = int(t.num_devices * size) * accumulated

@@ -57,14 +57,8 @@ BLOCKS = {
     "qwen2": Block(frozenset({"use_qk_norm", "attention_bias"})),
     "qwen3": Block(frozenset({"use_qk_norm"})),
     "gemma2": Block(
-        frozenset(
-            {
-                "attn_logits_soft_cap",
-                "sliding_window_size",
-                "local_rope_max_timescale",
-                *POST_NORMS,
-            }
-        ),
+        frozenset({"attn_logits_soft_cap", "sliding_window_size", *POST_NORMS})
+        | {"local_rope_max_timescale"},
         kinds=("local", "global"),
         norm_eps=1e-6,
     ),
@@ -93,16 +87,10 @@ def layers_per_layer(t: Translator) -> int:
 
 def missing_block(name: str) -> str:
     """Return why a decoder block is not translated, and what to use instead."""
-    translated = f"those of {', '.join(BLOCKS)} are"
+    instead = "model.from_hf=DIR takes models of docs/families.md"
     if file := SHIPPED.get(name):
-        return (
-            f"{name} is not translated ({translated}), but maxpipe has such a model: start from "
-            f"configs/models/{file}.yml, or from model.from_hf=DIR for other sizes"
-        )
-    return (
-        f"{name} is not translated ({translated}); model.from_hf=DIR takes the model of a Hugging "
-        "Face config.json, if its type is one of docs/families.md"
-    )
+        instead = f"start from configs/models/{file}.yml, or from model.from_hf=DIR"
+    return f"{name} is not translated, those of {', '.join(BLOCKS)} are; {instead}"
 
 
 def translate_switches(t: Translator, name: str, block: Block) -> None:
@@ -121,15 +109,13 @@ def translate_norms(t: Translator, block: Block) -> None:
     attention, mlp = (key in block.reads and t.is_on(key) for key in POST_NORMS)
     if attention != mlp:
         off, on = POST_NORMS if mlp else reversed(POST_NORMS)
-        message = f"must be true like {on}: model.norm_placement is one for attention and MLP"
-        t.refuse(off, message)
+        t.refuse(off, f"must be true like {on}: model.norm_placement is one for both")
     elif attention:
         t.set("model.norm_placement", "sandwich", *POST_NORMS)
     eps = t.number("normalization_layer_epsilon")
     if block.norm_eps and eps != block.norm_eps:
         message = (
-            f"must be {block.norm_eps:g}, which the norms of MaxText's layers have in any case; "
-            "model.norm_eps is one for all norms"
+            f"must be {block.norm_eps:g}, which the norms of MaxText's layers have in any case"
         )
         t.refuse("normalization_layer_epsilon", message)
 
@@ -142,23 +128,13 @@ def translate_attention(t: Translator, name: str, block: Block) -> None:
         t.copy("attention_sink")
     kind = t.text("attention_type")
     if kind == "local_sliding":
-        message = (
-            f"left out: MaxText's decoder_block={name} does not read it; model.attention_window in "
-            "the result gives all layers a window"
-        )
-        t.note("attention_type", message)
-    elif kind == "mla":
-        message = (
-            "mla is not translated: write model.attention_kind=mla with the widths of model.mla.* "
-            "into a translation without it, or start from configs/models/deepseek-v3.yml"
-        )
-        t.refuse("attention_type", message)
+        reason = f"left out: MaxText's decoder_block={name} does not read it"
+        t.note("attention_type", f"{reason}; model.attention_window in the result has such layers")
     elif kind != "global":
-        message = (
-            f"{kind} has no counterpart; use global, and model.attention_window or "
-            "model.layer_pattern in the result for layers that see less"
+        others = "model.attention_kind=mla, model.attention_window or model.layer_pattern"
+        t.refuse(
+            "attention_type", f"{kind} is not translated; use global, and {others} in the result"
         )
-        t.refuse("attention_type", message)
 
 
 def translate_experts(t: Translator, name: str, block: Block, width: int) -> None:
@@ -174,11 +150,9 @@ def translate_experts(t: Translator, name: str, block: Block, width: int) -> Non
     if not block.has_experts:
         if count != 1:
             able = " and ".join(other for other, facts in BLOCKS.items() if facts.has_experts)
-            message = (
-                f"{count}, but decoder_block={name} has no experts; {able} have, which become "
-                "model.moe.*"
+            t.refuse(
+                "num_experts", f"{count}, but decoder_block={name} has no experts; {able} have"
             )
-            t.refuse("num_experts", message)
         return
     t.copy("num_experts", "num_experts_per_tok")
     t.set("model.moe.router", "topk_softmax", "decoder_block")
@@ -190,11 +164,8 @@ def translate_experts(t: Translator, name: str, block: Block, width: int) -> Non
         t.refuse("base_moe_mlp_dim", message)
     t.set("model.moe.mlp_dim", width * hidden, "base_moe_mlp_dim")
     if t.number("capacity_factor") > 0 and not t.is_on("sparse_matmul"):
-        message = (
-            "MaxText bounds experts by parts of a sequence: use -1, and model.moe.capacity_factor "
-            "in the result, which bounds them by whole sequences"
-        )
-        t.refuse("capacity_factor", message)
+        remedy = "use -1, and model.moe.capacity_factor in the result, which bounds whole sequences"
+        t.refuse("capacity_factor", f"MaxText bounds experts by parts of a sequence: {remedy}")
     elif t.number("capacity_factor") > 0:
         t.note("capacity_factor", "left out: MaxText does not read it with sparse_matmul=true")
 
@@ -208,10 +179,7 @@ def translate_model(t: Translator) -> None:
     block = BLOCKS[name]
     if t.text("load_parameters_path") and not block.is_dense_llama:
         able = ", ".join(other for other, facts in BLOCKS.items() if facts.is_dense_llama)
-        message = (
-            f"weights of decoder_block={name} are not read, those of {able} are; "
-            "init_from=hf:DIR reads a Hugging Face model's"
-        )
+        message = f"weights of {name} are not read, those of {able} are, or by init_from=hf:DIR"
         t.refuse("load_parameters_path", message)
     doublings = _doublings(t)
     for key, ours, times in zip(*_sizes(), doublings, strict=True):
@@ -282,8 +250,7 @@ def _translate_logits(t: Translator, width: int) -> None:
     if t.is_on("normalize_embedding_logits") and is_tied:
         t.set("model.logit_scale", 1 / math.sqrt(width), "normalize_embedding_logits")
     if cap and not is_tied:
-        message = "left out: MaxText caps the logits of tied embeddings only"
-        t.note("final_logits_soft_cap", message)
+        t.note("final_logits_soft_cap", "left out: MaxText caps the logits of tied ones only")
     t.set("model.logit_soft_cap", cap if is_tied else 0.0, "final_logits_soft_cap")
 
 
@@ -294,28 +261,18 @@ def _translate_rope(t: Translator) -> None:
         if factor != 1:
             t.note("rope_linear_scaling_factor", "left out: MaxText does not read it for llama3.1")
         if t.is_on("rope_use_scale"):
-            scaling = {
-                "factor": 8,
-                "low_freq_factor": 1,
-                "high_freq_factor": 4,
-                "original_max_position": 8192,
-            }
-            for name, value in scaling.items():
+            scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+            for name, value in {**scaling, "original_max_position": 8192}.items():
                 t.set(f"model.rope_scaling.{name}", value, "rope_type", "model_name")
         else:
             t.set("model.rope_interleaved", True, "rope_use_scale")
     elif kind != "default":
-        message = (
-            f"{kind} is not translated; use default or llama3.1, and write model.rope_scaling.* "
-            "and model.rope_interleaved into the result, where type=yarn is legal"
-        )
-        t.refuse("rope_type", message)
+        remedy = "use default or llama3.1, and write model.rope_scaling.* into the result"
+        t.refuse("rope_type", f"{kind} is not translated; {remedy}")
     elif factor != 1:
         if "model.rope_theta_local" in t.values:
-            message = (
-                "must be 1 with local_rope_max_timescale: model.rope_scaling leaves out local "
-                f"layers, which MaxText's {t.text('decoder_block')} scales, too"
-            )
+            reason = "model.rope_scaling leaves out local layers, which MaxText scales, too"
+            message = f"must be 1 with local_rope_max_timescale: {reason}"
             t.refuse("rope_linear_scaling_factor", message)
         t.set("model.rope_scaling.type", "linear", "rope_linear_scaling_factor")
         t.copy("rope_linear_scaling_factor")

@@ -61,10 +61,8 @@ def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
     for key in model:
         contradicts = key in overrides and not same_value(overrides[key], model[key])
         if contradicts and not replaces:
-            message = (
-                f"{model[key]} in {model_file} and {overrides[key]} on the command line: "
-                "MaxText refuses that without override_model_config=true"
-            )
+            both = f"{model[key]} in {model_file} and {overrides[key]} on the command line"
+            message = f"{both}: MaxText refuses that without override_model_config=true"
             problems.append(Problem(key, message))
     chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
     return MaxTextConfig(base | model | overrides, chosen, tuple(problems))
@@ -85,24 +83,21 @@ def _find_model(files: Sequence[str], name: Value) -> str:
     """
     if name in (None, "default"):
         return ""
-    file = f"{str(name).replace('-Instruct', '')}.yml"
+    file = os.path.join("models", f"{str(name).replace('-Instruct', '')}.yml")
     if not files:
-        message = (
-            f"{name} needs the path of MaxText's base.yml as the first word, next to which "
-            f"models/{file} lies, or the path of that file after it"
-        )
+        message = f"{name} needs the path of MaxText's base.yml, near which {file} lies"
         raise ConfigError(Problem("model_name", message))
-    directory = os.path.dirname(os.path.abspath(files[0]))
-    places = [os.path.join(place, "models", file) for place in (directory, _parent(directory))]
-    paths = [path for path in places if os.path.isfile(path)]
-    if not paths:
-        message = f"there is neither {' nor '.join(places)}; give its path after {files[0]}"
-        raise ConfigError(Problem("model_name", message))
-    return paths[0]
+    places = _places(files[0], file)
+    if path := next(filter(os.path.isfile, places), ""):
+        return path
+    message = f"there is neither {' nor '.join(places)}; give its path after {files[0]}"
+    raise ConfigError(Problem("model_name", message))
 
 
-def _parent(directory: str) -> str:
-    return os.path.dirname(directory)
+def _places(path: str, name: str) -> list[str]:
+    """Return where MaxText looks for a file that another one names: next to it, or one level up."""
+    directory = os.path.dirname(os.path.abspath(path))
+    return [os.path.join(place, name) for place in (directory, os.path.dirname(directory))]
 
 
 def _read_with_bases(path: str, inner: tuple[str, ...]) -> dict[str, Value]:
@@ -113,9 +108,8 @@ def _read_with_bases(path: str, inner: tuple[str, ...]) -> dict[str, Value]:
     base = values.pop("base_config", None)
     if base is None:
         return values
-    directory = os.path.dirname(os.path.abspath(path))
-    places = [os.path.join(place, str(base)) for place in (directory, _parent(directory))]
-    file = next((place for place in places if os.path.isfile(place)), places[0])
+    places = _places(path, str(base))
+    file = next(filter(os.path.isfile, places), places[0])
     return _read_with_bases(file, (*inner, path)) | values
 
 

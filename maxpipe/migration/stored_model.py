@@ -126,8 +126,7 @@ def model_problems(m: ModelConfig) -> list[Problem]:
     unnamed = [".".join(path) for path in paths if path not in _NAMES]
     if unnamed and not problems:
         message = (
-            f"the model has {', '.join(unnamed)}, which the weights of MaxText's blocks llama2, "
-            "mistral, qwen2 and qwen3 do not have"
+            f"the model has {', '.join(unnamed)}, which no weights of MaxText's blocks are for"
         )
         problems.append(Problem("model", message))
     return problems

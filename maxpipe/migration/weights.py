@@ -107,13 +107,9 @@ def _changes(m: ModelConfig) -> list[str]:
     """Return a line for each way in which weights are changed, with its reason."""
     lines = []
     if not divides_scores(m):
-        lines.append(
-            "query weights are multiplied by the root of head_dim, by which the blocks llama2 and "
-            "mistral do not divide scores; a model without biases and qk_norm is one of these"
-        )
+        reason = "by which the blocks llama2 and mistral do not divide scores"
+        lines.append(f"query weights are multiplied by the root of head_dim, {reason}")
     if rotates_neighbours(m) and not m.rope_interleaved:
-        lines.append(
-            "channels of queries and keys are reordered: rope_type=llama3.1 rotates neighbours, "
-            "model.rope_interleaved=false pairs (c, c + half)"
-        )
+        reason = "rope_type=llama3.1 rotates neighbours, model.rope_interleaved=false does not"
+        lines.append(f"channels of queries and keys are reordered: {reason}")
     return lines

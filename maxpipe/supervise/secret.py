@@ -95,7 +95,7 @@ def _output_dir(command: Sequence[str]) -> Path | None:
     settings = read_files(locate_config(file))[0]
     settings += read_overrides([word for word in words if "=" in word])[0]
     chosen = follow_references({setting.key: setting for setting in settings})[0]
-    setting = locate(chosen).settings.get("output_dir")
+    setting = locate(chosen).get("output_dir")
     if setting is None:
         return Path(Config().output_dir)
     if not isinstance(setting.raw, Scalar) or is_remote(setting.raw.text):

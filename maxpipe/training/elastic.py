@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.compile.step import StepTrainer, compile_step
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.elastic import KEY, Hosts, counts_to_go_on, fit_fewer
@@ -36,6 +35,9 @@ from maxpipe.training.loop import Session
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import LOAD, holds, write
 from maxpipe.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from maxpipe.compile.step import StepTrainer
 
 _STEPS = 3  # to dispatch before compiling: by then the first of them is finished
 _LOOK_SECONDS = 0.2
@@ -141,6 +143,8 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
       ConfigError: no stored step could run there, or the file cannot be written.
       OutOfMemory: the program does not fit.
     """
+    from maxpipe.compile.step import compile_step  # which no other run needs
+
     if reason := hindrance_of(hosts.devices, hosts.processes):
         raise ConfigError(Problem("", reason))
     devices = [d for d in jax.devices() if d.process_index < hosts.processes]
@@ -154,7 +158,7 @@ def store_step(given: Loaded, hosts: Hosts, build_trainer: BuildTrainer) -> Path
     file = step_file(config, hosts.processes)
     if holds(str(file), config, mesh):
         return None
-    trainer = cast(StepTrainer, build_trainer(config, mesh, note=ignore_note))
+    trainer = cast("StepTrainer", build_trainer(config, mesh, note=ignore_note))
     compiled = compile_step(config, mesh, trainer, ignore_note, OPTIONS.get(devices[0].platform))
     file.parent.mkdir(parents=True, exist_ok=True)
     write(str(file), compiled.executable, config, mesh)

@@ -99,12 +99,6 @@ def test_resolve_twice_changes_nothing(resolved):
         assert resolve(once, 4) == once
 
 
-def test_resolve_takes_a_config_without_file():
-    config = resolve(replace(Config(), **{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2}), 4)
-    assert config.pipeline.engine == "circular"
-    assert config.pipeline.num_repeats == 4
-
-
 def test_replace_changes_only_named_keys(base):
     config = load(base).config
     other = replace(config, seed=7, **{"mesh.ici.stage": 4, "model.rope_scaling.factor": 8})
@@ -200,10 +194,3 @@ def test_load_refuses_illegal_values_of_undecided_keys_and_broken_rules_of_other
     undecided = ["pipeline.num_repeats", "pipeline.engine"]
     for word in ("pipeline.num_repeats=0", "pipeline.num_repeats=two", "model.num_kv_heads=3"):
         assert keys_refused(base, word, undecided=undecided) == {word.partition("=")[0]}
-
-
-def test_load_with_several_problems_and_undecided_keys_reports_none_of_the_mesh(base):
-    undecided = ["mesh.ici.stage", "pipeline.engine"]
-    assert keys_refused(base, "mesh.simulated_devices=7", "stepz=1", undecided=undecided) == {
-        "stepz"
-    }

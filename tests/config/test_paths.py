@@ -4,9 +4,8 @@ import pytest
 
 from maxpipe.config import load
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.load import resolve
 from maxpipe.config.options import get
-from maxpipe.config.printing import notes, to_yaml
+from maxpipe.config.printing import to_yaml
 from maxpipe.data.files import find_files
 
 
@@ -36,6 +35,7 @@ def test_paths_in_files(here):
     table = {  # key and its text in conf/run.yml: the value
         ("data.path", "b.txt"): "conf/b.txt",
         ("data.path", "*.txt, ../conf/b.txt"): "conf/*.txt,conf/b.txt",
+        ("data.path", "both.txt"): "conf/both.txt",
         ("data.path", "a.txt"): "a.txt",  # only in the working directory, as in earlier versions
         ("data.tokenizer", "tok.json"): "conf/tok.json",
         ("data.tokenizer", "byte"): "byte",  # a name of the catalogue
@@ -53,12 +53,6 @@ def test_paths_in_files(here):
     assert {case: value_of("conf/run.yml", *case) for case in table} == table
     mixture = [{"source": "text", "path": "b.txt", "weight": 1}]
     assert value_of("conf/run.yml", "data.mixture", mixture)[0]["path"] == "conf/b.txt"
-
-
-def test_path_in_both_places_is_that_next_to_the_file_and_said(here):
-    assert value_of("conf/run.yml", "data.path", "both.txt") == "conf/both.txt"
-    loaded = load("conf/run.yml", ["data.source=text"])
-    assert "both.txt in the working directory is not read" in str(notes(resolve(loaded, 1), loaded))
 
 
 def test_paths_of_other_places(here):

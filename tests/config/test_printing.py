@@ -74,23 +74,12 @@ def test_values_derived_as_their_help_says_are_listed_only_if_asked_for():
     assert "data.tokenizer" in surprising
 
 
-def test_notes_name_steps_that_are_never_reached(noted):
-    lines = noted("stop_after=100")
-    assert max(map(len, lines)) < 100
-    assert "stop_after=100 has no effect: the run ends at steps=100" in lines
-
-
 def test_notes_a_rule_of_a_logical_axis_that_no_array_has(noted):
     rules = [*DEFAULT_RULES, ["activation_lenght", ["context"]]]
     lines = noted(f"sharding.logical_axis_rules={json.dumps(rules)}")
     (line,) = [line for line in lines if "logical axis" in line]
     assert "the rule of 'activation_lenght' has no effect" in line
     assert line.endswith("; did you mean activation_length?")
-
-
-def test_notes_topology_is_for_compile_only(noted):
-    line = noted("compile.topology=v5p:2x2x1", "compile.num_slices=2")[-1]
-    assert line.startswith("compile.topology: for maxpipe.compile only")
 
 
 def test_notes_of_runs_without_surprises_are_none(base):

@@ -25,7 +25,7 @@ def test_reference_to_the_environment_is_refused(base, monkeypatch):
         "${${run_name}:SECRET}",
         "${env:X}",
     ):
-        with pytest.raises(ConfigError, match=r"refused|nothing else is understood") as caught:
+        with pytest.raises(ConfigError, match="all else is refused") as caught:
             load(base, [f"output_dir={value}"])
         assert "hunter2" not in str(caught.value)
 
@@ -35,7 +35,7 @@ def test_reference_that_leads_nowhere_is_refused(base):
         "${stpes}": r"\$\{stpes\}: unknown key; did you mean steps\?",
         "${optimizer.decay_steps}": "references go in a circle",
         "${nothing}": "steps",
-        "${steps.x}": "steps",
+        "${steps.x}": "no section",
         "${steps": "steps",
         "${model.rope_scaling}": "takes a value, not a section",
     }

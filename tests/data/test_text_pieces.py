@@ -90,7 +90,5 @@ def test_eval_path_is_all_of_evaluation_and_nothing_is_held_out(file, tmp_path):
 def test_eval_path_that_matches_nothing_or_has_no_reader_is_an_error(file):
     with pytest.raises(ConfigError, match=r"data\.eval_path: no file at '/nowhere'"):
         open_documents(config_of(file, **{"data.eval_path": "/nowhere"}).data, "eval")
-    with pytest.raises(
-        ConfigError, match=r"data\.eval_path .*data\.source=synthetic reads no path"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.eval_path .*no effect with data\.source=synth"):
         load("configs/base.yml", ["data.source=synthetic", "data.eval_path=x.txt"])

@@ -59,7 +59,7 @@ def test_init_from_run_takes_a_directory(capsys: pytest.CaptureFixture[str]) -> 
     for place in ("", "s3://bucket/run"):
         with pytest.raises(SystemExit, match="2"):
             train.main(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
-        assert "is not of the form run:DIR" in capsys.readouterr().err
+        assert "has none of the forms run:DIR" in capsys.readouterr().err
 
 
 def test_step_of_a_run_that_all_processes_read_is_the_one_that_process_0_finds(

@@ -29,10 +29,10 @@ _TABLES: Mapping[str, Mapping[str, object]] = {
 
 
 class Idleness(NamedTuple):
-    """Why a key has no effect, such as "without eval.every", and whether it is refused."""
+    """Why a key has no effect, such as "without eval.every", and why it is refused, if it is."""
 
     reason: str
-    is_refused: bool
+    refusal: str
 
 
 def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | None:
@@ -46,18 +46,28 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
     engine = ENGINES.get(c.pipeline.engine)
     if engine and not engine.takes(key):
         where = f"on the {c.pipeline.engine} engine"
-        return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", False)
+        return Idleness(where if engine.has_stages else "without mesh.ici.stage>1", "")
     bounds = OPTIONS[key].bounds
     for needs, is_refused in ((bounds.needs, True), (bounds.acts_with, False)):
         for condition in needs.split(" and ") if needs else ():
             alternatives = condition.split(" or ")
             if not any(_is_met(config, a) for config in (c, before or c) for a in alternatives):
-                return Idleness(f"without {_shown(condition)}", is_refused)
+                shown = _shown(condition)
+                return Idleness(f"without {shown}", f"needs {shown}" if is_refused else "")
     for switch, table, able in _tables_of(key):
-        if fact := _leaves_out(switch, table.get(get(c, switch)), key):
-            reason = f"with {switch}={get(c, switch)}, only with {', '.join(able)}"
-            return Idleness(reason, fact == "refused")
+        named = _sources_for(c, key) if switch == "data.source" else [get(c, switch)]
+        if all(fact := _leaves_out(switch, table.get(name), key) for name in named):
+            reason = f"with {switch}={', '.join(named)}, only with {', '.join(able)}"
+            return Idleness(reason, f"has no effect {reason}" if fact == "refused" else "")
     return None
+
+
+def _sources_for(c: Config, key: str) -> list[str]:
+    """Return the sources of which one is enough to give a key of `data.*` an effect."""
+    if key in ("data.path", "data.eval_path"):  # an entry of a mixture has its own path
+        return [c.data.source]
+    is_evaluated = key == "data.column" and c.data.eval_path
+    return [*c.data.sources, *[c.data.source] * bool(is_evaluated)]
 
 
 def conditions_of(key: str) -> list[str]:
@@ -134,8 +144,8 @@ def _rule_of(key: str) -> Rule:
                 yield key, f"{written} {message}; {refusal.remedy}"
                 return
         idle = idleness(c, key) if is_set(c, key) else None
-        if idle and idle.is_refused:
-            yield key, f"{written} has no effect {idle.reason}"
+        if idle and idle.refusal:
+            yield key, f"{written} {idle.refusal}"
 
     return check(run)
 
@@ -175,10 +185,10 @@ def _shown(condition: str) -> str:
 
 _REFUSABLE = [key for key in OPTIONS if key.startswith("pipeline.") and key != _ENGINE]
 _REFUSABLE.append("compile.load")
-EFFECT_RULES = tuple(  # all of keys of `model.*`
+EFFECT_RULES = tuple(
     _rule_of(key)
     for key, option in OPTIONS.items()
-    if option.bounds.needs and key not in _REFUSABLE
+    if key not in _REFUSABLE and (option.bounds.needs or [*_tables_of(key)])
 )
 
 
@@ -240,27 +250,15 @@ def _split_backwards(c: Config) -> Wrong:
     # Recomputing in both halves costs the mpmd engine time, which it may gain in the bubble; in
     # lockstep it only costs.
     recomputes = p.remat_iterations or p.remat_layers
-    if ENGINES[p.engine].lockstep and recomputes and _saves_nothing(c):
+    policy = REMAT_POLICIES[p.remat_policy]
+    is_all_remat = policy.by_tensor and {get(c, key) for key in REMAT_TENSORS} == {"remat"}
+    if ENGINES[p.engine].lockstep and recomputes and (policy.saves_nothing or is_all_remat):
         yield (
             "pipeline.remat_policy",
             f"{p.remat_policy} keeps no result of a matrix product, which does not pay with "
-            f"{p.schedule}: both gradients would compute them all again; {_propose_policies(c)}, "
-            "or pipeline.schedule=lockstep_1f1b",
+            f"{p.schedule}: both gradients would compute them all again; use minimal, or custom "
+            "with pipeline.remat_tensors on the device, or pipeline.schedule=lockstep_1f1b",
         )
-
-
-def _saves_nothing(c: Config) -> bool:
-    """Return whether the backward of a layer starts from nothing but the layer's input."""
-    policy = REMAT_POLICIES[c.pipeline.remat_policy]
-    tensors = [get(c, key) for key in REMAT_TENSORS]
-    return policy.saves_nothing or (policy.by_tensor and set(tensors) == {"remat"})
-
-
-def _propose_policies(c: Config) -> str:
-    if REMAT_POLICIES[c.pipeline.remat_policy].by_tensor:
-        return "give some pipeline.remat_tensors device"
-    saving = [name for name, policy in REMAT_POLICIES.items() if policy.device or policy.everything]
-    return f"use {', '.join(saving)} or custom"
 
 
 def check_processes(c: Config, num_processes: int) -> None:

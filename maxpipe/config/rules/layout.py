@@ -3,7 +3,7 @@
 import math
 import os
 
-from maxpipe.config.catalog import ENGINES, SCHEDULES, SOURCES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import is_set
 from maxpipe.config.rules.rule import (
@@ -136,6 +136,20 @@ def derive_parallel_layers(c: Config) -> Derived:
     return {_PARALLEL_LAYERS: layers}
 
 
+def _stacked(c: Config) -> str:
+    """Return the number of layers that a pipeline can have, and the keys that say so."""
+    first = " - model.first_dense_layers" if c.model.first_dense_layers else ""
+    return f"model.num_layers{first}={c.model.stacked_layers}"
+
+
+def _pipelined(c: Config) -> tuple[str, str]:
+    """Return the key that says how many layers the pipeline has, and the same with their number."""
+    inside = c.pipeline.parallel_layers
+    if inside == c.model.stacked_layers:
+        return "model.num_layers", _stacked(c)
+    return _PARALLEL_LAYERS, f"{_PARALLEL_LAYERS}={inside}"
+
+
 @derive(*_LAYOUT)
 def derive_layout(c: Config) -> Derived:
     """Split the pipeline's layers into stages x repeats x layers per stage."""
@@ -146,14 +160,6 @@ def derive_layout(c: Config) -> Derived:
     if c.pipeline.layers_per_stage:
         return (yield from _uneven_layers(c))
     return (yield from _even_layers(c))
-
-
-def _stacked(c: Config) -> str:
-    """Return the number of layers that a pipeline can have, and the keys that say so."""
-    name = "model.num_layers"
-    if c.model.first_dense_layers:
-        name = "model.num_layers - model.first_dense_layers"
-    return f"{name}={c.model.stacked_layers}"
 
 
 def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
@@ -188,8 +194,9 @@ def _even_layers(c: Config) -> Derived:
 def _uneven_layers(c: Config) -> Derived:
     """Check that the chunks of `pipeline.layers_per_stage` add up and divide over the stages."""
     chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.pipeline.parallel_layers
+    total_key, total_text = _pipelined(c)
     if total < stages:
-        yield _total_key(c), f"{total} layers are too few for {stages} stages"
+        yield total_key, f"{total} layers are too few for {stages} stages"
         return {}
     repeats = max(1, min(round(len(chunks) / stages), total // stages))
     fits = f"a split that fits: pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
@@ -200,7 +207,7 @@ def _uneven_layers(c: Config) -> Derived:
     elif len(chunks) % stages:
         message = f"{len(chunks)} chunks do not divide into {stages} stages; {fits}"
     elif sum(chunks) != total:
-        message = f"adds up to {sum(chunks)}, but {_pipelined(c)}; {fits}"
+        message = f"adds up to {sum(chunks)}, but {total_text}; {fits}"
     elif fixed and len(chunks) != stages * fixed:
         entries = f"so {stages * fixed} entries; got {len(chunks)}"
         message = f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, {entries}"
@@ -243,34 +250,29 @@ def _even_split(total: int, parts: int) -> str:
 
 def _indivisible(c: Config, repeats: int, per_stage: int) -> Wrong:
     """Yield the problem of layers that do not divide, with the nearest legal choices to paste."""
-    stages, total, total_key = num_stages(c), c.pipeline.parallel_layers, _total_key(c)
-    factors = {"stages": stages}
-    keys = [key for key in _LAYOUT[:2] if is_set(c, key)]
-    if "pipeline.num_repeats" in keys:
-        factors["repeats"] = repeats
-    if "pipeline.num_layers_per_stage" in keys:
-        factors["layers per stage"] = per_stage
-    unit = math.prod(factors.values())
+    stages, total = num_stages(c), c.pipeline.parallel_layers
+    total_key, total_text = _pipelined(c)
+    names = {"pipeline.num_repeats": "repeats", "pipeline.num_layers_per_stage": "layers per stage"}
+    keys = [key for key in names if is_set(c, key)]
+    sizes = dict(zip(names, (repeats, per_stage), strict=True))
+    unit = stages * math.prod(sizes[key] for key in keys)
     choices = _even_choices(c, repeats, per_stage)
     # config.json may fix model.num_layers, and with first dense layers it is another number.
-    is_all = total_key == "model.num_layers"
-    if not (is_all and (c.model.from_hf or c.model.first_dense_layers)):
+    if total_key == _PARALLEL_LAYERS or not (c.model.from_hf or c.model.first_dense_layers):
         choices.append(f"{total_key}={multiples_around(total, unit)}")
     # If each stage has a program of its own, uneven stages cost nothing and balance better.
     engine = ENGINES[c.pipeline.engine]
     has_outside = engine.one_program and engine.takes(_PARALLEL_LAYERS)
-    if has_outside and total == c.model.stacked_layers and total > unit:
+    if has_outside and total_key != _PARALLEL_LAYERS and total > unit:
         inside = total // unit * unit
         choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
-    chunks = stages * factors.get("repeats", 1)
+    chunks = stages * (repeats if "pipeline.num_repeats" in keys else 1)
     if total >= chunks:
         choices.append(f"pipeline.layers_per_stage={_even_split(total, chunks)}")
-    written = " x ".join(f"{count} {name}" for name, count in factors.items())
-    yield (
-        keys[0] if keys else total_key,
-        f"{_pipelined(c)} does not divide into {written}; nearest legal: "
-        f"{'; '.join(choices) or 'fewer stages or repeats'}",
-    )
+    written = " x ".join([f"{stages} stages", *(f"{sizes[key]} {names[key]}" for key in keys)])
+    legal = "; ".join(choices) or "fewer stages or repeats"
+    key = keys[0] if keys else total_key
+    yield key, f"{total_text} does not divide into {written}; nearest legal: {legal}"
 
 
 def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
@@ -284,27 +286,17 @@ def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
     return [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
 
 
-def _total_key(c: Config) -> str:
-    """Return the key that says how many layers the pipeline has."""
-    has_all = c.pipeline.parallel_layers == c.model.stacked_layers
-    return "model.num_layers" if has_all else _PARALLEL_LAYERS
-
-
-def _pipelined(c: Config) -> str:
-    """Return the number of the pipeline's layers, and the keys that say so."""
-    is_all = _total_key(c) == "model.num_layers"
-    return _stacked(c) if is_all else f"{_PARALLEL_LAYERS}={c.pipeline.parallel_layers}"
-
-
 def data_shards(c: Config) -> int:
     """Return the number of batch shards over all slices."""
     return math.prod(c.mesh.size(axis) for axis in _ROW_AXES)
 
 
-def _shard_factors(c: Config) -> tuple[str, str]:
-    """Return names and sizes of the axes of `data_shards`, expert only if there are several."""
-    axes = [axis for axis in _ROW_AXES if axis != "expert" or c.mesh.size(axis) > 1]
-    return " x ".join(axes), " x ".join(str(c.mesh.size(axis)) for axis in axes)
+def _indivisible_batch(c: Config, size: int, **factors: int) -> str:
+    """Return that a batch is not divisible by some factors and the axes of `data_shards`."""
+    factors |= {axis: c.mesh.size(axis) for axis in _ROW_AXES if c.mesh.size(axis) > 1}
+    unit, sizes = math.prod(factors.values()), " x ".join(map(str, factors.values()))
+    product = f"{' x '.join(factors)} = {sizes}" + (f" = {unit}" if len(factors) > 1 else "")
+    return f"{size} is not divisible by {product}; nearest legal: {multiples_around(size, unit)}"
 
 
 def least_microbatches(c: Config) -> int:
@@ -337,13 +329,8 @@ def check_train_batch(c: Config) -> Wrong:
     """Check that microbatches and devices divide the training batch."""
     batch, count, shards = c.data.global_batch_size, c.pipeline.num_microbatches, data_shards(c)
     if batch % (count * shards):
-        axes, sizes = _shard_factors(c)
-        yield (
-            "data.global_batch_size",
-            f"{batch} is not divisible by num_microbatches x {axes} = {count} x {sizes} = "
-            f"{count * shards}; nearest legal: {multiples_around(batch, count * shards)}"
-            f"{_propose_counts(c, batch, shards)}",
-        )
+        message = _indivisible_batch(c, batch, num_microbatches=count)
+        yield "data.global_batch_size", message + _propose_counts(c, batch, shards)
 
 
 @derive("eval.global_batch_size")
@@ -352,13 +339,8 @@ def derive_eval_batch(c: Config) -> Derived:
     batch, size = c.data.global_batch_size, c.eval.global_batch_size
     if size == -1:
         return {"eval.global_batch_size": batch}
-    if c.eval.every and size != batch and size % (shards := data_shards(c)):
-        axes, sizes = _shard_factors(c)
-        yield (
-            "eval.global_batch_size",
-            f"{size} is not divisible by {axes} = {sizes} = {shards}; nearest legal: "
-            f"{multiples_around(size, shards)}",
-        )
+    if c.eval.every and size != batch and size % data_shards(c):
+        yield "eval.global_batch_size", _indivisible_batch(c, size)
     return {}
 
 
@@ -385,16 +367,6 @@ def _propose_counts(c: Config, batch: int, shards: int) -> str:
     fitting = [n for n in divisors(batch // shards) if n >= least and n % unit == 0]
     nearest = sorted(sorted(fitting, key=lambda n: distance(n, count))[:2])
     return f", or pipeline.num_microbatches={' or '.join(map(str, nearest))}" if nearest else ""
-
-
-@check
-def check_epochs(c: Config) -> Wrong:
-    """Refuse epochs of documents that have none."""
-    if c.epochs and c.data.mixture:
-        yield "epochs", "the sources of data.mixture pass at different speeds: give steps instead"
-    elif c.epochs and not SOURCES[c.data.source].needs_tokenizer:
-        message = f"data.source={c.data.source} draws documents without end: give steps instead"
-        yield "epochs", message
 
 
 LAYOUT_RULES = rules_in(globals())

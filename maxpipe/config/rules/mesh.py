@@ -80,47 +80,41 @@ def _filled(axes: AxesConfig, count: int) -> dict[str, int]:
 
 def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Problem:
     """Return the problem of a mesh that does not fit `count` devices or slices, with proposals."""
-    sizes = dataclasses.asdict(getattr(c.mesh, level))
-    written = (
-        " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
-    )
+    sizes, dcn = dataclasses.asdict(getattr(c.mesh, level)), dataclasses.astuple(c.mesh.dcn)
+    written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     product = math.prod(size for size in sizes.values() if size != -1)
-    counted = {"ici": "device", "dcn": "slice"}[level] + ("s" if count > 1 else "")
-    if level == "ici" and math.prod(dataclasses.astuple(c.mesh.dcn)) > 1:
+    counted = {"ici": "device", "dcn": "slice"}[level] + "s" * (count > 1)
+    if level == "ici" and math.prod(dcn) > 1:
         counted += " per slice"
-    relation = (
-        "which does not divide the"
-        if -1 in sizes.values()
-        else f"but there {'are' if count > 1 else 'is'}"
-    )
+    relation = f"but there {'are' if count > 1 else 'is'}"
+    if -1 in sizes.values():
+        relation = "which does not divide the"
     choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count, rules))
-    message = f"{written} makes {product}, {relation} {count} {counted}; these fit: {choices}"
+    message = (
+        f"{written or 'all axes 1'} makes {product}, {relation} {count} {counted}; "
+        f"these fit: {choices}"
+    )
     is_simulated = c.compile.topology in ("", "cpu") and (count == 1 or c.mesh.simulated_devices)
     if level == "ici" and is_simulated:
         # The least number of devices that the mesh divides and that is not below `count`.
         needed = -(-count // product) * product if -1 in sizes.values() else product
-        needed *= math.prod(size for size in dataclasses.astuple(c.mesh.dcn) if size != -1)
+        needed *= math.prod(size for size in dcn if size != -1)
         message += f" (mesh.simulated_devices={needed} makes a CPU pretend to have {needed})"
     return Problem(f"mesh.{level}", message)
 
 
 def _words(level: str, old: dict[str, int], new: dict[str, int]) -> str:
-    return " ".join(
-        f"mesh.{level}.{axis}={new[axis]}"
-        for axis in MESH_AXES
-        if new[axis] > 1 or new[axis] != old[axis]
-    )
+    changed = [axis for axis in MESH_AXES if new[axis] > 1 or new[axis] != old[axis]]
+    return " ".join(f"mesh.{level}.{axis}={new[axis]}" for axis in changed)
 
 
 def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list[dict[str, int]]:
     """Return the meshes of `count` nearest to the configured one, first those that pass `rules`."""
-    old = dataclasses.asdict(getattr(c.mesh, level))
-    costs = _COSTS[level]
+    old, costs = dataclasses.asdict(getattr(c.mesh, level)), _COSTS[level]
 
     def cost(new: dict[str, int]) -> float:
-        return sum(
-            distance(new[axis], old[axis]) * costs[axis] for axis in costs if old[axis] != -1
-        )
+        axes = [axis for axis in costs if old[axis] != -1]
+        return sum(distance(new[axis], old[axis]) * costs[axis] for axis in axes)
 
     def usable(new: dict[str, int]) -> bool:
         other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
@@ -133,7 +127,7 @@ def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list
         fixed = {}
     factorings = _factorings(count // math.prod(fixed.values()), list(costs))
     ranked = sorted((new | fixed for new in factorings), key=cost)
-    best = list(islice((new for new in ranked[:_MAX_TRIED] if usable(new)), _PROPOSALS))
+    best = list(islice(filter(usable, ranked[:_MAX_TRIED]), _PROPOSALS))
     return [*best, *(new for new in ranked if new not in best)][:_PROPOSALS]
 
 

@@ -1,6 +1,5 @@
 """Check the model, and how its arrays and sequences are split."""
 
-from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.options import is_set
 from maxpipe.config.rules.engines import EFFECT_RULES
 from maxpipe.config.rules.rule import (
@@ -42,32 +41,26 @@ def check_grouped_heads(c: Config) -> Derived:
 @derive("model.head_dim")
 def derive_head_dim(c: Config) -> Derived:
     """Derive the width of a head from the width of the residual stream, or of its parts."""
-    m, size = c.model, c.model.head_dim
+    m, size, key = c.model, c.model.head_dim, "model.head_dim"
+    rotated, rotated_key = size, key
     if m.is_latent:
         if size not in (-1, m.mla.head_dim):
             parts = f"model.mla.qk_nope_head_dim + qk_rope_head_dim = {m.mla.head_dim}"
-            yield "model.head_dim", f"{size} is not {parts}; leave it out"
-        return {"model.head_dim": m.mla.head_dim}
-    if size == -1 and m.embed_dim % m.num_query_heads:
+            yield key, f"{size} is not {parts}; leave it out"
+        size = m.mla.head_dim
+        rotated, rotated_key = m.mla.qk_rope_head_dim, "model.mla.qk_rope_head_dim"
+    elif size == -1 and m.embed_dim % m.num_query_heads:
         yield (
             "model.embed_dim",
             f"{m.embed_dim} is not divisible by model.num_query_heads={m.num_query_heads}; "
             f"nearest legal: {multiples_around(m.embed_dim, m.num_query_heads)}",
         )
         return {}
-    if size == -1:
-        size = m.embed_dim // m.num_query_heads
-    if size % 2:
-        yield "model.head_dim", f"must be even, since rotary embeddings rotate pairs; got {size}"
-    return {"model.head_dim": size}
-
-
-@check
-def check_latent_attention(c: Config) -> Wrong:
-    """Check that the rotated channels of latent attention make pairs."""
-    if c.model.is_latent and (size := c.model.mla.qk_rope_head_dim) % 2:
-        message = f"must be even, since rotary embeddings rotate pairs; got {size}"
-        yield "model.mla.qk_rope_head_dim", message
+    elif size == -1:
+        rotated = size = m.embed_dim // m.num_query_heads
+    if rotated % 2:
+        yield rotated_key, f"must be even, since rotary embeddings rotate pairs; got {rotated}"
+    return {key: size}
 
 
 @derive("model.unpadded_vocab_size")
@@ -130,14 +123,11 @@ def check_layer_pattern(c: Config) -> Wrong:
 
 @check
 def check_lora(c: Config) -> Wrong:
-    """Check which projections have adapters, and that their rank is below the projections' own."""
+    """Check which projections have adapters."""
     m, lora, key = c.model, c.model.lora, "model.lora.targets"
     if not lora.rank:
         return
-    if m.is_latent:
-        message = "model.attention_kind=mla has no adapters; use 0, which trains all parameters"
-        yield "model.lora.rank", message
-    elif not m.adapted:
+    if not m.adapted:
         choices = ATTENTION_PROJECTIONS if m.moe.experts else PROJECTIONS
         yield key, f"names none of {', '.join(choices)}; name one, or {ALL_LINEAR}"
     elif m.moe.experts and (names := [n for n in lora.targets if n in MLP_PROJECTIONS]):
@@ -146,29 +136,6 @@ def check_lora(c: Config) -> Wrong:
             f"experts have no adapters: leave out {', '.join(names)}, or use [{ALL_LINEAR}], which "
             "are those of attention and of the first dense layers",
         )
-    else:
-        outer = dict.fromkeys(MLP_PROJECTIONS, m.mlp_dim)
-        outer |= dict.fromkeys(("query", "out"), m.num_query_heads * m.head_dim)
-        outer |= dict.fromkeys(("key", "value"), m.num_kv_heads * m.head_dim)
-        side, name = min((min(m.embed_dim, outer[name]), name) for name in m.adapted)
-        if lora.rank > side:
-            reason = f"is above {side}, the rank of the projection {name} itself"
-            yield "model.lora.rank", f"{lora.rank} {reason}; use at most {side}"
-
-
-@check
-def check_quantisation(c: Config) -> Wrong:
-    """Check that the model has projections that can be quantised."""
-    form, block, experts = c.model.quantisation, c.model.block, c.model.moe.experts
-    if form == "none":
-        return
-    if experts:
-        reason = f"model.moe.experts={experts}, since no kernel of experts multiplies in 8 bits"
-        yield "model.quantisation", f"{form} is not possible with {reason}; use none"
-    elif block in BLOCKS and not BLOCKS[block].quantises:
-        able = " or ".join(name for name, facts in BLOCKS.items() if facts.quantises)
-        message = f"model.block={block} does not quantise; use none, or model.block={able}"
-        yield "model.quantisation", message
 
 
 @check
@@ -178,22 +145,20 @@ def check_experts(c: Config) -> Wrong:
     if m.first_dense_layers >= m.num_layers:
         message = f"{m.first_dense_layers} must be less than model.num_layers={m.num_layers}"
         yield "model.first_dense_layers", message
+    available = moe.groups_per_token * moe.experts // moe.groups
     if not moe.experts:
         return
-    size, remainder = divmod(moe.experts, moe.groups)
     if moe.per_token > moe.experts:
         yield f"{key}.per_token", f"{moe.per_token} is more than {key}.experts={moe.experts}"
-    elif remainder:
+    elif moe.experts % moe.groups:
         yield f"{key}.groups", f"{moe.groups} does not divide {key}.experts={moe.experts}"
     elif moe.groups_per_token > moe.groups:
         message = f"{moe.groups_per_token} is more than {key}.groups={moe.groups}"
         yield f"{key}.groups_per_token", message
-    elif moe.per_token > (available := moe.groups_per_token * size):
-        yield (
-            f"{key}.groups_per_token",
-            f"{moe.groups_per_token} of {moe.groups} groups have {available} experts, fewer than "
-            f"{key}.per_token={moe.per_token}; use more groups per token",
-        )
+    elif moe.per_token > available:
+        counted = f"{moe.groups_per_token} of {moe.groups} groups have {available} experts"
+        message = f"{counted}, fewer than {key}.per_token={moe.per_token}"
+        yield f"{key}.groups_per_token", message
 
 
 @check
@@ -216,19 +181,6 @@ def check_logical_axis_rules(c: Config) -> Wrong:
                 names.add(name)
             case _:
                 yield _AXIS_RULES, f"{entry} is not of the form [logical axis, [mesh axes]]"
-
-
-@check
-def check_capacity(c: Config) -> Wrong:
-    """Check that devices have whole sequences if experts take a bounded number of their tokens."""
-    factor = c.model.moe.capacity_factor
-    if factor and (parts := c.mesh.size("context")) > 1:
-        key = "mesh.ici.context" if c.mesh.ici.context > 1 else "mesh.dcn.context"
-        yield (
-            "model.moe.capacity_factor",
-            f"{factor:g} counts the tokens of whole sequences, which {key}={parts} splits; use 0, "
-            "or 1 device along that axis",
-        )
 
 
 @check

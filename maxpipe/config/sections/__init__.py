@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections.fields import Bounds, option
+from maxpipe.config.sections.fields import A_DIRECTORY, Bounds, option
 from maxpipe.config.sections.model import ModelConfig
 from maxpipe.config.sections.model_parts import LoRAConfig, MLAConfig, MoEConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
@@ -33,20 +33,26 @@ class Config:
     """
 
     run_name: str = option(
-        "base", "name of the run and its directory: letters, digits, '.', '_' and '-'"
+        "base",
+        "name of the run and its directory: letters, digits, '.', '_' and '-'",
+        pattern="[A-Za-z0-9][A-Za-z0-9._-]{0,254}",
+        form="a name without a path: at most 255 letters, digits, '.', '_' and '-', first a letter "
+        "or digit; output_dir takes the directory",
     )
-    output_dir: str = option("runs", "directory in which every run has its own directory")
+    output_dir: str = option(
+        "runs",
+        "directory in which every run has its own directory",
+        pattern=r"(?=.*\S)" + A_DIRECTORY["pattern"],
+        form=f"{A_DIRECTORY['form']}; checkpoint.mirror keeps copies in an object store",
+    )
     seed: int = option(
-        0,
-        "seed of initial parameters, dropout and the order of documents",
-        minimum=0,
-        maximum=MOST_SEED,
+        0, "of initial parameters, dropout and the order of documents", minimum=0, maximum=MOST_SEED
     )
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
     epochs: float = option(
         0.0,
         "in place of steps, the number of passes over the training documents, which are counted "
-        "before training; 0 = as many steps as steps says",
+        "before training",
         minimum=0,
     )
     stop_after: int = option(

@@ -16,6 +16,8 @@ class Bounds:
     Attributes:
       help: one line for users, printed by `--help KEY`.
       choices: legal values, of a list the legal items; None for any of the field's type.
+      pattern: regular expression of legal texts.
+      form: what the legal texts are, for messages.
       variants: table of the catalogue whose names are legal values.
       also: legal values besides the variants.
       minimum, above: inclusive and exclusive lower bounds.
@@ -28,6 +30,8 @@ class Bounds:
 
     help: str
     choices: tuple[str, ...] | None = None
+    pattern: str = ""
+    form: str = ""
     variants: Mapping[str, object] | None = None
     also: tuple[str, ...] = ()
     minimum: float | None = None
@@ -39,12 +43,29 @@ class Bounds:
     acts_with: str = ""
 
 
+A_DIRECTORY = {
+    "pattern": "(?!.*://)(?!.*[^/]{256}).{0,3500}",  # names below it need room, too
+    "form": "a directory of a local or shared file system, where renames are atomic, with names of "
+    "at most 255 characters",
+}
+
+
 def option(default: object, help: str, **bounds: Any) -> Any:
     """Return a field with `Bounds(help, **bounds)` in its metadata; a default list is copied."""
     metadata = {"bounds": Bounds(help, **bounds)}
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def derived(help: str, minimum: int = 1, **bounds: Any) -> Any:
+    """Return a field for a number that is derived where it is -1, its default."""
+    return option(-1, help, minimum=minimum, derived=True, **bounds)
+
+
+def automatic(help: str, **bounds: Any) -> Any:
+    """Return a field for a switch that is chosen for the devices where it is auto, its default."""
+    return option("auto", help, choices=("auto", "true", "false"), **bounds)
 
 
 def hash_of_fields(section: object) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
-from maxpipe.config.sections.fields import hash_of_fields, option
+from maxpipe.config.sections.fields import derived, hash_of_fields, option
 from maxpipe.config.sections.model_parts import (
     ALL_LINEAR,
     ATTENTION_PROJECTIONS,
@@ -29,141 +29,104 @@ class ModelConfig:
 
     from_hf: str = option(
         "",
-        "where the shape of the model is read from: a directory with a Hugging Face config.json, "
-        "s3://... or gs://..., or org/name (a model of the hub); empty = from the keys below",
+        "folder with a Hugging Face config.json, from which the shape is read: a directory, "
+        "s3://..., gs://..., or org/name on the hub; empty = the keys below",
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
-    num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
+    num_layers: int = option(8, "decoder layers", minimum=1, maximum=2**14)
     first_dense_layers: int = option(
         0,
-        "number of first layers that have a dense MLP (mlp_dim) in a model of experts; they run "
-        "outside the pipeline",
+        "first layers with a dense MLP (mlp_dim) in a model of experts; they run outside the "
+        "pipeline",
         minimum=0,
         needs="model.moe.experts",
     )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
-    num_query_heads: int = option(4, "number of query heads", minimum=1, maximum=2**20)
-    num_kv_heads: int = option(
-        4, "number of key/value heads; must divide num_query_heads", minimum=1
-    )
-    head_dim: int = option(
-        -1,
-        "width of a head; -1 = embed_dim / num_query_heads, or as model.mla gives it",
-        minimum=1,
-        derived=True,
+    num_query_heads: int = option(4, "query heads", minimum=1, maximum=2**20)
+    num_kv_heads: int = option(4, "key/value heads; must divide num_query_heads", minimum=1)
+    head_dim: int = derived(
+        "width of a head; -1 = embed_dim / num_query_heads, or as model.mla gives it"
     )
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
     vocab_size: int = option(
-        320,
-        "rows of the embedding table; at least the size of the tokenizer's vocabulary, except for "
-        "data.source=synthetic",
-        minimum=2,
+        320, "rows of the embedding table; at least as many as the tokenizer has ids", minimum=2
     )
-    unpadded_vocab_size: int = option(
-        -1,
-        "number of token ids that exist; further rows of the table are padding, which is never "
-        "predicted; -1 = vocab_size, or the number in model.from_hf",
+    unpadded_vocab_size: int = derived(
+        "token ids that exist; further rows of the table are padding, which is never predicted; "
+        "-1 = vocab_size, or the number in model.from_hf",
         minimum=2,
-        derived=True,
     )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
     quantisation: str = option(
         "none",
-        "8-bit format of both operands in the projections of attention and MLP: int8, or fp8 "
-        "(e4m3); everything else computes in dtype",
+        "8-bit format of both operands in the projections of attention and MLP; fp8 is e4m3",
         choices=QUANTISATIONS,
+        needs="model.moe.experts=0",  # no kernel of experts multiplies in 8 bits
     )
     quantised_passes: str = option(
         "forward",
-        "which products run in 8 bits: forward = those of the forward; full = also those for "
-        "gradients of activations, but not those for gradients of weights",
+        "which products run in 8 bits: those of the forward; full = also those for gradients of "
+        "activations",
         choices=("forward", "full"),
         needs="model.quantisation=int8|fp8",
     )
     tie_embeddings: bool = option(False, "use the embedding table as output projection, too")
-    embed_scale: float = option(
-        1.0,
-        "factor that multiplies embeddings, rounded to model.dtype; Gemma's is the root of "
-        "embed_dim",
-    )
-    residual_scale: float = option(
-        1.0, "factor that multiplies what attention and MLP add to the residual stream"
-    )
-    logit_scale: float = option(1.0, "factor that multiplies logits, before a soft cap", above=0)
+    embed_scale: float = option(1.0, "factor of embeddings; Gemma's is the root of embed_dim")
+    residual_scale: float = option(1.0, "factor of what attention and MLP add to the residual")
+    logit_scale: float = option(1.0, "factor of logits, before a soft cap", above=0)
     dropout: float = option(
         0.0, "dropout rate on the output of attention and MLP", minimum=0, maximum=0.99
     )
     z_loss: float = option(
-        0.0,
-        "weight of the penalty on the squared logarithm of the softmax's denominator",
-        minimum=0,
+        0.0, "weight of the penalty on the squared log of the softmax's denominator", minimum=0
     )
     logit_soft_cap: float = option(0.0, "cap logits to c * tanh(logit / c); 0 = no cap", minimum=0)
     logit_tiles: int = option(
-        1,
-        "number of parts into which tokens are split for the output projection and loss; "
-        "only one part's logits are in memory at a time",
-        minimum=1,
+        1, "parts of the tokens whose logits are in memory one after the other", minimum=1
     )
     mlp_activation: str = option(
         "silu",
-        "activation of the MLP's gate; gelu_tanh is GELU in its tanh approximation, quick_gelu "
+        "activation of the MLP's gate; gelu_tanh is GELU's tanh approximation, quick_gelu "
         "x * sigmoid(1.702 x)",
         choices=("silu", "gelu_tanh", "quick_gelu"),
     )
     mlp_limit: float = option(
-        0.0,
-        "clamp the MLP's gate and up projections to at most this, and up also to at least minus "
-        "this; 0 = no clamp",
-        minimum=0,
+        0.0, "clamp the gate to at most this, and up to its magnitude; 0 = no clamp", minimum=0
     )
-    mlp_up_offset: float = option(
-        0.0, "number added to the MLP's up projection, before the gate multiplies it"
-    )
-    mlp_bias: bool = option(
-        False, "add a bias to the three projections of the MLP, or of each expert"
-    )
+    mlp_up_offset: float = option(0.0, "number added to up, before the gate multiplies it")
+    mlp_bias: bool = option(False, "add biases to the projections of the MLP, or of each expert")
     attention_kind: str = option(
         "gqa",
-        "how queries, keys and values are computed: gqa = by a projection each, with grouped "
-        "queries; mla (multi-head latent attention) = keys and values from a narrow latent, see "
-        "model.mla",
+        "gqa = grouped queries, a projection each for queries, keys and values; mla = multi-head "
+        "latent attention, see model.mla",
         choices=("gqa", "mla"),
     )
-    qk_norm: bool = option(
-        False, "RMS-normalise queries and keys; see qk_norm_scope", needs=_GROUPED
-    )
+    qk_norm: bool = option(False, "RMS-normalise queries and keys", needs=_GROUPED)
     qk_norm_scope: str = option(
         "head",
         "what qk_norm normalises: each head, or all heads at once",
         choices=("head", "full"),
         acts_with="model.qk_norm",
     )
-    attention_bias: bool = option(
-        False, "add a bias to the query, key and value projections", needs=_GROUPED
-    )
-    attention_output_bias: bool = option(
-        False, "add a bias to the attention's output projection", needs=_GROUPED
-    )
+    attention_bias: bool = option(False, "biases of queries, keys and values", needs=_GROUPED)
+    attention_output_bias: bool = option(False, "bias of the output projection", needs=_GROUPED)
     attention_sinks: bool = option(
-        False,
-        "add a learned logit per head to the denominator of attention's softmax",
-        needs=_GROUPED,
+        False, "a learned logit per head in the denominator of the softmax", needs=_GROUPED
     )
     attention_soft_cap: float = option(
         0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
     )
     query_scale: float = option(
-        0.0, "factor that multiplies attention scores; 0 = 1 / sqrt(head_dim)", minimum=0
+        0.0, "factor of attention scores; 0 = 1 / sqrt(head_dim)", minimum=0
     )
     attention_window: int = option(
         0, "tokens that a query in a local layer sees, including its own; 0 = all", minimum=0
     )
     layer_pattern: list[str] = option(  # noqa: RUF009
         [],
-        "kinds of consecutive layers (nope = without rotary embedding), repeated until the last "
-        "layer; empty = all layers local if attention_window is set, else all global",
+        "kinds of consecutive layers (nope = without rotary embedding), repeated until the last; "
+        "empty = all local if attention_window is set, else all global",
         choices=LAYER_KINDS,
     )
     attention: str = option(
@@ -175,24 +138,21 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     norm_placement: str = option(
         "pre",
-        "where norms are applied: before attention and MLP (pre), before and after them "
-        "(sandwich), or after them (post), always inside the residual branch",
+        "norms before attention and MLP, before and after them (sandwich), or after them, always "
+        "inside the residual branch",
         choices=("pre", "sandwich", "post"),
     )
-    norm_offset: bool = option(
-        False, "multiply by 1 + scale in RMSNorm, with scales that start at 0"
-    )
+    norm_offset: bool = option(False, "RMSNorm multiplies by 1 + scale, with scales from 0")
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
     rope_theta_local: float = option(
         0.0,
-        "base of the rotary frequencies of local layers, to which rope_scaling then does not "
-        "apply; 0 = local layers rotate as global ones",
+        "base for local layers, which rope_scaling then leaves out; 0 = as global layers",
         minimum=0,
         acts_with="model.attention_window",
     )
     rope_fraction: float = option(
         1.0,
-        "share of a head's channels that is rotated, counted from the first",
+        "share of a head's channels that is rotated, from the first",
         above=0,
         maximum=1,
         needs=_GROUPED,
@@ -202,16 +162,14 @@ class ModelConfig:
     )
     rotation: str = option(
         "auto",
-        "how the other channel of a rotated pair is found; results are the same to the bit; auto "
-        "= product, which avoids transposes, on TPUs in bfloat16, else slices",
+        "how the other channel of a rotated pair is found, with equal results; auto = product, "
+        "which avoids transposes, on TPUs in bfloat16, else slices",
         choices=("auto", "slices", "product"),
     )
     gating: str = option(
         "auto",
-        "how the product of gate and up, and its gradients, are computed: fused into every matrix "
-        "product that reads them, or separate, once, as arrays in memory; results are the same to "
-        "the bit; auto = separate on TPUs in bfloat16, where the compiler predicts less time, "
-        "else fused",
+        "whether the product of gate and up is fused into each matrix product that reads it, with "
+        "equal results; auto = separate on TPUs in bfloat16, else fused",
         choices=("auto", "fused", "separate"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)

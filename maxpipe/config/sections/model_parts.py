@@ -1,5 +1,6 @@
 """Configure parts of the model: experts, latent attention, adapters and scaled rotations."""
 
+import functools
 from dataclasses import dataclass
 
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS, ROUTERS
@@ -11,55 +12,38 @@ MLP_PROJECTIONS = ("gate", "up", "down")
 PROJECTIONS = (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
 _TYPE = "model.rope_scaling.type"
 _SCALED = "model.rope_scaling.factor>1"
+_of_llama3 = functools.partial(option, acts_with=f"{_TYPE}=llama3 and {_SCALED}")
+_of_yarn = functools.partial(option, acts_with=f"{_TYPE}=yarn and {_SCALED}")
+_of_longrope = functools.partial(option, acts_with=f"{_TYPE}=longrope")
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """`model.moe.*`: routed experts, of which each token uses a few; 0 experts = a dense MLP.
-
-    The other keys have no effect without experts.
-    """
+    """`model.moe.*`: routed experts, of which each token uses a few; 0 experts = a dense MLP."""
 
     experts: int = option(
-        0,
-        "number of routed experts in place of the MLP; 0 = a dense MLP",
-        minimum=0,
-        maximum=2**16,
+        0, "routed experts in place of the MLP; 0 = a dense MLP", minimum=0, maximum=2**16
     )
-    per_token: int = option(2, "number of experts that each token uses", minimum=1)
+    per_token: int = option(2, "experts that each token uses", minimum=1)
     mlp_dim: int = option(0, "hidden width of an expert; 0 = model.mlp_dim", minimum=0)
     shared_experts: int = option(
-        0,
-        "number of experts that every token uses in addition, computed as one MLP that is as many "
-        "times as wide",
-        minimum=0,
+        0, "experts that every token uses in addition, computed as one wide MLP", minimum=0
     )
-    router: str = option(
-        "softmax", "how the router's logits become scores of experts", variants=ROUTERS
-    )
-    logit_bias: bool = option(
-        False, "add a learned bias to the router's logits, for the choice and for the weights"
-    )
-    normalise: bool = option(
-        True, "divide the weights of a token's experts by their sum; topk_softmax always does"
-    )
-    scale: float = option(1.0, "factor that multiplies the weights of a token's experts", above=0)
+    router: str = option("softmax", "how logits become scores of experts", variants=ROUTERS)
+    logit_bias: bool = option(False, "a learned bias of the logits, for choice and weights")
+    normalise: bool = option(True, "divide the weights of a token's experts by their sum")
+    scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
     groups: int = option(
-        1, "number of equal groups of experts; a token chooses within its best groups", minimum=1
+        1, "equal groups of experts; a token chooses within its best groups", minimum=1
     )
-    groups_per_token: int = option(
-        1, "number of groups from which a token chooses its experts", minimum=1
-    )
+    groups_per_token: int = option(1, "groups from which a token chooses its experts", minimum=1)
     selection_bias: bool = option(
-        False,
-        "add a bias of each expert to the scores, for the choice only; a bias_rate above 0 "
-        "implies it",
+        False, "a bias of each expert's score, for the choice only; a bias_rate implies it"
     )
     bias_rate: float = option(
         0.0,
-        "amount that each step adds to the selection bias of experts with less than the mean "
-        "load, and subtracts for experts with more (Wang et al., arXiv:2408.15664); 0 = the bias "
-        "stays",
+        "what each step adds to the selection bias of experts with less than the mean load, and "
+        "subtracts for those with more (Wang et al., arXiv:2408.15664)",
         minimum=0,
     )
     balance_loss: float = option(
@@ -69,15 +53,14 @@ class MoEConfig:
         minimum=0,
     )
     z_loss: float = option(
-        0.0,
-        "weight of the penalty on the squared logarithm of the router's softmax denominator",
-        minimum=0,
+        0.0, "weight of the penalty on the squared log of the router's denominator", minimum=0
     )
     capacity_factor: float = option(
         0.0,
-        "most tokens of a sequence that an expert takes, in multiples of an even share; later "
-        "tokens do not get that expert. This bounds memory with mesh axis expert; 0 = no bound",
+        "most tokens of a sequence that an expert takes, in multiples of an even share; later ones "
+        "do without it. This bounds memory with mesh axis expert; 0 = no bound",
         minimum=0,
+        needs="model.moe.experts and mesh.ici.context=1 and mesh.dcn.context=1",
     )
     dispatch: str = option(
         "auto",
@@ -87,7 +70,7 @@ class MoEConfig:
     )
     kernel: str = option(
         "auto",
-        "how rows are multiplied with the weights of their experts; auto picks by backend",
+        "how rows are multiplied with their experts' weights; auto picks by backend",
         variants=GROUPED_KERNELS,
         also=("auto",),
     )
@@ -100,28 +83,18 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """`model.mla.*`: widths of `model.attention_kind=mla` (DeepSeek-V2, 2024, section 2.1).
+    """`model.mla.*`: widths of multi-head latent attention (DeepSeek-V2, 2024, section 2.1).
 
-    Keys and values of all heads are made of one latent per token. The keys have no effect with
-    another kind of attention.
+    Keys and values of all heads are made of one latent per token.
     """
 
     q_lora_rank: int = option(
-        0,
-        "width of the latent from which queries are projected; 0 = queries are projected from "
-        "activations",
-        minimum=0,
+        0, "width of the latent of queries; 0 = they are projected from activations", minimum=0
     )
-    kv_lora_rank: int = option(
-        512, "width of the latent from which keys and values of all heads are projected", minimum=1
-    )
-    qk_nope_head_dim: int = option(
-        128, "channels of a head's query and key that are not rotated", minimum=1
-    )
+    kv_lora_rank: int = option(512, "width of the latent of keys and values", minimum=1)
+    qk_nope_head_dim: int = option(128, "channels of queries and keys not rotated", minimum=1)
     qk_rope_head_dim: int = option(
-        64,
-        "rotated channels of a head's query; the key's rotated channels are shared by all heads",
-        minimum=2,
+        64, "rotated channels of a query; those of the key are shared by all heads", minimum=2
     )
     v_head_dim: int = option(128, "channels of a head's value", minimum=1)
 
@@ -138,18 +111,15 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """`model.lora.*`: LoRA (Hu et al. 2021); rank 0 trains all parameters and has no adapters.
-
-    The other keys have no effect without a rank.
-    """
+    """`model.lora.*`: LoRA (Hu et al. 2021); rank 0 trains all parameters and has no adapters."""
 
     __hash__ = hash_of_fields
 
     rank: int = option(
         0,
-        "rank of the adapters, and only adapters are trained; 0 = no adapters, all parameters are "
-        "trained",
+        "rank of adapters, which alone are trained; 0 = none",
         minimum=0,
+        needs="model.attention_kind=gqa",
     )
     alpha: float = option(16.0, "adapters are multiplied by alpha / rank", above=0)
     targets: list[str] = option(  # noqa: RUF009
@@ -167,28 +137,20 @@ class RopeScalingConfig:
     __hash__ = hash_of_fields
 
     factor: float = option(
-        1.0,
-        "factor by which the context is longer than the original one; 1 = no scaling",
-        minimum=1,
+        1.0, "how many times longer the context is than the original one; 1 = no scaling", minimum=1
     )
     type: str = option(
         "llama3",
-        "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast "
-        "ones unchanged; longrope divides each frequency by its own number",
+        "linear divides all frequencies; llama3 and yarn (NTK by parts) leave the fast ones "
+        "unchanged; longrope divides each frequency by its own number",
         choices=("linear", "llama3", "yarn", "longrope"),
         acts_with=f"{_SCALED} or {_TYPE}=longrope or model.rope_scaling.attention_factor",
     )
-    low_freq_factor: float = option(
-        1.0,
-        "wavelengths above original_max_position / this are scaled by the factor",
-        above=0,
-        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
+    low_freq_factor: float = _of_llama3(
+        1.0, "wavelengths above original_max_position / this are scaled by the factor", above=0
     )
-    high_freq_factor: float = option(
-        4.0,
-        "wavelengths below original_max_position / this are not scaled",
-        above=0,
-        acts_with=f"{_TYPE}=llama3 and {_SCALED}",
+    high_freq_factor: float = _of_llama3(
+        4.0, "wavelengths below original_max_position / this are not scaled", above=0
     )
     original_max_position: int = option(
         8192,
@@ -196,52 +158,38 @@ class RopeScalingConfig:
         minimum=1,
         acts_with=f"{_TYPE}=llama3|yarn|longrope and {_SCALED} or {_TYPE}=longrope",
     )
-    beta_fast: float = option(
+    beta_fast: float = _of_yarn(
         32.0,
         "frequencies that turn more often than this within original_max_position are not scaled",
         above=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
-    beta_slow: float = option(
+    beta_slow: float = _of_yarn(
         1.0,
-        "frequencies that turn less often than this within original_max_position are divided by "
-        "the factor",
+        "frequencies that turn less often than this within it are divided by the factor",
         above=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
-    truncate: bool = option(
-        True,
-        "round the bounds between the frequencies to whole numbers",
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
-    )
+    truncate: bool = _of_yarn(True, "round the bounds between frequencies")
     attention_factor: float = option(
         0.0,
-        "factor that multiplies rotated queries and keys; 0 = computed from factor",
+        "factor of rotated queries and keys; 0 = computed from factor",
         minimum=0,
         acts_with=f"{_TYPE}=yarn|longrope",
     )
-    mscale_all_dim: float = option(
+    mscale_all_dim: float = _of_yarn(
         0.0,
-        "m in the factor (0.1 m ln(factor) + 1)^2 that multiplies attention scores in DeepSeek's "
-        "models; 0 = no such factor",
+        "m of DeepSeek's factor of attention scores, (0.1 m ln(factor) + 1)^2; 0 = none",
         minimum=0,
-        acts_with=f"{_TYPE}=yarn and {_SCALED}",
     )
-    short_factor: list[float] = option(  # noqa: RUF009
-        [],
-        "divisor of each frequency for sequences up to original_max_position",
-        acts_with=f"{_TYPE}=longrope",
+    short_factor: list[float] = _of_longrope(  # noqa: RUF009
+        [], "divisor of each frequency for sequences up to original_max_position"
     )
-    long_factor: list[float] = option(  # noqa: RUF009
-        [],
-        "divisor of each frequency for longer sequences",
-        acts_with=f"{_TYPE}=longrope",
+    long_factor: list[float] = _of_longrope(  # noqa: RUF009
+        [], "divisor of each frequency for longer sequences"
     )
-    length: str = option(
+    length: str = _of_longrope(
         "auto",
         "which of the two lists is used; auto decides by data.sequence_length",
         choices=("auto", "short", "long"),
-        acts_with=f"{_TYPE}=longrope",
     )
 
     @property

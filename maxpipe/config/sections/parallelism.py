@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
-from maxpipe.config.sections.fields import option
+from maxpipe.config.sections.fields import automatic, derived, option
 
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 
@@ -33,29 +33,20 @@ DEFAULT_RULES: list[list[str | list[str]]] = [
 ]
 
 
+def _axis(help: str) -> Any:
+    return option(1, help, minimum=1, derived=True)
+
+
 @dataclass(frozen=True)
 class AxesConfig:
     """Sizes of the mesh axes; one of them may be -1 = the devices that the other axes leave."""
 
-    data: int = option(
-        1, "groups of devices, each with its own copy of the parameters", minimum=1, derived=True
-    )
-    stage: int = option(1, "pipeline stages", minimum=1, derived=True)
-    fsdp: int = option(
-        1, "devices over which both parameters and batches are split", minimum=1, derived=True
-    )
-    context: int = option(
-        1,
-        "devices over which sequences are split; each gathers the keys and values of the others",
-        minimum=1,
-        derived=True,
-    )
-    tensor: int = option(
-        1, "devices over which heads and MLP width are split", minimum=1, derived=True
-    )
-    expert: int = option(
-        1, "devices over which experts and batches are split", minimum=1, derived=True
-    )
+    data: int = _axis("groups of devices, each with its own copy of the parameters")
+    stage: int = _axis("pipeline stages")
+    fsdp: int = _axis("devices over which both parameters and batches are split")
+    context: int = _axis("devices over which sequences are split; each gathers keys and values")
+    tensor: int = _axis("devices over which heads and MLP width are split")
+    expert: int = _axis("devices over which experts and batches are split")
 
 
 @dataclass(frozen=True)
@@ -64,8 +55,10 @@ class ElasticConfig:
 
     axes: list[str] = option(  # noqa: RUF009
         [],
-        "mesh axes (data, fsdp) that shrink when a host is lost, the first in the list first; "
-        "empty = wait for the host, as long as --wait of maxpipe supervise says",
+        "mesh axes that shrink when a host is lost, the first in the list first; empty = wait for "
+        "the host, as long as --wait of maxpipe supervise says",
+        choices=("data", "fsdp"),  # they split rows, but no dimension that the model needs split
+        needs="checkpoint.every or checkpoint.every_minutes",
     )
     wait_seconds: float = option(
         120.0, "seconds that a lost host has to come back before the others go on", minimum=0
@@ -81,14 +74,11 @@ class MeshConfig:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     simulated_devices: int = option(
         0,
-        "number of devices that the CPU backend pretends to have, over all processes; "
-        "0 = the real ones",
+        "devices that the CPU backend pretends to have, over all processes; 0 = the real ones",
         minimum=0,
     )
     heartbeat_timeout_seconds: int = option(
-        100,
-        "seconds of silence after which a process counts as lost and the other processes exit",
-        minimum=5,
+        100, "silence after which a process counts as lost and the others exit", minimum=5
     )
 
     def size(self, axis: str) -> int:
@@ -108,27 +98,22 @@ class ShardingConfig:
     )
 
 
-_REMAT_CHOICES = ("remat", "device", "offload")
+def _remat(help: str) -> Any:
+    return option("remat", help, choices=("remat", "device", "offload"))
 
 
 @dataclass(frozen=True)
 class RematTensorsConfig:
     """Whether each tensor of a layer is recomputed or saved, with `remat_policy: custom`."""
 
-    query_proj: str = option("remat", "projection to queries", choices=_REMAT_CHOICES)
-    key_proj: str = option("remat", "projection to keys", choices=_REMAT_CHOICES)
-    value_proj: str = option("remat", "projection to values", choices=_REMAT_CHOICES)
-    context: str = option(
-        "remat", "output of attention before its projection", choices=_REMAT_CHOICES
-    )
-    out_proj: str = option("remat", "output projection of attention", choices=_REMAT_CHOICES)
-    mlp_gate: str = option(
-        "remat", "gate of the MLP, before its activation function", choices=_REMAT_CHOICES
-    )
-    mlp_up: str = option(
-        "remat", "projection of the MLP that is multiplied by the gate", choices=_REMAT_CHOICES
-    )
-    mlp_down: str = option("remat", "output projection of the MLP", choices=_REMAT_CHOICES)
+    query_proj: str = _remat("projection to queries")
+    key_proj: str = _remat("projection to keys")
+    value_proj: str = _remat("projection to values")
+    context: str = _remat("output of attention before its projection")
+    out_proj: str = _remat("output projection of attention")
+    mlp_gate: str = _remat("gate of the MLP, before its activation function")
+    mlp_up: str = _remat("projection of the MLP that is multiplied by the gate")
+    mlp_down: str = _remat("output projection of the MLP")
 
 
 @dataclass(frozen=True)
@@ -142,34 +127,27 @@ class PipelineConfig:
         also=("auto",),
     )
     schedule: str = option("circular", "name of a schedule, or the path of a CSV file with one")
-    num_microbatches: int = option(
-        -1,
-        "microbatches per step; -1 = stages (twice as many with delayed forwarding)",
-        minimum=1,
-        derived=True,
+    num_microbatches: int = derived(
+        "microbatches per step; -1 = stages (twice as many with delayed forwarding)"
     )
-    num_repeats: int = option(
-        -1,
-        "chunks of layers per stage; -1 = num_layers / (stages x num_layers_per_stage)",
-        minimum=1,
-        derived=True,
+    num_repeats: int = derived(
+        "chunks of layers per stage; -1 = num_layers / (stages x num_layers_per_stage)"
     )
-    num_layers_per_stage: int = option(
-        -1, "layers per chunk; -1 = num_layers / (stages x num_repeats)", minimum=1, derived=True
+    num_layers_per_stage: int = derived(
+        "layers per chunk; -1 = num_layers / (stages x num_repeats)"
     )
     layers_per_stage: list[int] = option(  # noqa: RUF009
         [],
-        "layers of each chunk in model order, for uneven chunks; overrides the two keys above; "
-        "auto = chosen so that the slowest stage is as fast as possible (mpmd), with num_repeats "
-        "chunks per stage (-1 = 1)",
+        "layers of each chunk in model order, for uneven chunks, in place of the two keys above; "
+        "auto = so that the slowest stage is fastest (mpmd), with num_repeats chunks per stage",
         derived=True,
     )
     unit_times: list[float] = option(  # noqa: RUF009
         [],
-        "times from which the order of zb_v and zb_h2 is made, for one microbatch and all in the "
-        "same unit: forward, input gradient and weight gradient of a layer, then a transfer "
-        "between stages, then loss and head (the last two may be left out: 0); auto = by FLOPs, "
-        "with transfers 0; empty = the published order",
+        "times from which the order of zb_v and zb_h2 is made, for one microbatch and in one unit: "
+        "forward, input gradient and weight gradient of a layer, then a transfer between stages, "
+        "then loss and head (the last two may be left out: 0); auto = by FLOPs, with transfers 0; "
+        "empty = the published order",
         derived=True,
     )
     memory_limit_gib: float = option(
@@ -178,17 +156,12 @@ class PipelineConfig:
         minimum=0,
         acts_with="pipeline.layers_per_stage=auto",
     )
-    parallel_layers: int = option(
-        -1,
+    parallel_layers: int = derived(
         "layers in the pipeline; the others run outside it, where the stages serve as data "
-        "parallelism, or (mpmd) as a part of its first or last chunk; -1 = all",
-        minimum=1,
-        derived=True,
+        "parallelism, or (mpmd) as a part of its first or last chunk; -1 = all"
     )
     outside_layers: str = option(
-        "after",
-        "whether layers outside the pipeline come after or before those in it",
-        choices=("after", "before"),
+        "after", "where layers outside the pipeline come", choices=("after", "before")
     )
     delay_activation_forwarding: bool = option(
         False, "send activations a tick later, so that transfers overlap with compute"
@@ -198,11 +171,9 @@ class PipelineConfig:
         "leave a tick between the last stage's forward and its backward, so that forward, loss "
         "and backward within a tick do not depend on each other",
     )
-    skip_idle: str = option(
-        "auto",
+    skip_idle: str = automatic(
         "skip idle slots of the schedule instead of computing and masking them; auto = only on "
-        "CPU devices, where idle stages take time from the others",
-        choices=("auto", "true", "false"),
+        "CPU devices, where idle stages take time from the others"
     )
     fsdp_gather: str = option(
         "auto",
@@ -213,32 +184,24 @@ class PipelineConfig:
         "device's memory or the whole step takes at most half of it, else per_iteration",
         choices=("auto", "per_iteration", "per_repeat", "once"),
     )
-    fsdp_prefetch: str = option(
-        "auto",
-        "with fsdp_gather=per_iteration, send a chunk's weights and its gradients from neighbour "
-        "to neighbour while it computes; auto = only on TPUs whose memory is known, with fsdp of "
-        "at most 8 (on v5e 2), and where layers do not run as a loop",
-        choices=("auto", "true", "false"),
+    fsdp_prefetch: str = automatic(
+        "with fsdp_gather=per_iteration, send a chunk's weights and gradients from neighbour to "
+        "neighbour while it computes; auto = only on TPUs whose memory is known, with fsdp of at "
+        "most 8 (on v5e 2), and where layers do not run as a loop",
         acts_with="mesh.ici.fsdp>1 or mesh.dcn.fsdp>1",
     )
-    scan_iterations: bool = option(
-        True, "run iterations as a loop; false = unroll them, which compiles slowly"
-    )
+    scan_iterations: bool = option(True, "run iterations as a loop; unrolled they compile slowly")
     scan_repeats: bool = option(
-        True,
-        "run repeats as a loop; false = unroll them",
-        needs="pipeline.fsdp_gather=per_repeat|once",
+        True, "run repeats as a loop", needs="pipeline.fsdp_gather=per_repeat|once"
     )
     scan_layers: bool = option(
         True,
-        "run all layers of the sequential engine as a loop, which compiles one of them; false = "
-        "unroll them: the backward then reads saved tensors without copies, and with several "
-        "microbatches or remat_policy=none all weights stay gathered over fsdp",
+        "run all layers of the sequential engine as a loop, which compiles one of them; unrolled, "
+        "the backward reads saved tensors without copies, and with several microbatches or "
+        "remat_policy=none all weights stay gathered over fsdp",
     )
     scan_layers_per_stage: bool = option(
-        False,
-        "run the layers of a chunk as a loop, which compiles faster and uses more memory; "
-        "false = unroll them",
+        False, "run a chunk's layers as a loop, which compiles faster and uses more memory"
     )
     remat_policy: str = option(
         "full",
@@ -246,21 +209,18 @@ class PipelineConfig:
         variants=REMAT_POLICIES,
     )
     remat_iterations: bool = option(
-        True,
-        "apply remat_policy to each iteration; false = save what remat_policy=none saves",
+        True, "apply remat_policy to each iteration; false = save what remat_policy=none saves"
     )
     remat_layers: bool = option(
         False,
-        "recompute one layer at a time, which takes less memory and costs one more forward pass; "
-        "with remat_iterations=false each layer's input is saved instead",
+        "recompute one layer at a time, which takes less memory and one more forward pass; with "
+        "remat_iterations=false each layer's input is saved instead",
     )
-    remat_cheap: str = option(
-        "auto",
+    remat_cheap: str = automatic(
         "in the backward of a chunk of several layers, compute norms and activation functions "
-        "layer by layer instead of holding them for all layers, which takes less memory and more "
-        "time; auto = yes, except on TPUs where a step that holds them is estimated to take at "
-        "most half of a device's memory",
-        choices=("auto", "true", "false"),
+        "layer by layer instead of holding them, which takes less memory and more time; auto = "
+        "yes, except on TPUs where a step that holds them is estimated to take at most half of a "
+        "device's memory"
     )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS, SOURCES
-from maxpipe.config.sections.fields import option
+from maxpipe.config.sections.fields import A_DIRECTORY, derived, option
 
 
 class MixtureEntry(TypedDict):
@@ -22,18 +22,16 @@ class DataConfig:
     source: str = option("python_stdlib", "where documents come from", variants=SOURCES)
     path: str = option(
         "",
-        "file, directory or glob that the source reads, several separated by commas; "
-        "s3:// and gs:// work, too; with datasets also hf:NAME, a data set of the hub",
+        "file, directory or glob that the source reads, here or at s3:// and gs://, several "
+        "separated by commas; with datasets also hf:NAME, a data set of the hub",
     )
     eval_path: str = option(
-        "",
-        "file, directory or glob of a separate validation set, read by data.source; "
-        "empty = hold out data.eval_fraction",
+        "", "the same for a separate validation set; empty = hold out data.eval_fraction"
     )
     column: str = option(
         "",
-        "with source=datasets or datasets_chat, the column that holds the documents; empty = text "
-        "or tokens, for conversations messages",
+        "with datasets or datasets_chat, the column that holds the documents; empty = text or "
+        "tokens, for conversations messages",
     )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
@@ -44,11 +42,12 @@ class DataConfig:
         "",
         "directory for local copies of remote, compressed and parquet files; "
         "empty = ~/.cache/maxpipe",
+        **A_DIRECTORY,
     )
     cache_limit: int = option(
         0,
-        "most bytes of these copies; 0 = nine tenths of the free space for each; data sets of "
-        "`datasets` are not counted",
+        "most bytes of these copies, without data sets of `datasets`; 0 = nine tenths of the free "
+        "space for each",
         minimum=0,
     )
     tokenizer: str = option(
@@ -58,14 +57,10 @@ class DataConfig:
         "N token ids that stand for no text; unset = that of the base model, if there is one",
     )
     chat_template: str = option(
-        "",
-        "the Jinja template that formats conversations: a file, or chatml; empty = the "
-        "tokenizer's own",
+        "", "Jinja template of conversations: a file, or chatml; empty = the tokenizer's own"
     )
     chat_date: str = option(
-        "",
-        "the date that strftime_now of a chat template writes, such as 2024-07-26; empty = the day "
-        "on which the run begins",
+        "", "date that a template's strftime_now writes, as 2024-07-26; empty = the run's first day"
     )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24
@@ -80,12 +75,11 @@ class DataConfig:
     )
     on_bad_document: str = option(
         "stop",
-        "what to do with a document that cannot be read as text or token ids: stop ends the run, "
-        "skip leaves the document out and counts it",
+        "at a document that is no text or token ids, end the run, or leave it out and count it",
         choices=("stop", "skip"),
     )
     num_workers: int = option(
-        0, "worker processes that prepare batches; 0 = a thread of the training process", minimum=0
+        0, "processes that prepare batches; 0 = a thread of the training process", minimum=0
     )
     prefetch: int = option(4, "number of batches prepared ahead", minimum=1)
 
@@ -108,17 +102,13 @@ class EvalConfig:
         zero="all",
         acts_with="eval.every",
     )
-    batches_per_source: int = option(
-        -1,
-        "with data.mixture, batches by which each source is also evaluated on its own; -1 = "
+    batches_per_source: int = derived(
+        "batches by which each source of data.mixture is also evaluated on its own; -1 = "
         "eval.batches divided by the number of sources, rounded up, or all of each; 0 = none",
         minimum=0,
-        derived=True,
         acts_with="eval.every",
     )
-    global_batch_size: int = option(
-        -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
-    )
+    global_batch_size: int = derived("sequences per evaluation batch; -1 = data.global_batch_size")
     prompts: list[str] = option(  # noqa: RUF009
         [],
         "texts that the model continues at each evaluation, by the 40 most likely tokens, for you "
@@ -134,20 +124,13 @@ class OptimizerConfig:
     name: str = option("adamw", "optimizer", variants=OPTIMIZERS)
     learning_rate: float = option(3e-4, "peak learning rate", minimum=0)
     schedule: str = option("cosine", "shape of the learning rate over steps", variants=LR_SCHEDULES)
-    warmup_steps: int = option(
-        -1,
-        "steps over which the learning rate rises linearly from 0; -1 = a twentieth of decay_steps",
+    warmup_steps: int = derived(
+        "steps over which the rate rises linearly from 0; -1 = a twentieth of decay_steps",
         minimum=0,
-        derived=True,
     )
-    decay_steps: int = option(
-        -1, "step at which the decay ends; -1 = steps", minimum=1, derived=True
-    )
+    decay_steps: int = derived("step at which the decay ends; -1 = steps")
     stable_fraction: float = option(
-        0.8,
-        "share of the steps after warm-up at the peak learning rate",
-        minimum=0,
-        maximum=1,
+        0.8, "share of the steps after warm-up at the peak learning rate", minimum=0, maximum=1
     )
     final_fraction: float = option(
         0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1
@@ -159,9 +142,7 @@ class OptimizerConfig:
     eps: float = option(1e-8, "number added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled weight decay; applies to matrices only", minimum=0)
     grad_clip_norm: float = option(
-        1.0,
-        "largest global norm of gradients; larger ones are scaled down to it; 0 = no bound",
-        minimum=0,
+        1.0, "global norm to which larger gradients are scaled down; 0 = no bound", minimum=0
     )
     max_consecutive_skips: int = option(
         5,
@@ -177,7 +158,7 @@ class OptimizerConfig:
     )
     spike_deviations: float = option(
         6.0,
-        "least distance above the mean that counts as a spike, in standard deviations",
+        "standard deviations above the mean that count as a spike",
         above=0,
         acts_with="optimizer.spike_window",
     )
@@ -199,8 +180,8 @@ class CheckpointConfig:
     )
     replica_every: int = option(
         0,
-        "keep a replica in the memory of the host every this many steps, from which `maxpipe "
-        "supervise` restarts; 0 = never",
+        "keep a replica in the host's memory every this many steps, from which `maxpipe supervise` "
+        "restarts; 0 = never",
         minimum=0,
     )
     keep: int = option(
@@ -211,16 +192,23 @@ class CheckpointConfig:
     )
     keep_every: int = option(
         0,
-        "also keep, for good, checkpoints whose step is a multiple of this; 0 = none",
+        "also keep, for good, those whose step is a multiple of this; 0 = none",
         minimum=0,
+        needs="checkpoint.every",
     )
     keep_best: int = option(
-        0, "also keep this many checkpoints with the lowest evaluation loss", minimum=0
+        0,
+        "also keep this many with the lowest evaluation loss",
+        minimum=0,
+        needs="checkpoint.every and eval.every",
     )
     mirror: str = option(
         "",
         "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint, from which a "
         "run can resume when its directory is lost; empty = none",
+        pattern="((s3|gs)://[^/*?[]+(/[^*?[]*)?)?",
+        form="a place in an object store, such as s3://bucket/runs, without *, ? and [, which its "
+        "libraries take for a pattern",
     )
     mirror_deadline_seconds: float = option(
         300,
@@ -228,11 +216,14 @@ class CheckpointConfig:
         "this long; 0 = never",
         minimum=0,
     )
-    resume: str = option("auto", "auto, never, must, or the number of the step to resume from")
+    resume: str = option(
+        "auto",
+        "auto, never, must, or the number of the step to resume from",
+        pattern="auto|never|must|[0-9]+",
+        form="one of auto, never, must or the number of a step",
+    )
     convert_dtype: bool = option(
-        False,
-        "allow a resume with other floating dtypes of parameters or optimizer state than the "
-        "checkpoint's, and convert them",
+        False, "allow a resume to convert parameters or optimizer state to other floating dtypes"
     )
     accept_changes: list[str] = option(  # noqa: RUF009
         [],
@@ -256,19 +247,19 @@ class TelemetryConfig:
     )
     wandb: str = option(
         "",
-        "project of Weights & Biases that gets the metrics, or ENTITY/PROJECT; empty = none",
+        "PROJECT or ENTITY/PROJECT of Weights & Biases that gets the metrics",
+        needs="telemetry.log_every",
     )
     mlflow: str = option(
         "",
-        "experiment of MLflow that gets the metrics, at MLFLOW_TRACKING_URI; empty = none",
+        "experiment of MLflow, at MLFLOW_TRACKING_URI, that gets the metrics",
+        needs="telemetry.log_every",
     )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
     )
     startup_deadline_seconds: float = option(
-        3600,
-        "exit with code 124 if the first step takes longer than this; 0 = never",
-        minimum=0,
+        3600, "exit with code 124 if the first step takes longer than this; 0 = never", minimum=0
     )
     step_deadline_seconds: float = option(
         1800,
@@ -287,16 +278,13 @@ class CompileConfig:
         "directory of the persistent compilation cache; it holds machine code, so let only people "
         "you trust write to it; off = no cache; empty = <output_dir>/compile_cache, and no cache "
         "on several simulated devices",
+        **A_DIRECTORY,
     )
     topology: str = option(
-        "",
-        "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated "
-        "devices",
+        "", "for maxpipe.compile: a TPU slice such as v5p:4x4x4, or cpu for simulated devices"
     )
     num_slices: int = option(1, "number of slices of that topology, joined by DCN", minimum=1)
-    save: str = option(
-        "", "file in which maxpipe.compile stores the executable, for compile.load; empty = none"
-    )
+    save: str = option("", "file in which maxpipe.compile stores the executable, for compile.load")
     load: str = option(
         "",
         "file written by compile.save, which maxpipe.train runs instead of compiling; it is "

@@ -15,13 +15,10 @@ SCALING = "model.rope_scaling"
 NOTED = {  # words: the note, which is absent once the last of the words is left out
     "eval.batches=8 eval.prompts=[a] eval.every=0": "eval.batches, eval.prompts have no effect "
     "without eval.every",
-    "eval.batches_per_source=0 eval.every=0": "eval.batches_per_source has no effect without",
     "checkpoint.keep=5 checkpoint.every=0": "checkpoint.keep has no effect without "
     "checkpoint.every or checkpoint.every_minutes",
     "optimizer.beta1=0.8 optimizer.beta2=0.9 optimizer.name=sgd": "optimizer.beta2 has no effect "
     "with optimizer.name=sgd, only with adamw, lion, muon",
-    "optimizer.final_fraction=0.5 optimizer.schedule=constant": "optimizer.final_fraction has no "
-    "effect with optimizer.schedule=constant, only with cosine, inverse_sqrt, linear, wsd",
     f"{SCALING}.factor=2 {SCALING}.low_freq_factor=2 {SCALING}.type=yarn": f"{SCALING}."
     f"low_freq_factor has no effect without {SCALING}.type=llama3",
     f"{LOCKSTEP} pipeline.fsdp_prefetch=true mesh.ici.data=2 mesh.ici.fsdp=1": "pipeline."
@@ -34,20 +31,15 @@ NOTED = {  # words: the note, which is absent once the last of the words is left
     # Noted unless another word is given
     "optimizer.spike_deviations=4": "optimizer.spike_deviations has no effect without optimizer.sp",
     "optimizer.stable_fraction=0.5": "with optimizer.schedule=cosine, only with wsd",
-    "model.qk_norm_scope=full": "model.qk_norm_scope has no effect without model.qk_norm",
-    "model.rope_theta_local=500": "has no effect without model.attention_window",
     f"{SCALING}.type=yarn": f"{SCALING}.type has no effect without {SCALING}.factor>1 or ",
     f"{SCALING}.length=long": f"{SCALING}.length has no effect without {SCALING}.type=longrope",
     f"pipeline.memory_limit_gib=16 {MPMD}": "pipeline.memory_limit_gib has no effect without "
     "pipeline.layers_per_stage=auto",
 }
 ACTS = (
-    "eval.batches=8",
     "checkpoint.keep=5 checkpoint.every=0 checkpoint.every_minutes=5",
     "optimizer.spike_deviations=4 optimizer.spike_window=100",
     "optimizer.stable_fraction=0.5 optimizer.schedule=wsd",
-    "model.qk_norm_scope=full model.qk_norm=true",
-    "model.rope_theta_local=500 model.attention_window=64",
     f"{SCALING}.type=yarn {SCALING}.factor=2 {SCALING}.beta_fast=16",
     f"pipeline.memory_limit_gib=16 {MPMD} pipeline.layers_per_stage=auto",
     "pipeline.unit_times=auto pipeline.schedule=zb_h2",
@@ -111,12 +103,6 @@ def test_help_says_what_a_key_needs():
 
 
 class TestAddedVariants:
-    def test_optimizer_without_a_key(self, add, noted):
-        add("OPTIMIZERS", "mine", catalog.Optimizer("module:mine", moments=0, unused=("beta2",)))
-        line = "optimizer.beta2 has no effect with optimizer.name=mine, only with adamw, lion, muon"
-        assert line in noted("optimizer.name=mine", "optimizer.beta2=0.9")
-        assert "optimizer.name=adafactor, sgd, mine" in describe("optimizer.beta2")
-
     def test_engine_that_refuses_a_value(self, add, problems):
         refusal = catalog.Refusal("pipeline.skip_idle", ("true",), "it is new", "use false")
         entry = catalog.Engine("module:Mine", "a test's engine", refusals=(refusal,))

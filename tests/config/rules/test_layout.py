@@ -167,8 +167,8 @@ def test_num_microbatches_no_multiple_of_the_stages_is_refused_by_circular(unlik
 def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
     refusals = problems("pipeline.num_microbatches=6")
     assert refusals == {
-        "data.global_batch_size": "16 is not divisible by num_microbatches x data x fsdp = "
-        "6 x 1 x 2 = 12; nearest legal: 12 or 24, or pipeline.num_microbatches=4 or 8"
+        "data.global_batch_size": "16 is not divisible by num_microbatches x fsdp = "
+        "6 x 2 = 12; nearest legal: 12 or 24, or pipeline.num_microbatches=4 or 8"
     }
     for word in ("data.global_batch_size=12", "data.global_batch_size=24"):
         assert problems("pipeline.num_microbatches=6", word) == {}

@@ -133,7 +133,7 @@ def test_meshes_refused_for_an_axis_have_one_reason_however_large_it_is():
     assert {grid.size("context") for grid in grids} == {2, 4}
     reasons = {legality.of_mesh(grid) for grid in grids}
     assert len(reasons) == 1
-    assert "which mesh.ici.context above 1 splits" in reasons.pop()
+    assert "needs mesh.ici.context=1" in reasons.pop()
 
 
 def test_layers_are_unrolled_on_tpus_where_they_are_few_or_where_it_is_asked_for():
