@@ -57,8 +57,8 @@ def compile_command(
                 preexec_fn=die_with_parent(os.getpid()),
             ).returncode
         took = time.perf_counter() - started
-        if code in (FITS, DOES_NOT_FIT) and report.exists():
-            return _read(read_record(report, dict[str, object]), took)
+        if code in (FITS, DOES_NOT_FIT):
+            return proof_of(read_record(report, dict[str, object]), took)
         failure = _last_problem(log.read_text(encoding="utf-8", errors="replace"))
     if code == -signal.SIGKILL:
         failure = "the compiler was ended by SIGKILL; this machine may have too little memory"
@@ -67,7 +67,8 @@ def compile_command(
     return Proof(None, None, False, f"not compiled: {failure}", took)
 
 
-def _read(report: dict[str, object], took: float) -> Proof:
+def proof_of(report: dict[str, object], took: float) -> Proof:
+    """Return what the JSON report of a step says, which took so many seconds to compile."""
     memory, seconds = report["memory"], report["predicted_step_seconds"]
     assert isinstance(memory, dict)
     needed, fits = float(memory["needed_bytes"]), bool(report["fits"])

@@ -3,18 +3,17 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from maxpipe.compile import __main__ as command
 from maxpipe.compile import checks, launch
-from maxpipe.compile.checks import check_command, check_slice, check_units, unit_names
+from maxpipe.compile.checks import check_slice, check_units, unit_names
 from maxpipe.config import ConfigError, load, resolve
-from maxpipe.config.cli import Arguments
 
 BASE = str(Path("configs/base.yml").resolve())
 MPMD = "pipeline.engine=mpmd pipeline.num_repeats=1 pipeline.schedule=1f1b"
+V5P = "compile.topology=v5p-16"
 ZB_V = "mesh.simulated_devices=8 mesh.ici.fsdp=4 pipeline.schedule=zb_v"
 
 
@@ -48,7 +47,20 @@ MISTAKES = {
     f"compile.topology=cpu {ZB_V} compile.save=s": "compile.save: is for a train step in one prog",
     "compile.topology=cpu pipeline.engine=mpmd": "mpmd does not run schedule lockstep_1f1b",
     "compile.topology=cpu mesh.ici.fsdp=3": "mesh.ici: stage=2 x fsdp=3 makes 6, but there are 4",
+    f"{V5P} --profile=one.txt": "--profile: writes .html, which one.txt does not end in",
+    f"{V5P} --profile-trace=one.gz": "--profile-trace: writes .json.gz or .json, which one.gz does",
+    f"{V5P} --json=a --hlo=a": "--hlo: would replace a, which --json writes",
+    f"{V5P} --json=a --hlo=link": "--hlo: would replace link, which --json writes",
+    f"{V5P} --json=a compile.save=a": "--json: would replace a, which compile.save writes",
+    f"{V5P} --json={BASE}": f"--json: would replace {BASE}, which is read",
+    "compile.topology=ironwood:2x2x1 --profile=a.html": "the clock of tpu7x is unpublished; there",
+    "compile.topology=v3:2x2 --profile=a.html": "v3:2x2 is in no table of chips",
 }
+FINE = (
+    f"{V5P} --json=a --hlo=b --profile=a.html --profile-trace=a.json compile.save=s.bin",
+    f"{V5P} --profile=/dev/null --profile-trace=/dev/null --hlo=/dev/null",
+    "compile.topology=ironwood:2x2x1 --json=a.json",
+)
 
 
 def problems_of(capsys, words):
@@ -63,10 +75,14 @@ def test_mistakes_are_reported_before_jax_is_imported(tmp_path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "maxpipe.compile.launch", None)  # an import of it fails
     monkeypatch.setattr(checks, "is_installed", lambda package: True)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a")
     said = {words: problems_of(capsys, words.split()) for words in MISTAKES}
     assert {
         words: said[words] for words, message in MISTAKES.items() if message not in said[words]
     } == {}
+    for words in FINE:
+        with pytest.raises(ImportError):
+            command.main([BASE, "mesh.ici.fsdp=-1", *words.split()])
 
 
 def test_flags_are_checked_again_once_the_devices_of_an_unknown_chip_decide_the_engine(
@@ -95,48 +111,6 @@ for main, words in ((plan.main, ["--topology", "v5q:2x2"]), (compile.main, ["mes
 sys.exit("jax" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """Check files by flag, in a directory that can be written."""
-    monkeypatch.setattr(checks, "is_installed", lambda package: True)
-    config = tmp_path / "tiny.yml"
-    config.write_text(f"base: {BASE}\n")
-    flags = dict.fromkeys(("json", "hlo", "profile", "profile_trace", "programs", "units"))
-
-    def run(topology="v5p:2x2x1", save="", **files):
-        paths = {
-            name: file if "/" in file else f"{tmp_path}/{file}" for name, file in files.items()
-        }
-        words = [f"compile.topology={topology}", f"compile.save={save and tmp_path / save}"]
-        loaded = load(str(config), [*words, "mesh.ici.fsdp=-1"])
-        check_command(Arguments(str(config), loaded, SimpleNamespace(**(flags | paths))))
-
-    return run
-
-
-def test_files_are_refused_with_another_ending_two_uses_or_without_a_prediction(check, tmp_path):
-    check("v5p-16", "s.bin", json="a", hlo="b", profile="a.html", profile_trace="a.json")
-    check(profile="/dev/null", profile_trace="/dev/null", hlo="/dev/null")
-    check("ironwood:2x2x1", json="a.json")
-    (tmp_path / "link").symlink_to("a")
-    page = {"profile": "a.html"}
-    for files, message in (
-        ({"profile": "one.txt"}, r"--profile: writes \.html, which .*one\.txt does not end in"),
-        ({"profile_trace": "one.gz"}, r"--profile-trace: writes \.json\.gz or \.json, which .*gz"),
-        ({"json": "a", "hlo": "a"}, r"--hlo: would replace .*/a, which --json writes"),
-        ({"json": "a", "hlo": "link"}, r"--hlo: would replace .*/link, which --json"),
-        ({"json": "a", "save": "a"}, r"--json: would replace .*/a, which compile\.save writes"),
-        ({"json": "tiny.yml"}, r"--json: would replace .*tiny\.yml, which is read"),
-        (
-            page | {"topology": "ironwood:2x2x1"},
-            "the clock of tpu7x is unpublished; there are pred",
-        ),
-        (page | {"topology": "v3:2x2"}, "--profile: .* v3:2x2 is in no table of chips"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check(**files)
 
 
 def test_units_are_those_of_the_schedule():

@@ -1,6 +1,5 @@
 """The process that compiles a row of a plan, and what is read of its report."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 
-from maxpipe.compile.compile_process import compile_command, compile_configuration
+from maxpipe.compile.compile_process import compile_command, compile_configuration, proof_of
 from maxpipe.plan.search.seconds import Seconds
 
 PROGRAM = """
@@ -58,6 +57,7 @@ def test_the_compiler_ends_with_ctrl_c(tmp_path, compiler):
 
 def test_a_compiler_without_a_report_fails_for_the_reason_that_it_printed(compiler):
     check = "F0000 target.cc:12] Check failed: shape.rank() == 2"
+    words = ["base.yml", "compile.topology=v5p:2x2x1", "--import", "mine"]
     for script, failure in {
         "exit 2": "no output",
         "echo config error: x: broken\necho 1 problem\nexit 2": "config error: x: broken",
@@ -67,20 +67,14 @@ def test_a_compiler_without_a_report_fails_for_the_reason_that_it_printed(compil
         f"echo '{check}'\necho '@ 0x7f main'\nkill -ABRT $$": (
             f"the compiler was ended by SIGABRT: {check}"
         ),
+        'echo "$LIBTPU_INIT_ARGS" "$@"\nexit 2': f"--a=1 -m maxpipe.compile {' '.join(words)} --js",
     }.items():
         compiler(script)
-        assert compile_configuration("", print).failure == f"not compiled: {failure}"
+        proof = compile_command(words, print, {"LIBTPU_INIT_ARGS": "--a=1"})
+        assert proof.failure.startswith(f"not compiled: {failure}")
 
 
-def test_the_compiler_gets_words_and_variables(tmp_path, compiler):
-    compiler(f'echo "$LIBTPU_INIT_ARGS" "$@" > {tmp_path / "seen"}\nexit 2')
-    words = ["base.yml", "compile.topology=v5p:2x2x1", "--import", "mine"]
-    compile_command(words, print, {"LIBTPU_INIT_ARGS": "--a=1"})
-    variable, *command = (tmp_path / "seen").read_text().split()
-    assert (variable, command[:6]) == ("--a=1", ["-m", "maxpipe.compile", *words])
-
-
-def test_parts_of_a_compiled_step_are_those_of_its_report(tmp_path, compiler):
+def test_parts_of_a_compiled_step_are_those_of_its_report():
     expected = {
         ("sequential", 0.0, None): Seconds(1.5, 0.5, 0.0),
         # Units are known, and what idle ones take, a quarter of what is waited for included.
@@ -88,8 +82,6 @@ def test_parts_of_a_compiled_step_are_those_of_its_report(tmp_path, compiler):
         ("mpmd", 0.2, 0.5): Seconds(1.0, 0.5, 0.5),  # idle stages wait for nothing else
         ("circular", 0.25, None): Seconds(1.125, 0.375, 0.5),  # a share of all slots
     }
-    answer = tmp_path / "answer"
-    compiler(f'while [ "$1" != --json ]; do shift; done\ncp {answer} "$2"')
     for (engine, share, bubble), parts in expected.items():
         report = {
             "engine": engine,
@@ -99,7 +91,6 @@ def test_parts_of_a_compiled_step_are_those_of_its_report(tmp_path, compiler):
             "predicted_step_seconds": 2.0,
             "predicted": {"bubble": bubble, "parts": {"matrix products": 1.5, "collectives": 0.5}},
         }
-        answer.write_text(json.dumps(report))
-        proof = compile_configuration("", print)
+        proof = proof_of(report, 1.0)
         assert (proof.memory, proof.seconds, proof.fits) == (7, 2.0, True)
         assert proof.parts == pytest.approx(parts), engine
