@@ -188,8 +188,10 @@ class Partners:
         """Remove steps from another history, and copies from supervisors other than these."""
         is_changed = forgets or (bool(self._members) and members != self._members)
         self._members = members
-        for part in (OWN,) * forgets + (PARTNER,) * is_changed:
-            _remove(self._memory / part, names_in(self._memory / part))
+        if forgets:
+            _remove(self._memory / OWN, names_in(self._memory / OWN))
+        if is_changed:
+            _remove(self._memory / PARTNER, names_in(self._memory / PARTNER))
         copied = self._memory / COPIED
         if is_changed or not copied.exists():  # or the memory is new, or was made again
             write_atomically(copied, [b"[]"])
@@ -200,9 +202,9 @@ class Partners:
         They appear together: who follows this supervisor must not see only some.
         """
         own, fetched = self._memory / OWN, self._memory / "fetched"
+        shutil.rmtree(fetched, ignore_errors=True)  # of an attempt that ended meanwhile
         if names_in(own):
             return
-        shutil.rmtree(fetched, ignore_errors=True)
         until = time.monotonic() + _REACH_SECONDS
         while time.monotonic() < until and not partner.ended.is_set():
             try:
@@ -226,8 +228,9 @@ class Partners:
 
     def _send(self, request: Request, word: str, out: BufferedIOBase) -> None:
         part = self._memory / request.part
-        lacking = _oldest_first(names_in(part).difference(request.held))
-        steps: Steps = {name: {} for name in names_in(part)}
+        names = names_in(part)
+        lacking = _oldest_first(names.difference(request.held))
+        steps: Steps = {name: {} for name in names}
         for name in lacking:
             files = [path for path in (part / name).rglob("*") if path.is_file()]
             sizes = {path.relative_to(part / name): path.stat().st_size for path in files}

@@ -181,14 +181,22 @@ def test_partners_each_hold_the_steps_of_the_host_before(hosts):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, lost):
+def test_partners_of_a_new_host_fetch_what_the_lost_one_had(hosts, tmp_path, lost, monkeypatch):
     write(hosts[lost].memory / OWN, 10, 20)
     until(lambda: steps_in(hosts[(lost + 1) % 3].memory / PARTNER) == [10, 20])
     hosts[lost].lose()
     hosts[lost] = Host(tmp_path / "new", lost)
+    own, seen, receive = hosts[lost].memory / OWN, [], partner._receive
+
+    def look_and_receive(*words):
+        seen.append(steps_in(own))
+        receive(*words)
+
+    monkeypatch.setattr(partner, "_receive", look_and_receive)
     begin_together(hosts)
-    assert steps_in(hosts[lost].memory / OWN) == [10, 20]
-    assert is_whole(hosts[lost].memory / OWN, 20)
+    assert steps_in(own) == [10, 20]
+    assert is_whole(own, 20)
+    assert seen[:2] == [[], []], "who follows sees both or none"
 
 
 def test_partners_with_steps_of_their_own_fetch_nothing(hosts):
