@@ -2,8 +2,9 @@
 
 import shutil
 
+import numpy as np
 import pytest
-from helpers.runs import checkpoints, losses, rows
+from helpers.runs import checkpoints, losses, rows, saved
 from helpers.training_process import train_here
 
 from maxpipe.checkpoint.record import record_file, step_record
@@ -93,6 +94,23 @@ def test_train_muon_after_another_optimizer_still_trains_matrices(ours):
     before, after = (step_record(ours / "checkpoints" / step).leaves for step in "24")
     name = "params.layers.mlp.gate"
     assert before[name].digest != after[name].digest
+
+
+def test_train_convert_dtype_resumes_with_other_dtype(ours, capsys):
+    words = ["model.param_dtype=bfloat16"]
+    assert main(ours.parent, *words) == 2
+    assert "checkpoint.convert_dtype=true continues with the change" in capsys.readouterr().err
+    assert main(ours.parent, *words, "checkpoint.convert_dtype=true") == 0
+    said = "arrays of checkpoint 2 were converted to the dtypes of this run"
+    assert said in capsys.readouterr().out
+    for step, dtype in ((2, "float32"), (4, "bfloat16")):
+        arrays = saved(ours, step)
+        params = {a.dtype.name for name, a in arrays.items() if name.startswith("params")}
+        assert params == {dtype}
+        assert all(np.isfinite(a).all() for a in arrays.values() if a.dtype == np.float32)
+    found = losses(ours)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert found[3][0] == pytest.approx(found[2][0], abs=0.5)
 
 
 @pytest.mark.parametrize("accepted", [[], ["checkpoint.accept_changes=[model]"]])
