@@ -76,7 +76,7 @@ MISTAKES = {
     "foo": ["schedule='foo' does not exist; choose one of circular, gpipe"],
     "gpipe stage=4": ["stage: unknown key; there are stages, microbatches, "],
     "gpipe stages=0": ["stages: must be at least 1; got 0"],
-    "1f1b stages=99999999999": ["stages=99999999999 microbatches=8 repeats=1: a table would have"],
+    "1f1b stages=99999999999": ["stages: must be at most 2000; got 99999999999"],
     "gpipe repeats=2": ["repeats=2: schedule gpipe has one chunk per stage"],
     "zb_v repeats=1": ["repeats=1: "],
     "gpipe overlap_slots=true": ["overlap_slots=true: no tick of schedule gpipe has an F and a B"],

@@ -26,7 +26,6 @@ from maxpipe.plan.solve import Task
 
 TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "comm", "head")
 REPEATS = {"loop": 1, "v": 2}  # of solve, by placement
-MOST_CELLS = 10**8  # in a table; as many take gigabytes
 _TIME = {"minimum": 0, "maximum": 1e100}
 
 
@@ -34,9 +33,12 @@ _TIME = {"minimum": 0, "maximum": 1e100}
 class Keys:
     """Sizes and times, those of stages as one number or one for each stage."""
 
-    stages: int = option(4, "stages", minimum=1)
-    microbatches: int = option(8, "microbatches in a step", minimum=1)
-    repeats: int = option(1, "chunks of a stage; V schedules have 2, a CSV file its own", minimum=1)
+    # Larger tables would take gigabytes.
+    stages: int = option(4, "stages", minimum=1, maximum=2_000)
+    microbatches: int = option(8, "microbatches in a step", minimum=1, maximum=20_000)
+    repeats: int = option(
+        1, "chunks of a stage; V schedules have 2, a CSV file its own", minimum=1, maximum=200
+    )
     forward: list[float] = option(  # noqa: RUF009
         [1.0], "time of F; one number, or one for each stage", **_TIME
     )
@@ -140,11 +142,7 @@ def simulate_words(
     for name in names or SCHEDULES:
         try:
             own = _keys_of(name, keys, values.keys(), is_lenient)
-            too_large = [*size_problems(own)]
-            found += too_large
             found += time_problems(own) if counts_times else ()
-            if too_large:
-                continue
             table = _build(name, own)
             if not found:
                 follows_times = is_timed(name) and not values.keys().isdisjoint(TIMES)
@@ -234,7 +232,6 @@ def read_task(words: Sequence[str], problems: Sequence[Problem] = ()) -> Task:
     values, wrong = read_keys(SolveKeys, [word for word in words if "=" in word])
     found += wrong
     keys = SolveKeys(**{"repeats": REPEATS[values.get("placement", "loop")]} | values)
-    found += size_problems(keys)
     if not any(problem.key == "stages" for problem in found):
         found += time_problems(keys)
     if found:
@@ -304,15 +301,6 @@ def _options(section: type[Keys]) -> Iterator[Option]:
         yield Option(
             field.name, field.type, getattr(section(), field.name), field.metadata["bounds"]
         )
-
-
-def size_problems(keys: Keys) -> Iterator[Problem]:
-    """Yield that a table of these sizes would not fit into memory."""
-    cells = keys.stages * (keys.stages + keys.microbatches) * keys.repeats
-    if cells > MOST_CELLS:
-        sizes = f"stages={keys.stages} microbatches={keys.microbatches} repeats={keys.repeats}"
-        message = f"{sizes}: a table would have {cells:.3g} cells; at most {MOST_CELLS:.0e} fit"
-        yield Problem("", message)
 
 
 def time_problems(keys: Keys) -> Iterator[Problem]:
