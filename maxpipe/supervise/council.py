@@ -144,10 +144,10 @@ class Council:
       count: number of the run's supervisors, one for each process.
       policy: when to restart.
       job: name of the run's job, for the lease of its directory.
-      free_port: function that returns a port for an attempt's coordinator.
-      progress: function that returns how far process 0's trainer is.
-      log: function that receives a line for each event.
-      clock: monotonic clock, in seconds.
+      free_port: returns a port for an attempt's coordinator.
+      progress: returns how far process 0's trainer is.
+      log: receives a line for each event.
+      clock: monotonic, in seconds.
     """
 
     def __init__(

@@ -94,12 +94,9 @@ class TrainerProcess:
 
 
 class Supervisor:
-    """Follows the orders of a council for one host.
+    """Follows the orders of a council for one host; see `supervise`.
 
     Args:
-      command: command line that starts the trainer.
-      place: this host's place in the run.
-      log: function that receives a line for each event.
       directory: directory for this supervisor's files.
       memory: directory in memory for replicas, the trainer's and a partner's; None without one.
       partners: exchange of replicas with other supervisors; None without these or without memory.
@@ -134,11 +131,8 @@ class Supervisor:
     ) -> int:
         """Join the council, again if it is lost, and follow its orders; return the exit code.
 
-        Args:
-          address: host and port of supervisor 0.
-          secret: the run's.
-          wait_seconds: how long supervisor 0 may be away.
-          signals: receives signals that ask to stop, as they come.
+        Supervisor 0, at `address`, may be away for `wait_seconds`. `signals` receives signals that
+        ask to stop, as they come.
         """
         until, is_told = time.monotonic() + wait_seconds, False
         while self.code is None:
