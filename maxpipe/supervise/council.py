@@ -179,7 +179,6 @@ class Council:
         self._restarts_in_row = 0  # restarts that count against the limit
         self._sizes = Sizes()
         self._fewest = 1  # smallest size not excluded by failures before the first step
-        self._failed_once = 0  # size of an attempt that failed once before its first step
 
     def receive(self, member: int, report: Report) -> Finish | None:
         """Process a report of supervisor `member`; return an order for it if it has to leave."""
@@ -387,8 +386,8 @@ class Council:
         """Finish after an attempt, or let another one follow."""
         code, number, now = verdict(attempt.ends), len(attempt.members), self._clock()
         self._state = _Gathering(now, now)
-        has_failed = code in (FAILED, CONFIG_ERROR) and not attempt.has_trained
-        is_too_small = has_failed and number < self._count  # perhaps
+        is_unable = code in (FAILED, CONFIG_ERROR) and not attempt.has_trained
+        is_too_small = is_unable and number < self._count
         if now - attempt.began >= RESET_SECONDS:
             self._restarts_in_row = 0
         if self._stopped_by:
@@ -399,15 +398,13 @@ class Council:
             self._finish(shell_code(code), "")
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass
-        # One failure is not enough: the next attempt does not begin with a step compiled ahead.
-        elif is_too_small and self._failed_once == number:
+        elif is_too_small:
             self._fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
             self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
         elif self._restarts_in_row >= self._policy.max_restarts:
             self._finish(shell_code(code), f"giving up after {self._restarts_in_row} restarts")
         else:
-            self._failed_once = number if is_too_small else self._failed_once
             doubled = 2.0 ** min(self._restarts_in_row, _MAX_DOUBLINGS)
             pause = min(LONGEST_PAUSE, self._policy.pause_seconds * doubled)
             self._state.start_at += pause
