@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from maxpipe.config import maxtext
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.maxtext import KEYS, LIMITS
 from maxpipe.config.options import OPTIONS, SECTIONS, Option
 from maxpipe.config.rules.engines import conditions_of, refusals_of
 from maxpipe.config.sections import Config
@@ -89,6 +89,33 @@ def option_tables() -> str:
     return "\n".join(parts)
 
 
+def maxtext_tables() -> str:
+    """Return MaxText's keys: those with a counterpart, and those with one legal value."""
+    translated = [
+        f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
+        for key, (ours, differs) in KEYS.items()
+    ]
+    limited = [
+        f"| {', '.join(f'`{key}`' for key in limit.keys)} | {limit.advice} | "
+        f"{'refused' if limit.blocks else 'noted'} |"
+        for limit in LIMITS
+    ]
+    return "\n".join(
+        [
+            "| MaxText | maxpipe | what differs |",
+            "|---|---|---|",
+            *translated,
+            "",
+            "These have no key here. maxpipe does what their default does; `maxpipe.from_maxtext`",
+            "refuses or notes another value. All others are not translated.",
+            "",
+            "| MaxText | here | another value |",
+            "|---|---|---|",
+            *limited,
+        ]
+    )
+
+
 TABLES: dict[str, tuple[str, str, Callable[[], str]]] = {
     "configuration.md": (
         "<!-- generated keys: start -->",
@@ -98,7 +125,7 @@ TABLES: dict[str, tuple[str, str, Callable[[], str]]] = {
     "maxtext.md": (
         "<!-- MaxText keys: start -->",
         "<!-- MaxText keys: end -->",
-        maxtext.table,
+        maxtext_tables,
     ),
 }
 

@@ -1,7 +1,7 @@
-"""Map MaxText's keys to ours, for error messages, translation and docs/maxtext.md."""
+"""Map MaxText's keys to ours, for error messages, translation and the table of docs/maxtext.md."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -363,33 +363,3 @@ def maxtext_hint(key: str) -> str:
 def misspelt(key: str) -> str:
     """Return the translated key of MaxText that a key is almost spelt like; empty if none is."""
     return next(iter(difflib.get_close_matches(key, KEYS, n=1, cutoff=0.9)), "")
-
-
-def table() -> str:
-    """Return all keys as Markdown tables: those with a counterpart, those with one legal value."""
-    translated = [
-        f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
-        for key, (ours, differs) in KEYS.items()
-    ]
-    limited = [
-        f"| {_names(limit.keys)} | {limit.advice} | {'refused' if limit.blocks else 'noted'} |"
-        for limit in LIMITS
-    ]
-    return "\n".join(
-        [
-            "| MaxText | maxpipe | what differs |",
-            "|---|---|---|",
-            *translated,
-            "",
-            "These have no key here. maxpipe does what their default does; `maxpipe.from_maxtext`",
-            "refuses or notes another value. All others are not translated.",
-            "",
-            "| MaxText | here | another value |",
-            "|---|---|---|",
-            *limited,
-        ]
-    )
-
-
-def _names(keys: Iterable[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys)

@@ -56,16 +56,6 @@ def test_file_missing_names_the_nearest_also_in_another_case(base, write, tmp_pa
     assert f"the nearest are {path}, " in message(str(tmp_path / "TINY.yml"))
 
 
-def test_file_missing_is_looked_for_no_deeper_than_one_folder_below(tmp_path):
-    """A mistyped path may point into a home directory, which takes minutes to walk through."""
-    for folder in ("runs", "runs/old"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "bass.yml").write_text("")
-    said = message(str(tmp_path / "bassy.yml"))
-    assert str(tmp_path / "runs" / "bass.yml") in said
-    assert "old" not in said
-
-
 def test_base_missing_names_the_line(write):
     path = write("run.yml", "steps: 3\nbase: bases.yml\n")
     assert message(path).startswith(f"{path}:2: there is no file")
@@ -105,8 +95,3 @@ def test_override_of_a_string_stays_as_written(base):
     assert config.data.path == "/data/[a-c]*.txt"
     assert config.compile.cache_dir == "off"
     assert config.data.tokenizer == "a=b.json"
-
-
-def test_override_empty_empties_a_string(write):
-    path = write("run.yml", "data: {path: somewhere}\n")
-    assert load(path, ["data.path="]).config.data.path == ""

@@ -82,12 +82,6 @@ def test_notes_a_rule_of_a_logical_axis_that_no_array_has(noted):
     assert line.endswith("; did you mean activation_length?")
 
 
-def test_notes_of_runs_without_surprises_are_none(base):
-    by_the_clock = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
-    for words in ([], by_the_clock):
-        assert notes(resolve(load(base, words), 4)) == []
-
-
 def test_repr_of_a_config_is_its_differences_as_yaml():
     config = load("base", ["model.num_layers=12"]).config
     assert "model:\n  num_layers: 12\n" in repr(config)

@@ -35,12 +35,6 @@ def test_a_file_that_exists_comes_before_a_preset(elsewhere):
         assert load(name).config.run_name == "mine"
 
 
-def test_a_file_inherits_from_a_preset_by_name(elsewhere):
-    (elsewhere / "mine.yml").write_text("base: qwen3-8b\nsteps: 5\n")
-    loaded = load("mine.yml")
-    assert (loaded.config.run_name, loaded.config.steps) == ("qwen3-8b", 5)
-
-
 def test_what_is_no_configuration_is_answered_with_the_nearest(elsewhere):
     (elsewhere / "tiny.yml").write_text("steps: 3\n")
     for run in ("empty", "runs/tiny"):

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.slices import (
     GPUS,
     canonical_topology,
@@ -24,9 +23,6 @@ def test_canonical_topology_is_the_name_that_libtpu_knows():
         "v5p-8": ("v5p:2x2x1", 4),
         "v5p-512": ("v5p:4x8x8", 256),
         "v5p-1536": ("v5p:8x8x12", 768),
-        "v5p-640": ("v5p:4x4x20", 320),
-        "v4-16": ("v4:2x2x2", 8),
-        "v5e-16": ("v5e:4x4", 16),
         "v5litepod-256": ("v5e:16x16", 256),
         "v6e-8": ("v6e:2x4", 8),
         "v6e-1": ("v6e:1x1", 1),
@@ -45,11 +41,8 @@ def test_a_slice_that_does_not_exist_is_answered_with_the_nearest():
         "v5p-7": ["7 TensorCores", "v5p-8 (v5p:2x2x1)"],
         "v6e-512": ["512 chips", "v6e-256 (v6e:16x16)"],
         "tpu": ["neither cpu nor a chip and its grid", "v5p-128"],
-        "x100-8": ["neither cpu nor a chip and its grid"],
         "cpu:8": ["'cpu:8'", "use compile.topology=cpu mesh.simulated_devices=8"],
         "H100:8": ["names GPUs, which maxpipe.compile does not support", "--topology H100:8"],
-        "h100-8": ["names GPUs", "--topology H100:8"],
-        "v5p128": ["neither cpu nor a chip and its grid"],
         "Ironwood": ["has no grid; give one, such as tpu7x:2x2x1"],
         "v5e": ["has no grid; give one, such as v5e:2x4"],
     }
@@ -87,10 +80,3 @@ def test_slices_of_a_kind_begin_with_one_chip_where_the_cloud_has_it():
 def test_names_kind_is_true_of_kinds_of_tpus_and_of_grids():
     names = ["v5e", "V5P-128", "ironwood:2x2x1", "v3:2x2", "H100:8", "v9-8", ""]
     assert [name for name in names if names_kind(name)] == names[:4]
-
-
-def test_the_cloud_s_name_resolves_to_libtpu_s():
-    loaded = load("configs/models/llama3-8b.yml", ["compile.topology=v5p-128"])
-    assert resolve(loaded, 64).compile.topology == "v5p:4x4x4"
-    with pytest.raises(ConfigError, match=r"compile\.topology.*the nearest are v5p-64"):
-        load("configs/models/llama3-8b.yml", ["compile.topology=v5p-100"])

@@ -26,7 +26,6 @@ def test_convert_reads_values_by_the_type_of_their_key():
             "1e3": 1000,
             "1_000": 1000,
             "4k": 4000,
-            "2M": 2_000_000,
             "4Ki": 4096,
             "2Mi": 2_097_152,
             "1.5k": 1500,

@@ -202,11 +202,9 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "num_experts=8": {"num_experts": "llama2 has no experts; mixtral and qwen3_moe have"},
     "mtp_num_layers=1": {"mtp_num_layers": "no layers predict later tokens"},
     "shared_experts=1": {"shared_experts": "model.moe.shared_experts, router"},
-    "load_balance_loss_weight=0.01": {"load_balance_loss_weight": "model.moe.balance_loss"},
     "attention_type=mla": {"attention_type": "model.attention_kind=mla"},
     "attention_type=chunk": {"attention_type": "model.layer_pattern"},
     "mlp_activations=[relu,linear]": {"mlp_activations": "use [silu, linear] or [gelu"},
-    "partial_rotary_factor=0.5": {"partial_rotary_factor": "model.rope_fraction"},
     "ici_diloco_parallelism=2": {"ici_diloco_parallelism": "tensor or expert"},
     "decoder_block=mixtral": {"base_moe_mlp_dim": "-1 is no width"},
     "decoder_block=mixtral base_moe_mlp_dim=64": {
@@ -230,7 +228,6 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "opt_type=muon": {"muon_consistent_rms": "must be 0.2"},
     "dataset_type=tfds": {"dataset_type": "use dataset_type=grain"},
     "dataset_type=hf": {"hf_path": "give a data set of the hub"},
-    "dataset_type=hf hf_path=a/b use_sft=true": {"use_sft": "data.source=chat"},
     "dataset_type=grain": {
         "grain_train_files": "names no files",
         "tokenizer_path": "name ends in .model",
@@ -242,7 +239,6 @@ REFUSED = {  # words of MaxText, for eight devices: parts of the advice by key
     "remat_policy=fastest": {"remat_policy": "is not among full, "},
     "load_parameters_path=gs://a": {"init_from": "are in a directory of this machine"},
     "load_full_state_path=/a": {"load_full_state_path": "by load_parameters_path"},
-    "ici_fsdp_transpose_parallelism=2": {"ici_fsdp_transpose_parallelism": "no such axis"},
     "steps=many": {"steps": "expected a number, got many"},
     f"steps=1{'0' * 400}": {"steps": "expected a finite number, got 1000"},
     "per_device_batch_size=.nan": {"per_device_batch_size": "a finite number, got nan"},

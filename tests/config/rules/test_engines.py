@@ -100,19 +100,15 @@ def test_layers_indivisible_propose_layers_outside_except_on_mpmd(problems):
     assert "pipeline.parallel_layers" not in message
 
 
-def test_notes_name_layers_outside_the_pipeline(noted):
+def test_notes_name_layers_outside_the_pipeline_and_stages_that_idle_in_them(noted):
+    """A stage's share of a microbatch are whole rows."""
     beside = "the stages as data parallelism"
     table = {CIRCULAR: beside, LOCKSTEP: beside, MPMD: "the last chunk, on its stage alone"}
     for schedule, how in table.items():
         line = f"4 of 8 layers run after the pipeline, with {how}"
         assert line in str(noted(schedule, "pipeline.parallel_layers=4"))
         assert "run after the pipeline" not in str(noted(schedule))
-
-
-def test_notes_say_where_stages_idle_in_layers_outside_of_lockstep(noted):
-    """A stage's share of a microbatch are whole rows."""
-    for rows, expected in ((1, True), (3, True), (2, False), (4, False)):
+    for rows, idles in ((1, True), (3, True), (2, False), (4, False)):
         words = ["pipeline.parallel_layers=4", "pipeline.num_microbatches=2", "mesh.ici.data=2"]
         words += ["mesh.ici.fsdp=1", f"data.global_batch_size={4 * rows}"]
-        (line,) = (line for line in noted(LOCKSTEP, *words) if "layers run after" in line)
-        assert (f"{rows} row" in line) == expected
+        assert (f"2 stages do not divide {rows} row" in str(noted(LOCKSTEP, *words))) == idles

@@ -51,7 +51,6 @@ REFUSED = {  # words: key and remedies
     "pipeline.engine=scheduled pipeline.schedule=1f1b": (ENGINE, "schedule 1f1b (mpmd does)"),
     "pipeline.engine=scheduled": (ENGINE, "schedule circular (circular does)"),
     "pipeline.schedule=zb_h1 pipeline.num_repeats=2": (REPEATS, "one chunk per stage"),
-    "pipeline.schedule=gpipe pipeline.num_repeats=2": (REPEATS, "pipeline.num_repeats=1"),
     "pipeline.schedule=lockstep1f1b": ("pipeline.schedule", "did you mean lockstep_1f1b?"),
     # Layers that do not divide
     "model.num_layers=9": ("model.num_layers", "model.num_layers=8 or 10", f"{SPLIT}=[5,4]"),
@@ -64,21 +63,10 @@ REFUSED = {  # words: key and remedies
         "pipeline.layers_per_stage=[2,2,1,1,1,1]",
     ),
     "pipeline.num_layers_per_stage=3": (PER_STAGE, "pipeline.num_layers_per_stage=4"),
-    "pipeline.num_repeats=2 pipeline.num_layers_per_stage=4": (
-        REPEATS,
-        "pipeline.num_repeats=2 pipeline.num_layers_per_stage=2",
-        "model.num_layers=16",
-    ),
-    "pipeline.schedule=gpipe pipeline.num_layers_per_stage=3": (
-        PER_STAGE,
-        "pipeline.num_repeats=1 pipeline.num_layers_per_stage=4",
-        "model.num_layers=6 or 12",
-    ),
     # Uneven stages that do not add up
     f"{SPLIT}=[3,3,2]": (SPLIT, "3 chunks do not divide into 2 stages"),
     f"{SPLIT}=[4,3]": (SPLIT, "adds up to 7, but model.num_layers=8", f"{SPLIT}=[4,4]"),
     f"{SPLIT}=[8,0]": (SPLIT, "every chunk needs at least one layer"),
-    f"{SPLIT}=[9,-1]": (SPLIT, "every chunk needs at least one layer"),
     f"pipeline.schedule=gpipe {SPLIT}=[2,2,2,2]": (SPLIT, "one chunk per stage"),
     # Stages chosen by a search
     AUTO: (SPLIT, "auto is for the mpmd engine"),
@@ -177,11 +165,6 @@ def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
     # Devices alone do not divide it: no number of microbatches helps.
     message = problems("data.global_batch_size=15")["data.global_batch_size"]
     assert message.endswith("= 4; nearest legal: 12 or 16")
-
-
-def test_train_batch_divides_over_slices(problems):
-    words = ("mesh.dcn.data=2", "data.global_batch_size=12")
-    assert "2 x 2 x 2 = 8" in problems(*words, devices=8, slices=2)["data.global_batch_size"]
 
 
 def test_eval_batch_is_the_train_batch_unless_given_and_divides_over_devices_only(
