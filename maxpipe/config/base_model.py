@@ -43,10 +43,6 @@ def apply(
     Keys in other files are overridden, except for the tokenizer: a run that starts compares it with
     the base's.
 
-    Args:
-      values: the values that are set, by key.
-      sources: where each value comes from, by key.
-
     Returns:
       (values, sources, problems): the first two with the keys added.
     """
@@ -74,11 +70,7 @@ def apply(
 
 
 def remarks(values: Mapping[str, object]) -> list[str]:
-    """Return notes for the user on what the files of the base leave open.
-
-    Args:
-      values: the values that are set, by key, from `apply`.
-    """
+    """Return notes for the user on what the files of the base leave open, after `apply`."""
     init_from, folder = (str(values.get(key, "")) for key in (_WEIGHTS, from_hf.KEY))
     lines = []
     if folder:
@@ -94,9 +86,7 @@ def remarks(values: Mapping[str, object]) -> list[str]:
 def base_tokenizer(init_from: str, folder: str) -> str:
     """Return the value of `data.tokenizer` that a base brings with it, "" if it has none.
 
-    Args:
-      init_from: the value of the key.
-      folder: the value of `model.from_hf`, for weights that come without a tokenizer.
+    Weights that come without one are those of `folder`, the value of `model.from_hf`.
 
     Raises:
       ConfigError: the configuration of the run to start from cannot be read.

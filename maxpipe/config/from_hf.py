@@ -41,11 +41,7 @@ class Shape(NamedTuple):
 
 
 def read_shape(folder: str, key: str = KEY) -> Shape:
-    """Read a folder's config.json.
-
-    Args:
-      folder: the folder, as written in `model.from_hf` or `init_from`.
-      key: the key that names the folder, for messages.
+    """Read the config.json of a folder, as a key such as `init_from` names it.
 
     Raises:
       ConfigError: there is no such file, or its model cannot be expressed.
@@ -139,15 +135,15 @@ class Chosen(NamedTuple):
         return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
 
     def take(self, shape: Shape, named_by: str) -> list[Problem]:
-        """Set the keys of a shape; return problems of those that the command line contradicts.
+        """Set the keys of a shape, whose place another key names.
 
-        Args:
-          shape: the shape.
-          named_by: the key that names where it is.
+        Returns:
+          Problems of those that the command line contradicts.
         """
         problems = []
         for key, value in shape.values.items():
-            own, is_flag = self.values.get(key), self.sources.get(key) == COMMAND_LINE
+            own = self.values.get(key, value)
+            is_flag = key in self.values and self.sources.get(key) == COMMAND_LINE
             # The file that names the folder may give the vocabulary more rows, too.
             adds_rows = key == VOCABULARY and self.stands(key, named_by) and own > value
             if adds_rows or (key == TIED and is_flag and value):

@@ -159,11 +159,7 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
     """Return every key whose value differs from that of a saved configuration.
 
     A key that `saved` lacks, because an earlier version wrote it, counts as having had its default.
-    Keys about a single start, such as `stop_after`, are left out.
-
-    Args:
-      config: the resolved configuration.
-      saved: the saved configuration as nested mappings, as in a checkpoint or `config.yml`.
+    Keys about a single start, such as `stop_after`, are left out. `saved` is nested mappings.
     """
     differing = []
     for key, option in OPTIONS.items():
@@ -195,13 +191,7 @@ def group_of(key: str) -> str:
 
 
 def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Problem]:
-    """Return a problem for each change that `config` does not allow.
-
-    Args:
-      config: the configuration of this start.
-      changed: the changes, from `changes`.
-      place: where the checkpoints are, for messages.
-    """
+    """Return a problem for each change that `config` does not allow."""
     return [
         Problem(change.key, _differs(change, place) + _remedy(change.key))
         for change in changed
@@ -210,10 +200,7 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
 
 
 def shape_refusals(changed: Sequence[Change], place: str) -> list[Problem]:
-    """Return a problem for each change, accepted or not, that gives a model other arrays.
-
-    Arguments as for `refusals`.
-    """
+    """Return a problem for each change, accepted or not, that gives a model other arrays."""
     return [
         Problem(change.key, _differs(change, place) + _OTHER_SHAPES)
         for change in changed

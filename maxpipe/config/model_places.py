@@ -71,9 +71,7 @@ class ModelFolder(Protocol):
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return a directory of this machine with those of the named small files that exist.
 
-        Args:
-          names: names of the files.
-          cache_dir: `data.cache_dir`, for places that are copied there.
+        Other places are copied to `cache_dir`, the value of `data.cache_dir`.
         """
         ...
 
@@ -111,11 +109,7 @@ def is_directory(folder: str) -> bool:
 
 
 def open_folder(value: str, key: str) -> ModelFolder:
-    """Return the folder that a value of `model.from_hf` or `init_from` names.
-
-    Args:
-      value: the key's value, with or without the scheme.
-      key: the key, for messages.
+    """Return the folder that the value of a key names, with or without the scheme.
 
     Raises:
       ConfigError: a library that reads the place is missing.

@@ -38,10 +38,7 @@ class Idleness(NamedTuple):
 def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | None:
     """Return why a key has no effect, whatever its value; None if it has one.
 
-    Args:
-      c: the config.
-      key: full key.
-      before: the config before values were derived; what it says counts, too.
+    What the config says `before` values were derived counts, too.
     """
     engine = ENGINES.get(c.pipeline.engine)
     if engine and not engine.takes(key):
@@ -86,9 +83,7 @@ def conditions_of(key: str) -> list[str]:
 def idle_notes(c: Config, before: Config | None) -> list[str]:
     """Return a line for each reason why keys that are set have no effect.
 
-    Args:
-      c: the resolved config.
-      before: the config before `resolve`; without it, keys that can be derived are not looked at.
+    Without the config `before` `resolve`, keys that can be derived are not looked at.
     """
     keys_of: dict[str, list[str]] = {}
     for key, option in OPTIONS.items():
@@ -115,10 +110,7 @@ def refusals_of(engine: str, key: str) -> list[Refusal]:
 def offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
     """Return refusals of the values of a key that save tensors in the host's memory.
 
-    Args:
-      key: full key of an option.
-      reason: the reason that the refusals give.
-      elsewhere: remedies other than saving on the device, as a text to append.
+    Other remedies than saving on the device are a text to append.
     """
     if key in REMAT_TENSORS:
         return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
@@ -228,11 +220,7 @@ def check_unit_times(c: Config) -> Wrong:
 
 
 def check_split_backwards(c: Config) -> None:
-    """Check that the backward of a layer can be split, and that splitting it saves work.
-
-    Args:
-      c: a config whose schedule has units for input and weight gradients, with `pipeline.engine`
-        derived.
+    """Check that the backward of a layer, which the schedule splits, can be, and that it pays.
 
     Raises:
       ConfigError: layers are in a loop, which cannot be split equation by equation, or matrix
@@ -264,10 +252,6 @@ def _split_backwards(c: Config) -> Wrong:
 def check_processes(c: Config, num_processes: int) -> None:
     """Check that stages can be whole processes; not a rule, as no key says how many there are.
 
-    Args:
-      c: the config, with `pipeline.engine` derived.
-      num_processes: number of processes that take part.
-
     Raises:
       ConfigError: the engine has a program per stage, and a process would have a part of a stage.
     """
@@ -284,11 +268,7 @@ def check_processes(c: Config, num_processes: int) -> None:
 
 
 def check_offloading(c: Config, devices: str) -> None:
-    """Refuse to save tensors in the host's memory; not a rule, as no key says what devices are.
-
-    Args:
-      c: the config to check.
-      devices: the kind of the devices, which cannot access the host's memory.
+    """Refuse to save tensors in the host's memory, which a kind of devices cannot access.
 
     Raises:
       ConfigError: a tensor would be saved there.

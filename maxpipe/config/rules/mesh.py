@@ -44,10 +44,10 @@ def _unknown_by_level(c: Config) -> list[list[str]]:
 
 
 def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]) -> Config:
-    """Fill the -1 of each level, and check the products.
+    """Fill the -1 of each level, of which there is at most one, and check the products.
 
     Args:
-      c: the config, with at most one -1 per level.
+      c: the config.
       num_devices: devices over all slices.
       num_slices: slices joined by DCN.
       rules: rules that a mesh in an error message should satisfy.

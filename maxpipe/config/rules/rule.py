@@ -45,15 +45,9 @@ def rules_in(names: dict[str, Any]) -> tuple[Rule, ...]:
 def apply_rules(
     rules: Iterable[Rule], config: Config, broken: Iterable[str]
 ) -> tuple[Config, list[Problem]]:
-    """Run rules.
+    """Return the config with derived values, and all problems; rules are in order of dependence.
 
-    Args:
-      rules: rules in order of dependence.
-      config: the values so far.
-      broken: keys whose values are wrong or not yet known.
-
-    Returns:
-      The config with derived values, and all problems.
+    The values of `broken` keys are wrong or not yet known.
     """
     unusable = set(broken)
     problems: list[Problem] = []
