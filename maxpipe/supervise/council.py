@@ -128,6 +128,57 @@ class _Attempt:
         return self.trained_at < math.inf
 
 
+class _Roster:
+    """The supervisors that are there, and with how many of them the run can go on."""
+
+    def __init__(self, count: int, now: float):
+        self.there: dict[int, Joined] = {}
+        self.changed = now  # when a supervisor last came or went
+        self.sizes = Sizes()  # of an elastic run
+        self.fewest = 1  # smallest size not excluded by failures before the first step
+        self._count = count
+        # Since when each supervisor is absent, or back again but without a new attempt.
+        self._absent_since = dict.fromkeys(range(count), now)
+
+    def join(self, member: int, report: Joined, now: float) -> None:
+        self.there[member], self.changed = report, now
+        if report.sizes is not None and not self.sizes.counts:
+            self.sizes = report.sizes
+
+    def leave(self, member: int, now: float) -> None:
+        self.there.pop(member, None)
+        self.changed = now
+        self._absent_since.setdefault(member, now)
+
+    def begin(self, members: Sequence[int]) -> None:
+        """Note that an attempt begins with these."""
+        for member in members:
+            self._absent_since.pop(member, None)
+
+    def usable(self) -> Sequence[int]:
+        """Return the supervisors with which an attempt could start now, as many as possible."""
+        there = sorted(self.there)
+        # The council's own host runs the coordinator of every attempt.
+        fitting = [
+            number
+            for number in (*self.sizes.counts, self._count)
+            if self.fewest <= number <= len(there) and there[0] == 0
+        ]
+        return there[: max(fitting, default=0)]
+
+    def missing(self, now: float) -> tuple[str, float]:
+        """Return the supervisors that are missing, as text, and how long all of them have been.
+
+        A supervisor that comes and goes without an attempt does not prolong that time.
+        """
+        missing = {*range(self._count)} - self.there.keys()
+        return _listed(missing), now - max((self._absent_since[i] for i in missing), default=now)
+
+    def name(self, member: int) -> str:
+        where = f" on {self.there[member].host}" if member in self.there else ""
+        return f"process {member}{where}"
+
+
 class Council:
     """Restart all trainers of a run together, as one attempt.
 
@@ -168,17 +219,12 @@ class Council:
         now = clock()
         self._state: _Gathering | _Attempt | Finish = _Gathering(now, now)
         self._attempt = _Attempt(0, range(count), now, set())  # the latest
-        self._there: dict[int, Joined] = {}
-        # Since when each supervisor is absent, or back again but without a new attempt.
-        self._absent_since = dict.fromkeys(range(count), now)
-        self._changed = now  # when a supervisor last came or went
+        self._roster = _Roster(count, now)
         self._orders: list[Order] = []
         self._word = ""
         self._previous = 0  # number of the latest attempt, also of an earlier council
         self._stopped_by = 0  # the signal that asked a supervisor to stop
         self._restarts_in_row = 0  # restarts that count against the limit
-        self._sizes = Sizes()
-        self._fewest = 1  # smallest size not excluded by failures before the first step
 
     def receive(self, member: int, report: Report) -> Finish | None:
         """Process a report of supervisor `member`; return an order for it if it has to leave."""
@@ -196,8 +242,8 @@ class Council:
         """Note that supervisor `member` is gone; its trainer counts as lost."""
         if isinstance(self._state, Finish):
             return  # it has its last order
-        self._log(f"the supervisor of {self._name(member)} is lost")
-        self._leave(member)
+        self._log(f"the supervisor of {self._roster.name(member)} is lost")
+        self._roster.leave(member, self._clock())
         self._end(member, _LOST_CODE, "the loss of its supervisor")
 
     def fail(self, why: str) -> None:
@@ -217,7 +263,7 @@ class Council:
                 self._finish(_stop_code(self._stopped_by), "asked to stop")
             case _Gathering() as gathering if self._clock() >= gathering.start_at:
                 self._gather(gathering)
-        members = {member: joined.host for member, joined in self._there.items()}
+        members = {member: joined.host for member, joined in self._roster.there.items()}
         waiting = [member for member in members if member not in self._attempt.members]
         self.status = replace(self.status, members=members, waiting=waiting)
         orders, self._orders = self._orders, []
@@ -226,7 +272,7 @@ class Council:
     def _join(self, member: int, report: Joined) -> Finish | None:
         if isinstance(self._state, Finish):
             return self._state
-        there = self._there.get(member)
+        there = self._roster.there.get(member)
         why = ""
         if report.count != self._count:
             sides = f"{self._count} and {report.count}"
@@ -242,58 +288,37 @@ class Council:
                 # One of the run's own: the others would wait for it in vain.
                 self._finish(CONFIG_ERROR, why)
             return Finish(CONFIG_ERROR, why)
-        self._there[member] = report
-        self._changed = self._clock()
+        self._roster.join(member, report, self._clock())
         self._previous = max(self._previous, report.attempt)
-        if report.sizes is not None and not self._sizes.counts:
-            self._sizes = report.sizes
         if isinstance(self._state, _Attempt) and not self._state.ends:
-            self._log(f"{self._name(member)} has joined, and waits: the others have gone on")
+            self._log(f"{self._roster.name(member)} has joined, and waits: the others have gone on")
         return None
 
     def _stop(self, member: int, number: int) -> Finish | None:
         by = f"was asked to stop by {signal.Signals(number).name}"
         if member in self._attempt.members:
             self._stopped_by = number
-            self._log(f"{self._name(member)} {by}")
+            self._log(f"{self._roster.name(member)} {by}")
             return None
         # The others have gone on without it already.
-        self._log(f"{self._name(member)}, which waits, {by}; the others go on")
-        self._leave(member)
+        self._log(f"{self._roster.name(member)}, which waits, {by}; the others go on")
+        self._roster.leave(member, self._clock())
         return Finish(_stop_code(number), "asked to stop")
-
-    def _leave(self, member: int) -> None:
-        self._there.pop(member, None)
-        self._changed = self._clock()
-        self._absent_since.setdefault(member, self._changed)
 
     def _look(self) -> None:
         """Note the sizes and the first step that process 0's trainer has told."""
         progress = self._progress()
         if progress.attempt != self._attempt.number:
             return
-        self._sizes = progress.sizes or self._sizes
+        self._roster.sizes = progress.sizes or self._roster.sizes
         if progress.at:
             self._attempt.trained_at = min(self._attempt.trained_at, self._clock())
 
-    def _usable(self) -> Sequence[int]:
-        """Return the supervisors with which an attempt could start now, as many as possible."""
-        there = sorted(self._there)
-        # The council's own host runs the coordinator of every attempt.
-        fitting = [
-            number
-            for number in (*self._sizes.counts, self._count)
-            if self._fewest <= number <= len(there) and there[0] == 0
-        ]
-        return there[: max(fitting, default=0)]
-
     def _gather(self, gathering: _Gathering) -> None:
         """Start an attempt if all supervisors are there, or enough to go on with."""
-        usable, now = self._usable(), self._clock()
-        missing = {*range(self._count)} - self._there.keys()
-        # A supervisor that comes and goes without an attempt does not prolong the wait.
-        absent = now - max((self._absent_since[member] for member in missing), default=now)
-        names, patience = _listed(missing), self._sizes.wait_seconds
+        usable, now = self._roster.usable(), self._clock()
+        names, absent = self._roster.missing(now)
+        patience = self._roster.sizes.wait_seconds
         waited = min(absent, now - gathering.since)
         if len(usable) == self._count:
             self._start(usable, "")
@@ -329,9 +354,8 @@ class Council:
         state = "trains" if is_whole else f"trains with {those}"
         self.status = replace(self.status, attempt=number, state=state)
         self._state = self._attempt = _Attempt(number, members, self._clock(), {*members})
-        for member in members:
-            self._absent_since.pop(member, None)
-        memories = tuple(self._there[member].memory for member in members)
+        self._roster.begin(members)
+        memories = tuple(self._roster.there[member].memory for member in members)
         order = Start(
             number,
             self._free_port(),
@@ -339,7 +363,7 @@ class Council:
             tuple(members),
             memories=memories if all(memories) else (),
             word=self._word,
-            whole="" if is_whole else self._sizes.whole,
+            whole="" if is_whole else self._roster.sizes.whole,
             previous=self._previous,
         )
         self._orders.append(order)
@@ -352,10 +376,10 @@ class Council:
         """
         if attempt.ends or attempt.is_to_grow or self._stopped_by or not attempt.has_trained:
             return
-        number, now = len(self._usable()), self._clock()
+        number, now = len(self._roster.usable()), self._clock()
         startup = attempt.trained_at - attempt.began
         is_worth_it = now >= attempt.trained_at + _STARTS_BEFORE_GROWTH * startup
-        is_steady = now - self._changed >= _STEADY_SECONDS
+        is_steady = now - self._roster.changed >= _STEADY_SECONDS
         if number > len(attempt.members) and is_worth_it and is_steady:
             attempt.is_to_grow = True
             state = f"saves, to go on with {number} of {self._count} processes"
@@ -371,7 +395,9 @@ class Council:
         attempt.running.discard(member)
         attempt.ends.append(code)
         if len(attempt.ends) == 1:
-            self.status = replace(self.status, last_end=f"{self._name(member)} ended by {how}")
+            self.status = replace(
+                self.status, last_end=f"{self._roster.name(member)} ended by {how}"
+            )
             self._log(self.status.last_end)
         seconds = _AFTER_FAILURE_SECONDS
         if _is_loss(code):
@@ -399,7 +425,7 @@ class Council:
         elif attempt.is_to_grow and code in (PREEMPTED, -signal.SIGTERM):
             pass
         elif is_too_small:
-            self._fewest = number + 1
+            self._roster.fewest = number + 1
             which = f"{number} or fewer of {self._count} processes"
             self._log(f"{describe(code)} before a step: the run cannot go on with {which}")
         elif self._restarts_in_row >= self._policy.max_restarts:
@@ -418,10 +444,6 @@ class Council:
         state = f"has ended with exit code {code}{why and f': {why}'}"
         self.status = replace(self.status, state=state)
         self._orders.append(self._state)
-
-    def _name(self, member: int) -> str:
-        where = f" on {self._there[member].host}" if member in self._there else ""
-        return f"process {member}{where}"
 
 
 def _stop_code(number: int) -> int:

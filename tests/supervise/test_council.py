@@ -452,7 +452,7 @@ def test_council_whose_fewer_processes_have_trained_ends_with_their_error(shrunk
 
 def test_council_that_begins_anew_learns_sizes_and_the_attempt_from_the_others():
     before = elastic()
-    sizes = before.council._sizes
+    sizes = before.council._roster.sizes
     run = Supervised(4, wait_seconds=600)
     run.join(0)
     for member in (1, 2):
@@ -471,7 +471,7 @@ def test_council_believes_sizes_of_process_0_s_trainer_against_the_others():
     for attempt, counts in ((1, (1, 2)), (run.council.status.attempt, (2,))):  # 1: an earlier one
         run.progress = Progress(attempt, sizes=Sizes((2,), 60.0, "whole"))
         run.council.take_orders()
-        assert run.council._sizes.counts == counts
+        assert run.council._roster.sizes.counts == counts
 
 
 def test_council_shows_and_says_which_hosts_wait(shrunk):
