@@ -60,17 +60,25 @@ def store(monkeypatch):
     return store
 
 
-def test_an_explained_error_ends_with_1_and_one_line(capsys):
-    with pytest.raises(SystemExit) as end, failing_fast():
-        raise CheckpointUnreadable("a newer version wrote it")
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "error: a newer version wrote it\n"
+UNREADABLE = CheckpointUnreadable("a newer version wrote it")
 
 
-def test_an_explained_error_in_a_program_is_the_programs(capsys):
-    with pytest.raises(CheckpointUnreadable), failing_fast(ends_process=False):
-        raise CheckpointUnreadable("a newer version wrote it")
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("error", "ends_process", "raised", "printed"),
+    [
+        (UNREADABLE, True, SystemExit, "error: a newer version wrote it\n"),
+        (UNREADABLE, False, CheckpointUnreadable, ""),  # a program's own
+        (ValueError("unforeseen"), True, ValueError, ""),  # the command shows them
+        (ConfigError(Problem("seed", "bad")), True, ConfigError, ""),
+    ],
+)
+def test_an_error_of_a_single_process_is_explained_or_passed_on(
+    capsys, error, ends_process, raised, printed
+):
+    with pytest.raises(raised) as end, failing_fast(ends_process=ends_process):
+        raise error
+    assert raised is not SystemExit or end.value.code == 1
+    assert capsys.readouterr().err == printed
 
 
 def test_an_explained_error_in_a_program_that_is_one_of_several_ends_all_without_secrets(store):
@@ -120,17 +128,6 @@ def test_an_explained_error_ends_the_process_though_another_is_stuck(store, monk
     with pytest.raises(Left), failing_fast():
         raise CheckpointSaveError("failed")
     assert store.events == ["post", 1]
-
-
-@pytest.mark.parametrize("error", [ValueError("unforeseen"), ConfigError(Problem("seed", "bad"))])
-def test_other_errors_of_a_single_process_are_left_to_the_command(error, capsys):
-    def fail():
-        assert listeners() == []
-        raise error
-
-    with pytest.raises(type(error)), failing_fast():
-        fail()
-    assert capsys.readouterr().err == ""
 
 
 LOST_PROCESS = (
