@@ -134,8 +134,10 @@ def _between_slices(instruction: Instruction) -> str | None:
     TPUs hand data that crosses slices to their hosts, in sends with the kind of the collective as
     an attribute.
     """
+    if instruction.opcode != "send":
+        return None
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
-    if instruction.opcode != "send" or not transfer:
+    if transfer is None:
         return None
     kind = transfer[1].lower().replace("_", "-")
     return kind if kind in COLLECTIVE_KINDS else "collective-permute"
