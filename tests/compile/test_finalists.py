@@ -38,44 +38,49 @@ def plan():
     return make_plan(request, Facts(config), compare=True)
 
 
-def compiled(monkeypatch, answers):
-    """Answer compilations with these proofs, in their order; the last one again and again."""
-    left = [*answers]
+@pytest.fixture
+def ranked(plan, monkeypatch):
+    """ranked(answers, count): the plan with its best rows compiled.
 
-    def answer(text, note, imports):
-        assert "topology: v5p:2x2x1" in text
-        return left.pop(0) if len(left) > 1 else left[0]
+    Compilers answer with these proofs in their order, the last one again and again.
+    """
 
-    monkeypatch.setattr(proving, "compile_configuration", answer)
+    def _ranked(answers, count, **changes):
+        left = [*answers]
+
+        def answer(text, note, imports):
+            assert "topology: v5p:2x2x1" in text
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        monkeypatch.setattr(proving, "compile_configuration", answer)
+        return prove(dataclasses.replace(plan, **changes), count, lambda line: None)
+
+    return _ranked
 
 
 def proved(seconds, *, fits=True, failure="", parts=None):
     return Proof(1e9, seconds, fits, failure, 1.0, parts)
 
 
-def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
-    compiled(monkeypatch, [proved(3.0), proved(1.0), proved(2.0)])
-    ranked = prove(plan, 3, lambda line: None)
-    assert [row.seconds for row in ranked.rows[:3]] == [1.0, 2.0, 3.0]
-    assert ranked.winner.candidate == plan.rows[1].candidate
-    assert ranked.winner.reason == ""
-    assert ranked.rows[1].reason.startswith("+100.0%")
+def test_the_compilers_fastest_wins_over_the_closed_forms(plan, ranked):
+    found = ranked([proved(3.0), proved(1.0), proved(2.0)], 3)
+    assert [row.seconds for row in found.rows[:3]] == [1.0, 2.0, 3.0]
+    assert found.winner.candidate == plan.rows[1].candidate
+    assert found.winner.reason == ""
+    assert found.rows[1].reason.startswith("+100.0%")
     assert all(
-        re.match(r"not compiled; by closed forms (\+|as fast)", reason_text(ranked, row))
-        for row in ranked.rows[3:]
+        re.match(r"not compiled; by closed forms (\+|as fast)", reason_text(found, row))
+        for row in found.rows[3:]
     )
 
 
-def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_alone(
-    plan, monkeypatch
-):
-    compiled(monkeypatch, [proved(1000.0), proved(999.0)])
-    ranked = prove(plan, 2, lambda line: None)
-    assert ranked.winner.candidate == plan.rows[1].candidate
-    rows = as_json(ranked)["rows"]
+def test_what_was_not_compiled_is_compared_with_the_chosen_row_by_closed_forms_alone(plan, ranked):
+    found = ranked([proved(1000.0), proved(999.0)], 2)
+    assert found.winner.candidate == plan.rows[1].candidate
+    rows = as_json(found)["rows"]
     assert rows[1]["relative_time"] == pytest.approx(1000 / 999)
-    closed = ranked.winner.candidate.per_sequence
-    for row, data in zip(ranked.rows[2:], rows[2:], strict=True):
+    closed = found.winner.candidate.per_sequence
+    for row, data in zip(found.rows[2:], rows[2:], strict=True):
         assert data["relative_time"] == pytest.approx(row.candidate.per_sequence / closed)
         (share,) = re.findall(r"([+-][\d.]+)%", data["reason"]) or ["0"]
         assert float(share) == pytest.approx(100 * (data["relative_time"] - 1), abs=0.051)
@@ -119,70 +124,55 @@ def test_a_loop_over_the_layers_of_the_best_is_compiled_after_others_that_are_ne
     assert order({2: 1.3}) == [0, 3, 1, 2]
 
 
-def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, monkeypatch):
+def test_rows_that_are_compiled_out_of_turn_are_listed_once(plan, ranked):
     rows = [of_engine(row, "scheduled") for row in plan.rows]
     scale = rows[0].seconds / rows[3].seconds
     moved = rows[3] = scaled(of_engine(rows[3], "circular"), scale)
-    compiled(monkeypatch, [proved(2.0), proved(1.0)])
-    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
-    assert ranked.rows[0].candidate is moved.candidate
-    assert ranked.uncompiled == len(rows) - 2
+    found = ranked([proved(2.0), proved(1.0)], 2, rows=rows)
+    assert found.rows[0].candidate is moved.candidate
+    assert found.uncompiled == len(rows) - 2
+    left = [row.candidate for row in [*rows[1:3], *rows[4:]]]
+    assert [row.candidate for row in found.rows[2:]] == left
     # A single one is the best that fits.
-    compiled(monkeypatch, [proved(2.0, fits=False), proved(1.0)])
-    one = prove(dataclasses.replace(plan, rows=rows), 1, lambda line: None)
+    one = ranked([proved(2.0, fits=False), proved(1.0)], 1, rows=rows)
     assert one.winner.candidate is rows[1].candidate
-    compiled(monkeypatch, [proved(2.0), proved(1.0)])
-    ranked = prove(dataclasses.replace(plan, rows=rows), 2, lambda line: None)
-    assert [row.candidate for row in ranked.rows[2:]] == [
-        row.candidate for row in [*rows[1:3], *rows[4:]]
-    ]
 
 
-def test_compiled_rows_show_the_compilers_parts_and_lose_by_them(plan, monkeypatch):
+def test_compiled_rows_show_the_compilers_parts_and_lose_by_them(ranked):
     answers = [proved(1.0, parts=Seconds(0.8, 0.1, 0.1)), proved(1.5, parts=Seconds(0.8, 0.1, 0.6))]
-    compiled(monkeypatch, answers)
-    ranked = prove(plan, 2, lambda line: None)
-    assert [row.parts for row in ranked.rows[:2]] == [answer.parts for answer in answers]
-    assert ranked.rows[1].reason == "+50.0%: bubble"
-    assert as_json(ranked)["rows"][0]["proof"]["parts"]["communication"] == 0.1
+    found = ranked(answers, 2)
+    assert [row.parts for row in found.rows[:2]] == [answer.parts for answer in answers]
+    assert found.rows[1].reason == "+50.0%: bubble"
+    assert as_json(found)["rows"][0]["proof"]["parts"]["communication"] == 0.1
     # What was not compiled is compared by closed forms, which know other losses.
-    closed = ranked.rows[2]
+    closed = found.rows[2]
     assert closed.parts == closed.candidate.seconds
 
 
-def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeypatch):
-    compiled(
-        monkeypatch,
-        [proved(0.1, fits=False), proved(2.0), proved(None, fits=False, failure="broken")],
-    )
-    ranked = prove(plan, 1, lambda line: None)
-    assert ranked.winner.seconds == 2.0
-    assert "the program needs" in ranked.misfits[-1].reason
+BROKEN = proved(None, fits=False, failure="not compiled: broken")
 
 
-def test_rows_fit_without_the_compilers_estimate_of_time(plan, monkeypatch):
-    compiled(monkeypatch, [proved(None), proved(None)])
-    ranked = prove(plan, 1, lambda line: None)
-    assert ranked.winner.memory == 1e9
-    assert ranked.winner.seconds == plan.rows[0].seconds
-    assert basis_lines(ranked)[0].startswith("no compiler's estimate of time for this chip")
-
-
-def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, monkeypatch):
-    assert plan.own.config.compile.topology == "v5p:2x2x1"
-    compiled(monkeypatch, [proved(2.0), proved(1.0)])
-    assert prove(plan, 1, lambda line: None).own.reason == "50.0% faster"
-
-
-def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch):
-    broken = proved(None, fits=False, failure="not compiled: broken")
-    compiled(monkeypatch, [proved(0.1, fits=False), broken])
-    ranked = prove(plan, 1, lambda line: None)
-    assert ranked.winner is None
-    assert [row.reason for row in ranked.misfits][-1] == "not compiled: broken"
-    compiled(monkeypatch, [broken])
+def test_what_the_compiler_finds_too_large_or_refuses_is_replaced_by_the_next(ranked):
+    found = ranked([proved(0.1, fits=False), proved(2.0), BROKEN], 1)
+    assert found.winner.seconds == 2.0
+    assert "the program needs" in found.misfits[-1].reason
+    found = ranked([proved(0.1, fits=False), BROKEN], 1)
+    assert found.winner is None
+    assert found.misfits[-1].reason == BROKEN.failure
     with pytest.raises(ConfigError, match="--compile: not compiled: broken"):
-        prove(plan, 1, lambda line: None)
+        ranked([BROKEN], 1)
+
+
+def test_rows_fit_without_the_compilers_estimate_of_time(plan, ranked):
+    found = ranked([proved(None)], 1)
+    assert found.winner.memory == 1e9
+    assert found.winner.seconds == plan.rows[0].seconds
+    assert basis_lines(found)[0].startswith("no compiler's estimate of time for this chip")
+
+
+def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, ranked):
+    assert plan.own.config.compile.topology == "v5p:2x2x1"
+    assert ranked([proved(2.0), proved(1.0)], 1).own.reason == "50.0% faster"
 
 
 def test_offloading_is_said_to_have_no_price(plan, capsys):
