@@ -149,7 +149,7 @@ def _write_profile(report: Report, config: Config, flags: argparse.Namespace) ->
     """Write the profile that `flags` ask for, or say that there is none."""
     if not (flags.profile or flags.profile_trace):
         return
-    if report.predicted is None or report.timeline is None:
+    if report.predicted is None or report.timeline is None or report.timeline.unpriced:
         print("profile     none, since there is no prediction")
         return
     name = report.schedule if ENGINES[report.engine].has_stages else report.engine

@@ -22,6 +22,7 @@ from maxpipe.compile.prediction.constants import Constants
 from maxpipe.compile.prediction.predict import (
     basis_of,
     is_predictable,
+    prediction_of,
     speed_of,
     time_program,
     unknowns,
@@ -275,12 +276,13 @@ def _with_prediction(
     if chip is None:
         return report
     basis = basis_of(mesh, chip)
-    timelines: dict[UnitName, Timeline] = {}
-    for program in report.programs:
-        timeline = time_unit(program, trainer, config.model, chip, basis)
-        if isinstance(timeline, str):
-            return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
-        timelines[program.name] = timeline
+    timelines = {
+        program.name: _timeline(program, trainer, config.model, chip, basis)
+        for program in report.programs
+    }
+    for timeline in timelines.values():
+        if timeline.unpriced:
+            return replace(report, predicted=prediction_of(timeline, basis))
     assert basis.constants is not None
     table = run_table(config)
     width = config.model.embed_dim * itemsize(config.model.dtype)
@@ -401,31 +403,20 @@ def compile_units(
         for program in compile_programs(trainer, meshes, names):
             for line in program.lines():
                 note(line)
-            timeline: Timeline | str = "only TPUs' compiler estimates times"
+            timeline = Timeline(unpriced="only TPUs' compiler estimates times")
             if chip:
-                timeline = time_unit(program, trainer, model, chip, basis_of(mesh, chip))
-            if isinstance(timeline, str):
-                units.append(TimedUnit(program, None, [timeline]))
-            else:
-                unknown = unknowns(timeline)
-                units.append(TimedUnit(program, None if unknown else timeline.seconds, unknown))
+                timeline = _timeline(program, trainer, model, chip, basis_of(mesh, chip))
+            unknown = unknowns(timeline)
+            units.append(TimedUnit(program, None if unknown else timeline.seconds, unknown))
     except OutOfMemory as error:
         available = device_memory(devices) or error.available
         too_large = OutOfMemory(error.needed, available, error.program)
     return UnitsReport(devices[0].device_kind, mesh.size, units, too_large)
 
 
-def time_unit(
+def _timeline(
     program: CompiledProgram, trainer: StagesTrainer, model: ModelConfig, chip: Chip, basis: Basis
-) -> Timeline | str:
-    """Walk through the program of a unit; return its timeline, or why there is none.
-
-    Args:
-      program: the compiled unit.
-      trainer: the configuration's trainer.
-      model: the resolved model section.
-      chip, basis: the devices' chip, and what its predictions rest on.
-    """
+) -> Timeline:
     engine = trainer.engine
     share = chunk_share(model, engine.layer_index()[program.name.chunk])
     taken = partial(times_taken, [], share)

@@ -241,15 +241,7 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
 
     import jax
 
-    from maxpipe.compile.prediction.predict import (
-        basis_of,
-        collectives_of,
-        guessed_seconds,
-        parts_of,
-        time_program,
-        unknowns,
-    )
-    from maxpipe.compile.prediction.prediction import Prediction
+    from maxpipe.compile.prediction.predict import basis_of, prediction_of, time_program
     from maxpipe.compile.step import memory_of
     from maxpipe.devices.chips import chip_of
 
@@ -263,22 +255,9 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
         chip = chip_of(TOPOLOGY)
         base = basis_of(mesh, chip)
         timeline = time_program(compiled.as_text(), mesh, chip, base)
-        length = 0.0 if isinstance(timeline, str) else timeline.seconds
-        if length <= longest:
+        if timeline.seconds <= longest:
             return compiled
-        longest = length
-        if isinstance(timeline, str):
-            prediction = Prediction(None, base, {}, unknown=[timeline])
-        else:
-            unknown = unknowns(timeline)
-            prediction = Prediction(
-                seconds=None if unknown else timeline.seconds,
-                basis=base,
-                parts=parts_of(timeline),
-                collectives=collectives_of(timeline),
-                unknown=unknown,
-                guessed=guessed_seconds(timeline),
-            )
+        longest, prediction = timeline.seconds, prediction_of(timeline, base)
         content = {
             "predicted_step_seconds": prediction.seconds,
             "predicted": prediction.as_json(),

@@ -1,6 +1,7 @@
 """Predict a step of a compiled program, and the times of its units."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from jax.sharding import Mesh
@@ -37,7 +38,7 @@ def is_predictable(mesh: Mesh) -> bool:
 
 def predict(
     config: Config, mesh: Mesh, chip: Chip, hlo: str, model_flops: float
-) -> tuple[Prediction, Timeline | None]:
+) -> tuple[Prediction, Timeline]:
     """Predict the step of a compiled program.
 
     Args:
@@ -48,7 +49,7 @@ def predict(
       model_flops: model FLOPs of a step over all devices.
 
     Returns:
-      The prediction, and the timeline that it sums up, or None without a timeline.
+      The prediction, and the timeline that it sums up.
     """
     engine = ENGINES[config.pipeline.engine]
     table = build_table(config) if engine.has_stages else None
@@ -56,25 +57,32 @@ def predict(
     basis = basis_of(mesh, chip)
     taken = partial(times_taken, phases, global_share(config))
     timeline = time_program(hlo, mesh, chip, basis, taken)
-    if isinstance(timeline, str):
-        return Prediction(None, basis, {}, unknown=[timeline]), None
-    unknown = unknowns(timeline)
+    prediction = prediction_of(timeline, basis)
+    if timeline.unpriced:
+        return prediction, timeline
     units = unit_seconds(timeline, table, phases) if table else None
-    seconds = None if unknown else timeline.seconds
-    prediction = Prediction(
-        seconds=seconds,
-        basis=basis,
-        parts=parts_of(timeline),
-        collectives=collectives_of(timeline),
+    prediction = replace(
+        prediction,
         bubble=simulate(table, units.costs()).bubble if table and units else None,
         conditionals=timeline.conditionals,
         phases=phase_times(timeline, phases),
         units=units,
-        speed=speed_of(config, mesh, chip, seconds, model_flops),
+        speed=speed_of(config, mesh, chip, prediction.seconds, model_flops),
+    )
+    return prediction, timeline
+
+
+def prediction_of(timeline: Timeline, basis: Basis) -> Prediction:
+    """Return the sums of a timeline."""
+    unknown = unknowns(timeline)
+    return Prediction(
+        seconds=None if unknown else timeline.seconds,
+        basis=basis,
+        parts={} if timeline.unpriced else parts_of(timeline),
+        collectives=collectives_of(timeline),
         unknown=unknown,
         guessed=guessed_seconds(timeline),
     )
-    return prediction, timeline
 
 
 def basis_of(mesh: Mesh, chip: Chip) -> Basis:
@@ -86,19 +94,16 @@ def basis_of(mesh: Mesh, chip: Chip) -> Basis:
 
 def time_program(
     hlo: str, mesh: Mesh, chip: Chip, basis: Basis, taken: TimesTaken = every_time
-) -> Timeline | str:
-    """Walk through a program, one device's optimized and scheduled HLO.
-
-    Returns:
-      Its timeline; or why there is none.
-    """
+) -> Timeline:
+    """Walk through a program, one device's optimized and scheduled HLO; return its timeline."""
     if basis.constants is None:
-        return f"the clock of {chip.name} is not known"
+        return Timeline(unpriced=f"the clock of {chip.name} is not known")
     module = parse(hlo)
     # A program that only sums over devices, such as a reduction, has no fusions to estimate.
     instructions = (i for c in module.computations.values() for i in c.instructions.values())
     if any(i.opcode == "fusion" for i in instructions) and f'"{ESTIMATE}"' not in hlo:
-        return f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
+        unpriced = f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
+        return Timeline(unpriced=unpriced)
     prices = Prices(module, mesh, chip, basis.constants)
     return walk(module, prices, Origins(hlo, module), taken)
 
@@ -141,6 +146,8 @@ def collectives_of(timeline: Timeline) -> list[CollectiveTime]:
 
 def unknowns(timeline: Timeline) -> list[str]:
     """Return in words what cannot be priced and would matter."""
+    if timeline.unpriced:
+        return [timeline.unpriced]
     names: dict[str, list[str]] = {}
     for spent in timeline.spent:
         if spent.price.seconds is None:

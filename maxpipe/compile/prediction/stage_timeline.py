@@ -1,16 +1,12 @@
 """Predict a step of the mpmd engine from the timelines of its units' programs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from maxpipe.compile.prediction.operations import Part
-from maxpipe.compile.prediction.predict import (
-    collectives_of,
-    guessed_seconds,
-    parts_of,
-    unknowns,
-)
+from maxpipe.compile.prediction.predict import prediction_of
 from maxpipe.compile.prediction.prediction import Basis, Prediction
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -56,17 +52,15 @@ def predict_stages(
         ]
     work = run.work + once + updates
     makespan = float((run.last_end + once).max()) + max(updates)
-    unknown, parts, update = unknowns(mean), parts_of(mean), float(np.mean(updates))
-    parts[Part.LOOP_FUSIONS] += update
-    return Prediction(
-        seconds=None if unknown else makespan,
-        basis=basis,
-        parts=parts,
-        collectives=collectives_of(mean),
+    predicted, update = prediction_of(mean, basis), float(np.mean(updates))
+    loop_fusions = predicted.parts[Part.LOOP_FUSIONS] + update
+    return replace(
+        predicted,
+        seconds=None if predicted.unknown else makespan,
+        parts=predicted.parts | {Part.LOOP_FUSIONS: loop_fusions},
         bubble=makespan - float(work.mean()),
         has_bubble_in_parts=False,
-        unknown=unknown,
-        guessed=guessed_seconds(mean) + update,
+        guessed=predicted.guessed + update,
     )
 
 

@@ -112,6 +112,7 @@ class Timeline:
       conditionals: all conditionals.
       events: events of each computation that was walked, by its name.
       unknown_loops: names of loops whose trip count is unknown, counted once.
+      unpriced: why nothing could be priced, and the rest is empty; "" otherwise.
     """
 
     entry: str = ""
@@ -121,3 +122,4 @@ class Timeline:
     conditionals: list[Conditional] = field(default_factory=list)
     events: dict[str, list[Event]] = field(default_factory=dict)
     unknown_loops: list[str] = field(default_factory=list)
+    unpriced: str = ""
