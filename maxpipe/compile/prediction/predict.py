@@ -130,7 +130,7 @@ def parts_of(timeline: Timeline) -> dict[Part, float]:
 
 def guessed_seconds(timeline: Timeline) -> float:
     """Return the seconds of a step that are priced by bytes for lack of an estimate."""
-    return sum(spent.total for spent in timeline.spent if spent.price.is_guess)
+    return sum((spent.total for spent in timeline.spent if spent.price.is_guess), 0.0)
 
 
 def collectives_of(timeline: Timeline) -> list[CollectiveTime]:
