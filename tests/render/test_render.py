@@ -53,13 +53,10 @@ def test_plain_text_shows_every_unit_once_and_what_it_costs():
     assert "bubble          9 a stage, 15.8% of all stages' time" in text
     assert "peak in flight  11 chunks (by stage: 11 9 7 5)" in text
     assert "ticks           0-6 F, 7-18 F+B, 19-25 B" in text
-
-
-def test_plain_text_says_what_waits_for_weight_gradients():
+    assert "stash" not in text
     text = render_terminal(run("lockstep_zb", 3, 6, 2), colour=False, width=200)
     assert "peak stash      3 chunks (by stage: 1 2 3) between I and W" in text
     assert "ticks           0-4 F, 5-6 F+I, 7-13 F+I+W, 14-18 I+W" in text
-    assert "stash" not in render_terminal(run("lockstep_1f1b", 3, 6, 2), colour=False, width=200)
 
 
 def test_wide_tables_are_folded_to_the_terminal():
@@ -69,75 +66,71 @@ def test_wide_tables_are_folded_to_the_terminal():
         assert sum(line.startswith("tick  ") for line in text.splitlines()) > 1, colour
 
 
-def test_a_chart_holds_a_box_for_every_unit():
+def drawn(result, **options):
+    """Return the rectangles of a chart."""
+    return [*ElementTree.fromstring(chart_svg(result, **options)).iter(f"{SVG}rect")]
+
+
+def boxes(result):
+    """Return the attributes of the box of every unit and head, by their titles."""
+    titles = {box.findtext(f"{SVG}title"): box.attrib for box in drawn(result)}
+    titles.pop(None)
+    return titles
+
+
+def test_a_chart_holds_a_box_for_every_unit_and_a_head_on_every_lockstep_stage():
     for name in SCHEDULES:
         result = run(name, 3, 5, SCHEDULES[name].repeats_for(1))
-        root = ElementTree.fromstring(chart_svg(result))
-        titles = [title.text for title in root.iter(f"{SVG}title")]
         units = sum(len(result.table.units(kind)[0]) for kind in result.table.kinds)
-        assert len(titles) == len(set(titles)) == units, name
-        assert any(
-            title.startswith("1F4: forward of microbatch 4, chunk 0 of stage 1, ")
-            for title in titles
-        )
+        titles = boxes(result)
+        assert len(titles) == units, name
+        start = "1F4: forward of microbatch 4, chunk 0 of stage 1, "
+        assert any(title.startswith(start) for title in titles)
+    heads = chart_svg(run("lockstep_1f1b", 3, 5, costs=Costs(head=3)))
+    assert heads.count("<title>head of microbatch 2</title>") == 3
 
 
 def test_a_chart_of_units_that_take_no_time_is_drawn():
     for time in (0, 1e-300):
-        result = run("zb_h1", 2, 3, costs=Costs(time, time, time, time))
-        assert ElementTree.fromstring(chart_svg(result)).tag == f"{SVG}svg", time
+        assert drawn(run("zb_h1", 2, 3, costs=Costs(time, time, time, time))), time
 
 
 def test_times_in_a_chart_are_told_apart_in_every_unit_of_time():
     seconds = run("1f1b", 2, 3, costs=Costs(0.00123, 0.00246))
     assert "chunk 0 of stage 0, 0.00123 to 0.00246</title>" in chart_svg(seconds)
-    root = ElementTree.fromstring(chart_svg(seconds, standalone=False))
-    boxes = {box.get("data-unit"): box.get("data-at") for box in root.iter(f"{SVG}rect")}
-    assert boxes["1B2"] == "1 0.00984 0.0123"
-    (curves,) = filter(None, (box.get("data-curves") for box in root.iter(f"{SVG}rect")))
+    shown = drawn(seconds, standalone=False)
+    at = {box.get("data-unit"): box.get("data-at") for box in shown}
+    assert at["1B2"] == "1 0.00984 0.0123"
+    (curves,) = filter(None, (box.get("data-curves") for box in shown))
     assert json.loads(curves)[1] == [[0.00123, 0.00492, 0.00861, 0.0123], [1, 1, 1, 0]]
 
-
-def test_boxes_of_a_chart_are_alike_in_every_unit_of_time():
-    def boxes(unit):
+    def places(unit):
         costs = Costs(unit, 2.1 * unit, collectives=0.1)
-        root = ElementTree.fromstring(chart_svg(run("lockstep_1f1b", 3, 5, slack=1, costs=costs)))
-        return [box.attrib for box in root.iter(f"{SVG}rect") if len(box)]
+        return [*boxes(run("lockstep_1f1b", 3, 5, slack=1, costs=costs)).values()]
 
-    assert boxes(1e-12) == boxes(1e8) == boxes(1.0)
-    assert {box["height"] for box in boxes(1.0)} == {"13"}
+    assert places(1e-12) == places(1e8) == places(1.0)
 
 
 def test_boxes_are_where_their_times_are_and_no_two_on_a_stage_overlap():
     result = run("zb_h2", 3, 7, costs=Costs(1, 2, 1.5, 0.5, communication=0.2, head=0.3))
-    root = ElementTree.fromstring(chart_svg(result))
     rows = {}
-    for box in root.iter(f"{SVG}rect"):
-        if box.find(f"{SVG}title") is not None:
-            x, width = float(box.get("x")), float(box.get("width"))
-            rows.setdefault(box.get("y"), []).append((x, x + width))
+    for box in boxes(result).values():
+        x, width = float(box["x"]), float(box["width"])
+        rows.setdefault(box["y"], []).append((x, x + width))
     assert len(rows) == 3
-    for boxes in rows.values():
-        boxes.sort()
-        assert all(left[1] <= right[0] + 0.02 for left, right in pairwise(boxes))
+    for places in rows.values():
+        places.sort()
+        assert all(left[1] <= right[0] + 0.02 for left, right in pairwise(places))
 
 
 def test_overlapping_slots_get_a_lane_each():
-    def heights(result):
-        root = ElementTree.fromstring(chart_svg(result))
-        boxes = (box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None)
-        return {float(box.get("height")) for box in boxes}
-
     slack = {"costs": Costs(collectives=0.25), "slack": 1}
     for name in ("lockstep_1f1b", "lockstep_zb"):
-        (plain,), (half,) = heights(run(name, 2, 4)), heights(run(name, 2, 4, **slack))
-        assert half == plain / 2
-
-
-def test_the_head_is_drawn_on_every_lockstep_stage():
-    result = run("lockstep_1f1b", 3, 5, costs=Costs(head=3))
-    titles = [title.text for title in ElementTree.fromstring(chart_svg(result)).iter(f"{SVG}title")]
-    assert titles.count("head of microbatch 2") == 3
+        plain, half = (
+            {float(box["height"]) for box in boxes(run(name, 2, 4, **options)).values()}
+            for options in ({}, slack)
+        )
+        assert (plain, half) == ({26}, {13})
 
 
 def test_numbers_can_be_read_on_every_shade():
