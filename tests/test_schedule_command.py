@@ -12,20 +12,25 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.schedule import main
 
 
-def output(capsys, *argv):
-    """Run the command successfully; return what it printed."""
-    assert main(argv) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def output(capsys):
+    """Return a function that runs the command successfully and returns what it printed."""
+
+    def _output(*argv):
+        assert main(argv) == 0
+        return capsys.readouterr().out
+
+    return _output
 
 
-def test_schedule_that_follows_times_has_another_order_once_they_are_given(capsys, tmp_path):
+def test_schedule_that_follows_times_has_another_order_once_they_are_given(output, tmp_path):
     times = ("forward=1", "input_gradient=1.4", "weight_gradient=.9", "comm=.3")
     file, sizes = str(tmp_path / "published.csv"), ("stages=4", "microbatches=8")
     for name in ("zb_v", "zb_h2"):
-        output(capsys, name, *sizes, "--csv", file)
-        published, adapted = output(capsys, file, *times), output(capsys, name, *sizes, *times)
-        output(capsys, name, *sizes, *times, "--csv", file)
-        assert figure(output(capsys, file, *times), "makespan") == figure(adapted, "makespan")
+        output(name, *sizes, "--csv", file)
+        published, adapted = output(file, *times), output(name, *sizes, *times)
+        output(name, *sizes, *times, "--csv", file)
+        assert figure(output(file, *times), "makespan") == figure(adapted, "makespan")
         assert figure(adapted, "idle in a span") < figure(published, "idle in a span") - 0.1
 
 
@@ -41,32 +46,30 @@ def test_schedule_on_a_terminal_prints_colours(monkeypatch):
     assert "\x1b[48;5;" in screen.getvalue()
 
 
-def test_schedule_with_html_writes_the_charts_of_all(capsys, tmp_path):
+def test_schedule_with_html_writes_the_charts_of_all(output, tmp_path):
     html = tmp_path / "a.html"
-    output(capsys, "lockstep_1f1b", "gpipe", "repeats=2", "comm=0.1", "--html", str(html))
+    output("lockstep_1f1b", "gpipe", "repeats=2", "comm=0.1", "--html", str(html))
     page = html.read_text()
     assert page.count("<svg") == 2
     sizes = "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; times are of a who"
     assert sizes in page
 
 
-def test_compare_lists_every_schedule_at_equal_sizes(capsys):
-    lines = output(capsys, "--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
+def test_compare_lists_every_schedule_at_equal_sizes(output):
+    lines = output("--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
     assert sorted(line.split()[0] for line in lines[1:-4]) == sorted(SCHEDULES)
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:-4]}
     assert cells["gpipe"][:5] == ["1", "33.0", "27.3%", "8.0", "48"]
     assert cells["lockstep_1f1b"][:5] == ["2", "28.5", "15.8%", "5.5", "112"]
 
 
-def test_schedule_with_costs_uses_them_per_stage_and_per_backward_half(capsys):
+def test_schedule_with_costs_uses_them_per_stage_and_per_backward_half(output):
     for times in ("forward=1,3", "forward=[1,3]"):
-        slow = output(capsys, "1f1b", "stages=2", "microbatches=4", times, "backward=2")
+        slow = output("1f1b", "stages=2", "microbatches=4", times, "backward=2")
         assert "makespan        23\n" in slow
-    split = output(capsys, "zb_h1", "stages=2", "microbatches=4", "backward=1.5")
+    split = output("zb_h1", "stages=2", "microbatches=4", "backward=1.5")
     assert "bubble          1 " in split
-    parts = output(
-        capsys, "zb_h1", "stages=2", "microbatches=4", "input_gradient=2", "weight_gradient=0.5"
-    )
+    parts = output("zb_h1", "stages=2", "microbatches=4", "input_gradient=2", "weight_gradient=0.5")
     assert "bubble          2.5 " in parts
 
 
@@ -140,20 +143,20 @@ def test_mistakes_exit_with_2_and_are_named_by_their_keys_all_at_once(capsys):
     assert said == MISTAKES
 
 
-def test_keys_left_out_are_those_of_the_schedule(capsys):
+def test_keys_left_out_are_those_of_the_schedule(output):
     for name in ("zb_v", "v_half", "v_min", "dualpipe_v"):
-        assert output(capsys, name) == output(
-            capsys, name, "stages=4", "microbatches=8", "repeats=2"
-        )
+        assert output(name) == output(name, "stages=4", "microbatches=8", "repeats=2")
     options = ("delay_activation_forwarding=true", "overlap_slots=true")
-    assert "lockstep ticks" in output(capsys, "lockstep_1f1b", *options)
+    assert "lockstep ticks" in output("lockstep_1f1b", *options)
 
 
-def test_a_table_of_a_file_is_the_schedule_and_has_its_sizes_and_its_ending(capsys, tmp_path):
+def test_a_table_of_a_file_is_the_schedule_and_has_its_sizes_and_its_ending(
+    output, capsys, tmp_path
+):
     path, sizes = tmp_path / "mine.csv", ("stages=3", "microbatches=5")
-    output(capsys, "zb_h1", *sizes, "--csv", str(path))
+    output("zb_h1", *sizes, "--csv", str(path))
     before = path.read_text()
-    assert output(capsys, str(path)).replace("mine:", "zb_h1:") == output(capsys, "zb_h1", *sizes)
+    assert output(str(path)).replace("mine:", "zb_h1:") == output("zb_h1", *sizes)
     (file := tmp_path / "mine").write_text(before)
     for words, message in (
         ([path, "stages=4"], "is for 3 stages, 5 microbatches and 1 repeats, but stages=4, micro"),
@@ -165,24 +168,24 @@ def test_a_table_of_a_file_is_the_schedule_and_has_its_sizes_and_its_ending(caps
         assert main([*map(str, words)]) == 2
         assert message in capsys.readouterr().err
     assert path.read_text() == before
-    output(capsys, "gpipe", "--csv", f"{file}.CSV")
-    assert output(capsys, f"{file}.CSV").startswith("mine")
+    output("gpipe", "--csv", f"{file}.CSV")
+    assert output(f"{file}.CSV").startswith("mine")
     assert main(["gpipe", "--csv", "/dev/null", "--svg", "/dev/null"]) == 0
 
 
-def test_plan_of_an_own_table_says_what_each_stage_does_in_a_tick(capsys, tmp_path):
+def test_plan_of_an_own_table_says_what_each_stage_does_in_a_tick(output, tmp_path):
     path = tmp_path / "mine.csv"
     sizes = ("stages=2", "microbatches=2")
-    output(capsys, "lockstep_1f1b", *sizes, "--csv", str(path))
-    text = output(capsys, str(path), "--plan")
+    output("lockstep_1f1b", *sizes, "--csv", str(path))
+    text = output(str(path), "--plan")
     assert "      1      1F0: a0 -> r0; head 0; 1B0: head r0" in text
-    assert text == output(capsys, "lockstep_1f1b", *sizes, "--plan")
+    assert text == output("lockstep_1f1b", *sizes, "--plan")
 
 
 SOLVE = ("solve", "stages=2", "microbatches=4", "input_gradient=1.4", "weight_gradient=.9")
 
 
-def test_solve_prints_the_schedule_with_named_ones_and_the_bound(capsys, tmp_path):
+def test_solve_prints_the_schedule_with_named_ones_and_the_bound(output, capsys, tmp_path):
     path = tmp_path / "best.csv"
     assert main([*SOLVE, "memory=2", "comm=.05", "--seconds", "1", "--csv", str(path)]) == 0
     captured = capsys.readouterr()
@@ -192,17 +195,17 @@ def test_solve_prints_the_schedule_with_named_ones_and_the_bound(capsys, tmp_pat
     assert "eager_1f1b" not in rows  # which has three in flight
     assert "bound: no free-running order of these sizes takes less than" in captured.out
     assert re.search(r"^\d+ s: best makespan [0-9.]+, bound [0-9.]+$", captured.err, re.MULTILINE)
-    drawn = output(capsys, str(path), "input_gradient=1.4", "weight_gradient=.9", "comm=.05")
+    drawn = output(str(path), "input_gradient=1.4", "weight_gradient=.9", "comm=.05")
     assert figure(drawn, "makespan") == float(rows["solved"][1])
 
 
-def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(capsys, tmp_path, monkeypatch):
+def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(output, tmp_path, monkeypatch):
     monkeypatch.setattr("maxpipe.plan.solve.UNITS_TIMED", 5_000)
     path = tmp_path / "best.csv"
-    text = output(capsys, *SOLVE, "lockstep=true", "--seconds", "0", "--csv", str(path))
+    text = output(*SOLVE, "lockstep=true", "--seconds", "0", "--csv", str(path))
     assert re.search(r"^solved .* scheduled, mpmd$", text, re.MULTILINE)
-    assert "lockstep ticks" in output(capsys, str(path))
-    text = output(capsys, *SOLVE, "placement=v", "memory=1", "--seconds", "0")
+    assert "lockstep ticks" in output(str(path))
+    text = output(*SOLVE, "placement=v", "memory=1", "--seconds", "0")
     assert text.startswith("solved: 2 stages, 4 microbatches, 2 repeats, ")
     assert re.search(r"^solved +2 .* mpmd$", text, re.MULTILINE)
 
@@ -223,8 +226,8 @@ def figure(text, name):
     return float(line.split()[0])
 
 
-def test_schedule_of_a_configuration_compares_automatic_with_uniform_stages(capsys):
-    text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto")
+def test_schedule_of_a_configuration_compares_automatic_with_uniform_stages(output):
+    text = output(*LARGE_HEAD, "pipeline.layers_per_stage=auto")
     assert text.startswith(
         "1f1b [16,12]: 2 stages, 8 microbatches, 1 repeat, 18 free-running ticks\n"
     )
@@ -234,24 +237,24 @@ def test_schedule_of_a_configuration_compares_automatic_with_uniform_stages(caps
     pattern = r"^uniform stages  14 layers each: makespan ([0-9.]+) \(\+9.3%\), bubble "
     (uniform,) = re.findall(pattern, text, re.MULTILINE)
     assert float(uniform) == pytest.approx(1.093 * figure(text, "makespan"), rel=1e-3)
-    alone = output(capsys, *LARGE_HEAD, "pipeline.num_repeats=1")
+    alone = output(*LARGE_HEAD, "pipeline.num_repeats=1")
     assert figure(alone, "makespan") == float(uniform)
     assert "uniform stages" not in alone
 
 
-def test_schedule_of_manual_stages_uses_their_own_times_and_lists_every_chunk(capsys):
-    text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=[20,8]")
+def test_schedule_of_manual_stages_uses_their_own_times_and_lists_every_chunk(output):
+    text = output(*LARGE_HEAD, "pipeline.layers_per_stage=[20,8]")
     assert text.startswith("1f1b [20,8]: ")
     assert figure(text, "slowest stage") == 80
     sizes = ("mesh.ici.stage=3", "pipeline.layers_per_stage=[10,10,8]")
-    text = output(capsys, *LARGE_HEAD, *sizes, "compile.topology=", "data.global_batch_size=72")
+    text = output(*LARGE_HEAD, *sizes, "compile.topology=", "data.global_batch_size=72")
     assert "none: 28 layers do not divide into 3 chunks" in text
     for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
         words = f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto"
-        text = output(capsys, LARGE_HEAD[0], *words)
+        text = output(LARGE_HEAD[0], *words)
         assert text.startswith(f"{schedule} [8,8,8,4]: ")
         assert f"  stage 0       {layers} layers: " in text
-    lockstep = output(capsys, str(CONFIGS / "base.yml"), "pipeline.layers_per_stage=[2,2]")
+    lockstep = output(str(CONFIGS / "base.yml"), "pipeline.layers_per_stage=[2,2]")
     assert "  stage 1       2 layers: F 2, B 6, head 0.2679\n" in lockstep
 
 
@@ -262,7 +265,7 @@ def test_schedule_of_manual_stages_uses_their_own_times_and_lists_every_chunk(ca
         "first_dense_layers: 1, moe: {experts: 4, per_token: 1, mlp_dim: 32}",
     ],
 )
-def test_schedule_of_layers_that_differ_lists_the_times_that_it_simulates(kinds, capsys, tmp_path):
+def test_schedule_of_layers_that_differ_lists_the_times_that_it_simulates(output, kinds, tmp_path):
     """With a window they take less than the average, and the first dense ones more."""
     file = tmp_path / "own.yml"
     layers = 8 + kinds.count("first")
@@ -270,28 +273,28 @@ def test_schedule_of_layers_that_differ_lists_the_times_that_it_simulates(kinds,
         f"base: {CONFIGS / 'base.yml'}\nmodel: {{num_layers: {layers}, {kinds}}}\n"
         "pipeline: {schedule: 1f1b, engine: mpmd, layers_per_stage: [5, 3]}\n"
     )
-    text = output(capsys, str(file))
+    text = output(str(file))
     lines = re.findall(r"^  stage \d +\d layers: F (\S+), B ([^,]+)(?:, head ([^,]+))?", text, re.M)
     totals = [sum(float(part) for part in parts if part) for parts in lines]
     assert max(totals) == pytest.approx(figure(text, "slowest stage"), rel=1e-3)
     assert [float(parts[0]) for parts in lines] != [5, 3]
 
 
-def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(capsys):
+def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(output):
     words = "pipeline.num_repeats=1", "pipeline.parallel_layers=20"
     for place, chunks in (("after", "[10,18]"), ("before", "[18,10]")):
-        text = output(capsys, *LARGE_HEAD, *words, f"pipeline.outside_layers={place}")
-        assert text == output(capsys, *LARGE_HEAD, f"pipeline.layers_per_stage={chunks}")
+        text = output(*LARGE_HEAD, *words, f"pipeline.outside_layers={place}")
+        assert text == output(*LARGE_HEAD, f"pipeline.layers_per_stage={chunks}")
 
 
-def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
+def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(output, capsys):
     words = [
         str(CONFIGS / "models" / "llama3-8b.yml"),
         "pipeline.schedule=zb_v",
         "pipeline.layers_per_stage=auto",
         "pipeline.num_microbatches=16",
     ]
-    free, tight = output(capsys, *words, "compile.topology="), output(capsys, *words)
+    free, tight = output(*words, "compile.topology="), output(*words)
     assert free.startswith("zb_v [8,9,8,7]")
     assert "limit           95 GiB a device\n" in tight
     assert "GiB, which is too much\n" in tight
@@ -300,7 +303,7 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
     assert message in capsys.readouterr().err
 
 
-def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
+def test_schedule_page_of_a_configuration_has_both_charts(output, capsys, tmp_path):
     page = tmp_path / "stages.html"
     words = [*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)]
     assert main(words) == 0
@@ -309,7 +312,7 @@ def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
     assert "28 layers; the forward of a layer takes 1" in page.read_text()
     svg = tmp_path / "stages.svg"
-    output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--svg", str(svg))
+    output(*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--svg", str(svg))
     titles = [
         title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")
     ]
