@@ -1,11 +1,11 @@
 """Provide documents by index, as text or token ids, split into training and evaluation.
 
-A document is a file, a stretch of one (`Spans`), or whatever else a data source returns. In a
-conversation only what the assistant writes is a target (`MarkedText`).
+A document is a file, a stretch of one, or whatever else a data source returns. In a conversation
+only what the assistant writes is a target (`MarkedText`).
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, cast
@@ -110,35 +110,23 @@ class FileDocuments:
         return read_text(self._paths[index], name=self._originals[index])
 
 
-class Parts:
-    """Several parts of given sizes, such as files with documents, one after the other."""
+class Concatenation:
+    """The documents of several parts, such as files or sources, one part after the other."""
 
-    def __init__(self, sizes: Iterable[int]):
-        self._firsts = [0, *accumulate(sizes)]
+    def __init__(self, parts: Sequence[Documents]):
+        self._parts = parts
+        self._firsts = [0, *accumulate(map(len, parts))]
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the part that holds document `index`, and the document's index in it."""
+    def __getitem__(self, index: int) -> Document:
         part = bisect_right(self._firsts, index) - 1
-        return part, int(index) - self._firsts[part]
+        return self._parts[part][int(index) - self._firsts[part]]
 
-
-class Spans(Parts):
-    """The positions of documents that are stretches of files: for each file, start and end of its
-    documents, int64 [documents, 2].
-    """
-
-    def __init__(self, spans: Sequence[np.ndarray]):
-        super().__init__(map(len, spans))
-        self._spans = spans
-
-    def stretch(self, index: int) -> tuple[int, int, int]:
-        """Return the number of the file that holds document `index`, and start and end in it."""
-        file, number = self.locate(index)
-        start, end = self._spans[file][number].tolist()
-        return file, start, end
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for part in self._parts for note in notes_of(part))
 
 
 class Subset:

@@ -14,15 +14,7 @@ from grain.experimental import index_shuffle
 
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import (
-    Document,
-    Documents,
-    Parts,
-    Split,
-    is_mixed,
-    notes_of,
-    open_sources,
-)
+from maxpipe.data.documents import Concatenation, Documents, Split, is_mixed, open_sources
 from maxpipe.data.rows import DocumentOrder, Order
 
 ROUND = round(1 / LEAST_SHARE)  # draws
@@ -41,25 +33,6 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     weights = [entry["weight"] for entry in config.mixture]
     order = MixedOrder([len(source) for source in sources], weights, seed, config.shuffle)
     return Concatenation(sources), order
-
-
-class Concatenation:
-    """The documents of several sources, one source after the other."""
-
-    def __init__(self, sources: Sequence[Documents]):
-        self._sources = sources
-        self._parts = Parts(map(len, sources))
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int) -> Document:
-        source, number = self._parts.locate(index)
-        return self._sources[source][number]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(note for source in self._sources for note in notes_of(source))
 
 
 class MixedOrder:

@@ -9,10 +9,10 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
+    Concatenation,
     EncodedDocuments,
     FileDocuments,
     MarkedText,
-    Spans,
     encode_marked,
     open_documents,
     split_documents,
@@ -107,7 +107,6 @@ def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
         documents[1]
 
 
-def test_spans_locate_every_document() -> None:
-    spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
-    assert [spans.stretch(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]
-    assert [spans.locate(i) for i in range(len(spans))] == [(0, 0), (0, 1), (2, 0)]
+def test_concatenation_skips_empty_parts() -> None:
+    parts = Concatenation([[], ["a", "b"], [], ["c"], []])
+    assert [parts[i] for i in range(len(parts))] == ["a", "b", "c"]

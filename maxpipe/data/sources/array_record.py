@@ -5,32 +5,33 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 {1: name, 2: Feature}, a Feature {1: BytesList}, and a BytesList {1: value}*.
 """
 
-from typing import TYPE_CHECKING
-
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import bad_document
+from maxpipe.data.documents import Concatenation, bad_document
 from maxpipe.data.files import files_of, path_error, require_content
-
-if TYPE_CHECKING:
-    from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
 
-def array_record(config: DataConfig) -> "ArrayRecords":
+def array_record(config: DataConfig) -> Concatenation:
     """Return the records of the files of `data.path` (in a directory: *.array_record and
     *.arrayrecord) in sorted order; raises ConfigError if one is not an ArrayRecord.
     """
-    return ArrayRecords(require_content(files_of(config, "array_record")))
+    files = require_content(files_of(config, "array_record"))
+    return Concatenation([ArrayRecords(file) for file in files])
 
 
 class ArrayRecords:
-    """The records of non-empty files, read one at a time by their index."""
+    """The records of a non-empty file, read one at a time by their index."""
 
-    def __init__(self, paths: list[str]):
-        self._paths = paths
-        self._source = _open(paths)
+    def __init__(self, path: str):
+        with optional("array_record", "data", "data.source"):
+            from array_record.python.array_record_data_source import ArrayRecordDataSource
+        self._path = path
+        try:
+            self._source = ArrayRecordDataSource([path])
+        except (ValueError, RuntimeError) as error:
+            raise path_error(f"{path} cannot be read as ArrayRecord: {error}") from error
 
     def __len__(self) -> int:
         return len(self._source)
@@ -43,30 +44,10 @@ class ArrayRecords:
             (record,) = self._source.__getitems__([index])
             return bytes_feature(record, "text").decode("utf-8")
         except (ValueError, KeyError, RuntimeError) as error:
-            place = self._locate(index)
+            place = f"{self._path}: record {index}"
             message = f'{place} is no tf.train.Example with a feature "text" in UTF-8 ({error})'
             kind = path_error if isinstance(error, RuntimeError) else bad_document
             raise kind(message) from error
-
-    def _locate(self, index: int) -> str:
-        for path in self._paths:
-            size = len(_open([path]))
-            if index < size:
-                return f"{path}: record {index}"
-            index -= size
-        raise AssertionError(index)
-
-
-def _open(paths: list[str]) -> "ArrayRecordDataSource":
-    with optional("array_record", "data", "data.source"):
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-    try:
-        return ArrayRecordDataSource(paths)
-    except (ValueError, RuntimeError) as error:
-        if len(paths) > 1:  # the error does not say which file it is about
-            for path in paths:
-                _open([path])
-        raise path_error(f"{', '.join(paths)} cannot be read as ArrayRecord: {error}") from error
 
 
 def bytes_feature(example: bytes, name: str) -> bytes:

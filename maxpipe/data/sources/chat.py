@@ -8,20 +8,17 @@ and in the data sets of Hugging Face. Parquet files are rewritten once as JSON l
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import RESERVED, ChatTemplate, Message, load_chat_template
-from maxpipe.data.documents import MarkedText, bad_document, require_offsets
+from maxpipe.data.documents import Concatenation, MarkedText, bad_document, require_offsets
 from maxpipe.data.files import files_of, path_error, require_content
-from maxpipe.data.sources.parquet import read_rows
-from maxpipe.data.sources.text import JsonLines
+from maxpipe.data.sources.parquet import lacks_column, read_batches, schema_of
+from maxpipe.data.sources.text import JsonLines, lines_of
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.storage.local_files import local_copy, unpacked, version_of
-
-_PARQUET = ".parquet"
-_COPY = ".messages.jsonl"  # ending of JSON lines made from a parquet file
+from maxpipe.storage.local_files import local_copy, version_of
 
 
 class Conversation(NamedTuple):
@@ -31,60 +28,49 @@ class Conversation(NamedTuple):
     tools: Sequence[object] | None
 
 
-class Lines(Protocol):
-    """Conversations as lines of JSON."""
+class Records(Protocol):
+    """Objects with `messages`, and maybe `tools`."""
 
     def __len__(self) -> int: ...
 
-    def line(self, index: int) -> bytes:
-        """Return an object with `messages`, and maybe `tools`."""
+    def read(self, index: int) -> bytes | Mapping[str, Any]:
+        """Return an object, or a line of JSON that holds it."""
         ...
 
     def place(self, index: int) -> str:
-        """Return where a line is, for messages."""
+        """Return where an object is, for messages."""
         ...
-
-
-class FileLines(JsonLines):
-    """The lines of files; parquet files have been converted to lines."""
-
-    def place(self, index: int) -> str:
-        """Return the file and the line, from 1, or the row, from 0."""
-        path, line = self.position(index)
-        return f"{path}: row {line - 1}" if path.lower().endswith(_PARQUET) else f"{path}:{line}"
 
 
 class Conversations:
     """Conversations, laid out on access by a template."""
 
-    def __init__(self, lines: Lines, template: ChatTemplate):
-        self._lines = lines
+    def __init__(self, records: Records, template: ChatTemplate):
+        self._records = records
         self._template = template
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._records)
 
     def __getitem__(self, index: int) -> MarkedText:
         """Return a conversation as text in which the assistant's turns are targets; errors are
         those of `parse` and `ChatTemplate.render`, and name the place.
         """
-        line = self._lines.line(index)  # its errors name the place
+        record = self._records.read(index)  # its errors name the place
         try:
-            return self._template.render(*parse(line))
+            return self._template.render(*parse(record))
         except ConfigError as error:
-            place = self._lines.place(index)
-            raise type(error)(
-                *(
-                    replace(problem, message=f"{place}: {problem.message}")
-                    for problem in error.problems
-                )
-            ) from error
+            place = self._records.place(index)
+            problems = [replace(p, message=f"{place}: {p.message}") for p in error.problems]
+            raise type(error)(*problems) from error
 
 
-def parse(line: bytes) -> Conversation:
-    """Return the conversation in a line of JSON; raises BadDocument if it is something else."""
+def parse(record: bytes | Mapping[str, Any]) -> Conversation:
+    """Return the conversation in a line of JSON, or in a row of a table, where nulls stand for what
+    only other rows have; raises BadDocument if it is something else.
+    """
     try:
-        value = json.loads(line)
+        value = json.loads(record) if isinstance(record, bytes) else _filled(record)
         messages, tools = value["messages"], value.get("tools")
         if not isinstance(messages, list) or not messages:
             raise TypeError("messages is no list of them")
@@ -92,7 +78,7 @@ def parse(line: bytes) -> Conversation:
             raise TypeError("a message has no role")
         if not isinstance(tools, list | None):
             raise TypeError("tools is no list")
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)  # a table may have a picture, for example
         text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
         if any(character in text for character in RESERVED):
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
@@ -106,37 +92,14 @@ def parse(line: bytes) -> Conversation:
     return Conversation(given, tools)
 
 
-def _as_lines(path: str, config: DataConfig) -> str:
-    """Return the path of a file's JSON lines: made from parquet, or unpacked if need be."""
-    cache_dir, limit = config.cache_dir, config.cache_limit
-    if not path.lower().endswith(_PARQUET):
-        return unpacked(path, cache_dir, limit)
-
-    def write(out: BinaryIO) -> None:
-        rows = read_rows(path, ("messages", "tools"), needed="messages")
-        out.writelines(line_of(path, row) for row in rows)
-
-    return local_copy(path, version_of(path), _COPY, cache_dir, write, limit)
-
-
-def line_of(place: str, row: Mapping[str, object]) -> bytes:
-    """Return a row of a table as a line of JSON, without the nulls of objects; raises ConfigError
-    if it has a value of a type that JSON lacks.
-    """
-    try:
-        return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
-        raise path_error(f"{place}: a conversation cannot be written as JSON: {error}") from error
-
-
-def _filled(value: object) -> object:
+def _filled(value: Any) -> Any:
     """Return a value without the nulls of objects, at any depth."""
     if isinstance(value, Mapping):
         return {key: _filled(item) for key, item in value.items() if item is not None}
     return [_filled(item) for item in value] if isinstance(value, list) else value
 
 
-def chat(config: DataConfig) -> Conversations:
+def chat(config: DataConfig) -> Concatenation:
     """Return the conversations in the files of `data.path`, files in sorted order.
 
     In a directory these are *.jsonl and *.ndjson, also packed, packed *.json, and *.parquet. Raises
@@ -144,8 +107,35 @@ def chat(config: DataConfig) -> Conversations:
     """
     template = template_of(config)
     files = require_content(files_of(config, "chat"))
-    lines = require_content([_as_lines(path, config) for path in files])
-    return Conversations(FileLines(lines, originals=files), template)
+    return Concatenation([Conversations(_records(file, config), template) for file in files])
+
+
+class _RowLines(JsonLines):
+    """The rows of a parquet file, of which the lines are a copy."""
+
+    def place(self, index: int) -> str:
+        return f"{self._original}: row {index}"
+
+
+def _records(file: str, config: DataConfig) -> JsonLines:
+    """Return the lines of a file; those of a parquet file are made if need be."""
+    if not file.lower().endswith(".parquet"):
+        return lines_of(file, config)
+    names = schema_of(file).names
+    if "messages" not in names:
+        raise lacks_column(file, names, ["messages"])
+
+    def write(out: BinaryIO) -> None:
+        for batch in read_batches(file, [name for name in ("messages", "tools") if name in names]):
+            try:
+                lines = [json.dumps(_filled(row), ensure_ascii=False) for row in batch.to_pylist()]
+                out.writelines(line.encode() + b"\n" for line in lines)
+            except (TypeError, ValueError) as error:  # a picture, for example, or not UTF-8
+                raise path_error(f"{file}: conversations cannot be JSON: {error}") from error
+
+    cache_dir, limit = config.cache_dir, config.cache_limit
+    copy = local_copy(file, version_of(file), ".messages.jsonl", cache_dir, write, limit)
+    return _RowLines(*require_content([copy]), original=file)
 
 
 def template_of(data: DataConfig) -> ChatTemplate:

@@ -10,23 +10,27 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os.path import isfile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from maxpipe.config.catalog import PACKED, SOURCES
 from maxpipe.config.imports import is_installed, optional
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Parts, bad_document
+from maxpipe.data.documents import Concatenation
 from maxpipe.data.files import find_files, local_files, path_error, require_content, sorted_parts
-from maxpipe.data.sources.chat import Conversations, line_of, template_of
-from maxpipe.data.sources.parquet import COLUMNS, document_field
+from maxpipe.data.sources.chat import Conversations, template_of
+from maxpipe.data.sources.parquet import (
+    COLUMNS,
+    RowDocuments,
+    Rows,
+    document_field,
+    lacks_column,
+)
 from maxpipe.storage.local_files import cache_directory, list_remote
 from maxpipe.storage.object_store import is_remote
 
@@ -45,13 +49,6 @@ _BUILDERS = {  # the library's builders, by file ending
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_SECONDS = 10.0  # timeout of a request to the hub
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes
-
-
-class Table(NamedTuple):
-    """A data set and its name in messages."""
-
-    name: str
-    rows: "Dataset"
 
 
 class Contents(NamedTuple):
@@ -82,20 +79,21 @@ class HubName(NamedTuple):
         return cls(name, revision or None, configuration or None, split or "train")
 
 
-def open_tables(path: str, cache_dir: str, limit: int = 0) -> list[Table]:
-    """Return the data sets of `data.path`, entries in sorted order, the hub's last.
+def open_tables(config: DataConfig) -> list[tuple[str, "Dataset"]]:
+    """Return the data sets of `data.path` by their names, sorted, the hub's last.
 
     Without a `data.cache_dir` the library chooses where Arrow files go. Raises ConfigError if a
     data set is missing or cannot be read, or the library is not installed.
     """
-    parts = sorted_parts(path)
+    parts = sorted_parts(config.path)
     if not parts:
         raise path_error(
             "this data.source needs a file, a directory or a glob here, or hf:NAME, a data set of "
             "the hub"
         )
     library = _library()
-    return [Table(part, _open(part, cache_dir, limit, library)) for part in parts]
+    # A saved data set may have a format, such as torch; without one, values are Python objects.
+    return [(part, _open(part, config, library).with_format(None)) for part in parts]
 
 
 def contents_of(part: str, cache_dir: str) -> Contents | None:
@@ -124,9 +122,9 @@ def _commits(rows: "Dataset") -> list[str]:
     return sorted({Path(file["filename"]).parent.name for file in rows.cache_files})
 
 
-def _open(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Dataset":
+def _open(part: str, config: DataConfig, library: ModuleType) -> "Dataset":
     if part.startswith(SCHEME):
-        return _from_hub(part, cache_dir)
+        return _from_hub(part, config.cache_dir)
     directory = Path(part).expanduser()
     if isfile(directory / _SAVED):
         with _reading(part):
@@ -136,10 +134,10 @@ def _open(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Datase
             splits = json.loads((directory / _SAVED_SPLITS).read_text())["splits"]
             choices = ", ".join(str(directory / split) for split in splits)
         raise path_error(f"{part} is a data set of splits; give one of {choices}")
-    return _from_files(part, cache_dir, limit, library)
+    return _from_files(part, config, library)
 
 
-def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> "Dataset":
+def _from_files(part: str, config: DataConfig, library: ModuleType) -> "Dataset":
     """Return the table of an entry's files, which must all be of one kind."""
     if is_remote(part):
         stored = {Path(file.name).name for file in list_remote(part, _SUFFIXES)}
@@ -147,7 +145,7 @@ def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> "
             raise path_error(
                 f"{part} is a directory of save_to_disk, which must be on this machine: copy it"
             )
-    files = require_content(find_files(part, _SUFFIXES, cache_dir, limit))
+    files = require_content(find_files(part, _SUFFIXES, config.cache_dir, config.cache_limit))
     builders: dict[str, list[str]] = {}
     for file in files:
         builders.setdefault(_builder(file), []).append(file)
@@ -156,9 +154,8 @@ def _from_files(part: str, cache_dir: str, limit: int, library: ModuleType) -> "
         raise path_error(f"{part} has files of several kinds: {kinds}; give a glob for each")
     ((builder, names),) = builders.items()
     with _reading(part):
-        return library.load_dataset(
-            builder, data_files=names, split="train", cache_dir=_library_cache(cache_dir)
-        )
+        cache_dir = _library_cache(config.cache_dir)
+        return library.load_dataset(builder, data_files=names, split="train", cache_dir=cache_dir)
 
 
 def _builder(file: str) -> str:
@@ -247,71 +244,31 @@ def _library() -> ModuleType:
     return datasets
 
 
-class Tables:
-    """Some columns of each of some data sets, one data set after the other; picklable."""
-
-    def __init__(self, tables: Sequence[Table]):
-        self._names = [table.name for table in tables]
-        # A saved data set may have a format, such as torch; without one, values are Python objects.
-        self._rows = [table.rows.with_format(None) for table in tables]
-        self._parts = Parts(map(len, self._rows))
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def line(self, index: int) -> bytes:
-        """Return a row as a line of JSON, see `maxpipe.data.sources.chat.Lines`."""
-        return line_of(self.place(index), self._row(index))
-
-    def place(self, index: int) -> str:
-        """Return the data set and the number of its row, from 0, for messages."""
-        table, row = self._parts.locate(index)
-        return f"{self._names[table]}: row {row}"
-
-    def _row(self, index: int) -> dict[str, object]:
-        table, row = self._parts.locate(index)
-        try:
-            values: dict[str, object] = self._rows[table][row]
-        except UnicodeDecodeError as error:
-            raise bad_document(f"{self.place(index)} is not UTF-8") from error
-        return values
-
-
-class TableDocuments(Tables):
-    """The documents in the only column of some tables."""
-
-    def __getitem__(self, index: int) -> str | np.ndarray:
-        """Return text, or token ids; a row without a value is an empty text."""
-        (value,) = self._row(index).values()
-        if isinstance(value, list) and None in value:
-            raise bad_document(f"{self.place(index)}: a null among the token ids")
-        return np.asarray(value, np.int64) if isinstance(value, list) else str(value or "")
-
-
-def datasets(config: DataConfig) -> TableDocuments:
+def datasets(config: DataConfig) -> Concatenation:
     """Return the rows of the data sets of `data.path`, entries in sorted order, the hub's last;
     raises ConfigError if one cannot be read, or has no column of text or token ids.
     """
     names = [config.column] if config.column else COLUMNS
-    selected = []
-    for name, rows in open_tables(config.path, config.cache_dir, config.cache_limit):
+    parts = []
+    for name, rows in open_tables(config):
         # The schema gives a data set's column before any row is read.
         field = document_field(name, rows.features.arrow_schema, names)
-        selected.append(Table(name, rows.select_columns([field.name])))
-    return TableDocuments(selected)
+        parts.append(RowDocuments(name, rows.select_columns([field.name])))
+    return Concatenation(parts)
 
 
-def datasets_chat(config: DataConfig) -> Conversations:
+def datasets_chat(config: DataConfig) -> Concatenation:
     """Return the conversations in the data sets of `data.path`, in the order of `datasets`; errors
     are those of `datasets` and `template_of`.
     """
     template = template_of(config)
     column = config.column or "messages"
-    selected = []
-    for name, rows in open_tables(config.path, config.cache_dir, config.cache_limit):
+    parts = []
+    for name, rows in open_tables(config):
         there = rows.column_names
         if column not in there:
-            raise path_error(f'{name} has the columns {", ".join(there)}; it needs "{column}"')
+            raise lacks_column(name, there, [column])
         chosen = rows.select_columns([each for each in there if each in (column, "tools")])
-        selected.append(Table(name, chosen.rename_columns({column: "messages"})))
-    return Conversations(Tables(selected), template)
+        records = Rows(name, chosen.rename_columns({column: "messages"}))
+        parts.append(Conversations(records, template))
+    return Concatenation(parts)

@@ -5,73 +5,116 @@ therefore rewritten once as an uncompressed Arrow file of that column alone, whi
 see `data.cache_dir`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from maxpipe.config.errors import ConfigError
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Parts, bad_document
+from maxpipe.data.documents import Concatenation, bad_document
 from maxpipe.data.files import files_of, path_error, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 COLUMNS = ("text", "tokens")
 
 
-class ArrowRows:
-    """The rows of Arrow files that have one column each; `originals` are the files that the user
-    knows, of which `paths` are copies.
-    """
+class Table(Protocol):
+    """Rows as Python values, by column; picklable."""
 
-    def __init__(self, paths: list[str], originals: Sequence[str]):
-        self._paths = paths
-        self._originals = originals
-        self._parts = Parts(len(_map_column(path)) for path in paths)
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class Rows:
+    """The rows of a table, whose name stands for it in messages."""
+
+    def __init__(self, name: str, table: Table):
+        self._name = name
+        self._table = table
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._table)
+
+    def read(self, index: int) -> Mapping[str, Any]:
+        """Return the values of a row; raises BadDocument if one is not UTF-8."""
+        try:
+            return self._table[index]
+        except UnicodeDecodeError as error:
+            raise bad_document(f"{self.place(index)} is not UTF-8") from error
+
+    def place(self, index: int) -> str:
+        """Return the table and the number of its row, from 0, for messages."""
+        return f"{self._name}: row {index}"
+
+
+class RowDocuments(Rows):
+    """The documents in the only column of a table."""
 
     def __getitem__(self, index: int) -> str | np.ndarray:
         """Return text, or token ids; a row without a value is an empty text."""
-        file, row = self._parts.locate(index)
-        try:
-            value = _map_column(self._paths[file])[row].as_py()
-        except UnicodeDecodeError as error:
-            raise bad_document(f"{self._originals[file]}: row {row} is not UTF-8") from error
-        return np.asarray(value) if isinstance(value, list) else value or ""
+        (value,) = self.read(index).values()
+        if not isinstance(value, list):
+            return str(value or "")
+        if None in value:
+            raise bad_document(f"{self.place(index)}: a null among the token ids")
+        return np.asarray(value, np.int64)
+
+
+class ArrowFile:
+    """The rows of an Arrow file."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __len__(self) -> int:
+        return _map_table(self._path).num_rows
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        (row,) = _map_table(self._path).slice(index, 1).to_pylist()
+        return row
 
 
 # Mappings are cached per process, outside the object, because they cannot be pickled for workers.
 @lru_cache(maxsize=1024)
-def _map_column(path: str) -> "pa.ChunkedArray":
-    """Return the column of an Arrow file."""
+def _map_table(path: str) -> "pa.Table":
     pyarrow = _pyarrow()
-    return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all().column(0)
+    return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()
 
 
-def _as_arrow(path: str, config: DataConfig) -> str:
-    """Return the path of the Arrow file made from a parquet file."""
-    pyarrow = _pyarrow()
+def _arrow_copy(path: str, field: "pa.Field", config: DataConfig) -> str:
+    """Return the path of an Arrow file that has one column of a parquet file."""
 
     def write(out: BinaryIO) -> None:
-        with _reading(path):
-            file = pyarrow.parquet.ParquetFile(path)
-        field = document_field(path, file.schema_arrow)
+        pyarrow = _pyarrow()
         schema = pyarrow.schema([field])
         with pyarrow.ipc.new_file(out, schema) as writer:
-            for column in _columns(path, file, field):
+            for batch in read_batches(path, [field.name]):
+                column = batch.column(0).cast(field.type)
                 writer.write_batch(pyarrow.record_batch([column], schema=schema))
 
     cache_dir, limit = config.cache_dir, config.cache_limit
     return local_copy(path, version_of(path), ".arrow", cache_dir, write, limit)
+
+
+def read_batches(path: str, columns: Sequence[str]) -> "Iterator[pa.RecordBatch]":
+    """Yield some columns of a parquet file; raises ConfigError if the file is damaged."""
+    with _reading(path), _pyarrow().parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(columns=columns)
+
+
+def schema_of(path: str) -> "pa.Schema":
+    """Return the columns of a parquet file; raises ConfigError if it is none."""
+    with _reading(path):
+        return _pyarrow().parquet.read_schema(path)
 
 
 @contextmanager
@@ -93,63 +136,24 @@ def document_field(path: str, schema: "pa.Schema", columns: Sequence[str] = COLU
     """
     pyarrow = _pyarrow()
     types = pyarrow.types
-    for name in columns:
-        if name in schema.names:
-            stored = schema.field(name).type
-            kind = stored.value_type if types.is_dictionary(stored) else stored
-            are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-            is_list = any(check(kind) for check in are_lists)
-            is_text = types.is_string(kind) or types.is_large_string(kind)
-            if is_text or (is_list and types.is_integer(kind.value_type)):
-                return pyarrow.field(name, kind)
-            expected = "text (strings) or token ids (lists of integers)"
-            raise path_error(f"{path}: column {name!r} holds {stored}, not {expected}")
-    needed = " or ".join(f'"{name}"' for name in columns)
-    raise path_error(f"{path} has the columns {', '.join(schema.names)}; it needs {needed}")
+    name = next((name for name in columns if name in schema.names), None)
+    if name is None:
+        raise lacks_column(path, schema.names, columns)
+    stored = schema.field(name).type
+    kind = stored.value_type if types.is_dictionary(stored) else stored
+    are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    is_list = any(check(kind) for check in are_lists)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    if not (is_text or (is_list and types.is_integer(kind.value_type))):
+        expected = "text (strings) or token ids (lists of integers)"
+        raise path_error(f"{path}: column {name!r} holds {stored}, not {expected}")
+    return pyarrow.field(name, kind)
 
 
-def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[pa.Array]":
-    """Yield the documents' column of each batch of rows; raises ConfigError if the file is damaged,
-    or a list of token ids has a null in it.
-    """
-    first = 0
-    with _reading(path), file:
-        for batch in file.iter_batches(columns=[field.name]):
-            column = batch.column(0).cast(field.type)
-            if _pyarrow().types.is_nested(field.type) and column.flatten().null_count:
-                rows = enumerate(column.to_pylist(), first)
-                row = next(row for row, ids in rows if ids and None in ids)
-                raise path_error(f"{path}: row {row}: a null among the token ids")
-            first += len(column)
-            yield column
-
-
-def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, object]]:
-    """Yield the rows of a parquet file as Python values, of those `fields` that exist; raises
-    ConfigError if the file is damaged, lacks the column `needed` or has a text that is not UTF-8.
-    """
-    with _reading(path):
-        file = _pyarrow().parquet.ParquetFile(path)
-    names = file.schema_arrow.names
-    if needed not in names:
-        raise path_error(f'{path} has the columns {", ".join(names)}; it needs "{needed}"')
-    first = 0
-    with _reading(path), file:
-        for batch in file.iter_batches(columns=[name for name in fields if name in names]):
-            yield from _as_python(path, batch, first)
-            first += len(batch)
-
-
-def _as_python(path: str, batch: "pa.RecordBatch", first: int) -> list[dict[str, object]]:
-    """Return rows as Python values; raise ConfigError naming one that is not UTF-8."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if len(batch) == 1:
-            raise path_error(f"{path}: row {first} is not UTF-8") from error
-    return [
-        row for i in range(len(batch)) for row in _as_python(path, batch.slice(i, 1), first + i)
-    ]
+def lacks_column(path: str, there: Sequence[str], needed: Sequence[str]) -> ConfigError:
+    """Return an error about columns of which one is needed."""
+    names = " or ".join(f'"{name}"' for name in needed)
+    return path_error(f"{path} has the columns {', '.join(there)}; it needs {names}")
 
 
 def _pyarrow() -> ModuleType:
@@ -158,9 +162,12 @@ def _pyarrow() -> ModuleType:
     return pyarrow
 
 
-def parquet(config: DataConfig) -> ArrowRows:
+def parquet(config: DataConfig) -> Concatenation:
     """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order;
-    raises ConfigError if one is not a parquet file, lacks the column or has a null in its ids.
+    raises ConfigError if one is not a parquet file or lacks the column.
     """
-    files = require_content(files_of(config, "parquet"))
-    return ArrowRows([_as_arrow(path, config) for path in files], originals=files)
+    parts = []
+    for path in require_content(files_of(config, "parquet")):
+        field = document_field(path, schema_of(path))
+        parts.append(RowDocuments(path, ArrowFile(_arrow_copy(path, field, config))))
+    return Concatenation(parts)

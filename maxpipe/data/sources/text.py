@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import FileDocuments, Spans, bad_document, read_text
+from maxpipe.data.documents import Concatenation, FileDocuments, bad_document, read_text
 from maxpipe.data.files import files_of, find_all, path_error, require_content
 from maxpipe.storage.local_files import unpacked, version_of
 
@@ -146,19 +145,17 @@ def _stdlib_files() -> list[Path]:
 
 
 class JsonLines:
-    """The lines of some files, read one at a time through an index of their byte offsets.
+    """The lines of a file, read one at a time through an index of their byte offsets.
 
     Args:
-      paths: non-empty files; each is scanned once here for its index.
-      originals: the files that the user knows, of which these may be copies.
+      path: a non-empty file, which is scanned once here for its index.
+      original: the file that the user knows, of which this may be a copy.
     """
 
-    def __init__(self, paths: list[str], originals: Sequence[str]):
-        self._paths = paths
-        self._originals = originals
-        indices = [_index_lines(path, *version_of(path)) for path in paths]
-        self._lines = Spans([index.lines for index in indices])
-        self._blanks = [index.blanks for index in indices]
+    def __init__(self, path: str, original: str):
+        self._path = path
+        self._original = original
+        self._lines, self._blanks = _index_lines(path, *version_of(path))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -168,7 +165,7 @@ class JsonLines:
         "text".
         """
         try:
-            text = json.loads(self.line(index))["text"]
+            text = json.loads(self.read(index))["text"]
             if not isinstance(text, str):
                 raise TypeError(f"the text is of type {type(text).__name__}")
             # An escaped lone surrogate is legal JSON that no tokenizer can encode.
@@ -180,22 +177,16 @@ class JsonLines:
             ) from error
         return text
 
-    def line(self, index: int) -> bytes:
-        file, start, end = self._lines.stretch(index)
-        with open(self._paths[file], "rb") as stream:
+    def read(self, index: int) -> bytes:
+        start, end = self._lines[index].tolist()
+        with open(self._path, "rb") as stream:
             stream.seek(start)
             return stream.read(end - start)
 
     def place(self, index: int) -> str:
-        """Return the original file that has a line, and the line's number from 1, for messages."""
-        path, number = self.position(index)
-        return f"{path}:{number}"
-
-    def position(self, index: int) -> tuple[str, int]:
-        """Return the original file that has a line, and the line's number from 1."""
-        file, start, _ = self._lines.stretch(index)
-        num_blank = int(np.searchsorted(self._blanks[file], start))
-        return self._originals[file], self._lines.locate(index)[1] + num_blank + 1
+        """Return the original file and the number of a line in it, from 1, for messages."""
+        num_blank = int(np.searchsorted(self._blanks, self._lines[index][0]))
+        return f"{self._original}:{index + num_blank + 1}"
 
 
 class _Index(NamedTuple):
@@ -219,13 +210,17 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> _Index:
     return _Index(np.stack([starts, ends], axis=1)[~blank], starts[blank])
 
 
-def jsonl(config: DataConfig) -> JsonLines:
+def jsonl(config: DataConfig) -> Concatenation:
     """Return the lines of the files of `data.path`, files in sorted order.
 
     In a directory these are *.jsonl and *.ndjson, also packed, and packed *.json. Raises
     ConfigError if there is none, or one holds no lines or is damaged.
     """
     files = require_content(files_of(config, "jsonl"))
-    copies = [unpacked(path, config.cache_dir, config.cache_limit) for path in files]
-    lines = require_content(copies)
-    return JsonLines(lines, originals=files)
+    return Concatenation([lines_of(file, config) for file in files])
+
+
+def lines_of(file: str, config: DataConfig) -> JsonLines:
+    """Return the lines of a file, which may be packed; raises ConfigError if it holds none."""
+    (copy,) = require_content([unpacked(file, config.cache_dir, config.cache_limit)])
+    return JsonLines(copy, original=file)

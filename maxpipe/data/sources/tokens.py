@@ -15,7 +15,7 @@ import numpy as np
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Spans
+from maxpipe.data.documents import Concatenation
 from maxpipe.data.files import files_of, find_all, path_error, require_content
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.object_store import is_remote
@@ -25,27 +25,25 @@ NUM_SYNTHETIC = 1 << 16  # documents of random ids
 MOST_MAPPED = 128  # files mapped at a time
 
 
-class TokenFiles:
-    """The documents of some .bin and .npy files of token ids.
+class TokenFile:
+    """The documents of a .bin or .npy file of token ids.
 
     Args:
-      dtype: dtype of the .bin files, such as `<u2`.
+      dtype: dtype of .bin files, such as `<u2`.
       eos_id: id that ends documents in files without an index; not part of the document.
     """
 
-    def __init__(self, paths: list[str], dtype: str, eos_id: int):
-        self._paths = paths
+    def __init__(self, path: str, dtype: str, eos_id: int):
+        self._path = path
         self._dtype = dtype
-        self._spans = Spans(
-            [_document_spans(path, _map_tokens(path, dtype), eos_id) for path in paths]
-        )
+        self._spans = _document_spans(path, _map_tokens(path, dtype), eos_id)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        file, start, end = self._spans.stretch(index)
-        return np.array(_map_tokens(self._paths[file], self._dtype)[start:end])
+        start, end = self._spans[index].tolist()
+        return np.array(_map_tokens(self._path, self._dtype)[start:end])
 
 
 # Mappings are cached per process, outside the object, because pickling a memmap would copy the file
@@ -93,7 +91,7 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return np.stack([starts, ends], axis=1)[ends > starts]
 
 
-def token_bin(config: DataConfig) -> TokenFiles:
+def token_bin(config: DataConfig) -> Concatenation:
     """Return the documents of the files of `data.path` (in a directory: *.bin and *.npy) in sorted
     order; raises ConfigError if one is empty, of another format, or without document ends.
     """
@@ -102,8 +100,9 @@ def token_bin(config: DataConfig) -> TokenFiles:
         # A copy has another name, so it would lose its index and with it the ends of documents.
         raise path_error("token files must be on this machine; copy them with their indices")
     files = files_of(config, "token_bin")
-    files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
-    return TokenFiles(require_content(files), dtype_of(tokenizer).str, tokenizer.eos_id)
+    files = require_content([path for path in files if not path.endswith(INDEX_SUFFIX)])
+    dtype = dtype_of(tokenizer).str
+    return Concatenation([TokenFile(path, dtype, tokenizer.eos_id) for path in files])
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

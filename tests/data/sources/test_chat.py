@@ -121,7 +121,8 @@ def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
     turns = pa.StructArray.from_arrays(columns, ["role", "content"])
     talks = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), turns)
     for columns, message in (
-        (pa.table({"messages": talks}), ": row 1 is not UTF-8"),
+        (pa.table({"messages": talks}), ": conversations cannot be JSON: 'utf-8' codec"),
+        (pa.table({"messages": [b"a"]}), ": conversations cannot be JSON: .* bytes"),
         (pa.table({"text": ["a"]}), ' has the columns text; it needs "messages"'),
     ):
         pq.write_table(columns, tmp_path / "a.parquet")
