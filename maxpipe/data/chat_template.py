@@ -2,13 +2,24 @@
 
 A chat template is Jinja text, as in Hugging Face tokenizers. What the assistant writes is found by
 marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without them, by rendering
-the conversation up to each of the assistant's turns. Templates are untrusted; they run in Jinja's
-sandbox, in a process of their own (`maxpipe.data.template_renderer`), and see nothing but the
-conversation, names of special tokens and a date.
+the conversation up to each of the assistant's turns.
+
+Templates are programs of strangers. They run in Jinja's sandbox and see nothing but the
+conversation, names of special tokens and a date, in a process of their own
+(`maxpipe.data.template_renderer`), where they can neither run without end nor take all memory.
+Every process of a run that reads conversations, such as a worker of the loader, has one. It ends
+with its parent, however that ends, because its standard input does.
 """
 
+import atexit
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,10 +27,10 @@ from typing import Any
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
-from maxpipe.data.template_process import ProcessEnded, ask
 from maxpipe.data.tokenizer_json import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
@@ -41,6 +52,8 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 RESERVED = "\ufdd0\ufdd1"  # mark the assistant's turns in `maxpipe.data.template_renderer`
+SECONDS = 10.0  # of processor time for a conversation
+_RENDERER = Path(__file__).with_name("template_renderer.py")
 
 
 @dataclass(frozen=True)
@@ -105,8 +118,8 @@ class ChatTemplate:
             "tools": tools,
         }
         try:
-            answer = ask(request)
-        except ProcessEnded as error:
+            answer = _ask_renderer(request)
+        except _Ended as error:
             answer = {"document": f"{self.name} cannot lay it out: {error}"}
         if problem := answer.get("template"):
             raise ConfigError(Problem(_KEY, problem))
@@ -114,6 +127,64 @@ class ChatTemplate:
             kind = ConfigError if key == _KEY else BadDocument
             raise kind(Problem(key, problem))
         return answer
+
+
+class _Ended(Exception):
+    """The process that renders ended instead of answering; the message says why."""
+
+
+_lock = threading.Lock()
+_renderers: dict[int, "subprocess.Popen[bytes]"] = {}  # of this process; of its parent, if forked
+
+
+def _ask_renderer(request: Mapping[str, object]) -> dict[str, Any]:
+    """Return the answer of `maxpipe.data.template_renderer` to a request: a text and the start and
+    end of its `spans`, or what is wrong under `template` or `document`.
+    """
+    line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
+    with _lock:
+        for _ in range(2):  # something else may have ended it
+            process = _renderers.get(os.getpid()) or _start_renderer()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            content = b""
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                    content = process.stdout.readline()
+                if content.endswith(b"\n"):
+                    answer: dict[str, Any] = json.loads(content)
+                    return answer
+                content = b""
+                process.wait()
+            finally:
+                if not content:  # also after Ctrl-C: a late answer would be another's
+                    _stop_renderer()
+            if process.returncode == -signal.SIGPROF:
+                raise _Ended(f"more than {SECONDS:g} s of processor time")
+    with optional("jinja2", "chat", "data.source"):
+        import jinja2  # noqa: F401
+    raise _Ended(f"its process ends with code {process.returncode}")
+
+
+def _start_renderer() -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_RENDERER)],
+        bufsize=1 << 16,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    _renderers[os.getpid()] = process
+    return process
+
+
+@atexit.register
+def _stop_renderer() -> None:
+    if process := _renderers.pop(os.getpid(), None):
+        process.kill()
+        process.communicate()
 
 
 def load_chat_template(

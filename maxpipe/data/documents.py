@@ -161,6 +161,14 @@ def describe_sources(data: DataConfig) -> str:
     )
 
 
+def each_source(config: DataConfig) -> list[DataConfig]:
+    """Return the configuration of each source of a mixture alone; `config` if there is none."""
+    return [
+        replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
+        for entry in config.mixture
+    ] or [config]
+
+
 def is_mixed(config: DataConfig, split: Split) -> bool:
     """Return whether a split reads `data.mixture`, where each source is split separately."""
     return bool(config.mixture) and not (split == "eval" and config.eval_path)
@@ -175,9 +183,8 @@ def open_sources(config: DataConfig, split: Split) -> list[Documents]:
         return [open_documents(config, split)]
     sources = []
     problems = []
-    for number, entry in enumerate(config.mixture, 1):
+    for number, source in enumerate(each_source(config), 1):
         try:
-            source = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
             sources.append(open_documents(source, split))
         except ConfigError as error:
             problems += [Problem("data.mixture", f"entry {number}: {p}") for p in error.problems]

@@ -9,9 +9,10 @@ the samples goes unnoticed. Imports no JAX.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import SCHEME
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, DataConfig
 from maxpipe.data.chat_template import trained_template
+from maxpipe.data.documents import each_source
 from maxpipe.data.files import local_files, parts_of, path_error, sorted_parts
 from maxpipe.data.tokenizer_json import SPECIAL_TOKENS_MAP, Frame
 from maxpipe.data.tokenizers import earlier_frame_of, frame_of, load_tokenizer, tokenizer_files
 from maxpipe.storage.local_files import each_once, list_remote, sampled_digest
 from maxpipe.storage.object_store import is_remote
+from maxpipe.storage.records import shaped
 
 MOST_READ = 4096  # files read per source; of more files every n-th is read, and all sizes count
 NAMED = 64  # files whose names a fingerprint lists, for messages
@@ -73,12 +76,12 @@ class SourceFiles:
     does not answer.
     """
 
-    def __init__(self, source: str, path: str, weight: float, cache_dir: str):
-        self._files = _list_files(source, path, cache_dir)
-        self._digests: dict[str, str] = {}  # by path
+    def __init__(self, data: DataConfig, weight: float = 1.0):
+        self._files = _list_files(data)
+        self._sampled = cache(_sampled)
         count = len(self._files)
         self.fingerprint = SourceFingerprint(
-            source=source,
+            source=data.source,
             weight=weight,
             count=count,
             size=sum(file.size for file, _ in self._files),
@@ -114,15 +117,12 @@ class SourceFiles:
         if not (path and last.digest and file.name == last.name and file.size > last.size):
             return False
         is_same_before = self._digest_of(saved.count - 1) == saved.head
-        return is_same_before and sampled_digest(path, last.size) == last.digest
+        return is_same_before and self._sampled(path, last.size) == last.digest
 
     def _digest_of(self, count: int) -> str:
         """Return the digest of the first `count` files, as if there were no others."""
-        digest = hashlib.blake2b(digest_size=8)
-        for file in (self._file(i, count) for i in range(count)):
-            line = f"{file.name}\0{file.size}\0{file.digest}\n"
-            digest.update(line.encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+        files = (self._file(i, count) for i in range(count))
+        return _digest("".join(f"{file.name}\0{file.size}\0{file.digest}\n" for file in files))
 
     def _file(self, index: int, count: int) -> File:
         """Return a file as a fingerprint of `count` files describes it."""
@@ -130,12 +130,7 @@ class SourceFiles:
         stride = -(-count // MOST_READ)
         if not path or (index % stride and index != count - 1):
             return file
-        if path not in self._digests:
-            try:
-                self._digests[path] = sampled_digest(path, file.size)
-            except OSError as error:
-                raise path_error(f"{path} cannot be read: {error.strerror}") from error
-        return replace(file, digest=self._digests[path])
+        return replace(file, digest=self._sampled(path, file.size))
 
 
 @dataclass(frozen=True)
@@ -151,7 +146,11 @@ class DataFingerprint:
     earlier_frame: Frame | None = None  # before frames were recorded
 
     def digests(self) -> dict[str, str]:
-        """Return a digest for each key that names data or the tokenizer."""
+        """Return a digest for each key that names data or the tokenizer.
+
+        Two processes with the same digests read the same documents with the same tokenizer,
+        wherever the files are.
+        """
         digests = {self.key: _of_sources(self.train), "data.tokenizer": self.tokenizer}
         if self.eval is not None:
             digests["data.eval_path"] = _of_sources([self.eval])
@@ -162,7 +161,7 @@ class DataFingerprint:
     def to_json(self) -> dict[str, Any]:
         """Return the fingerprint as a checkpoint's meta holds it."""
         return {
-            "data": [asdict(corpus.fingerprint) for corpus in self.train],
+            "data": [asdict(files.fingerprint) for files in self.train],
             "eval": asdict(self.eval.fingerprint) if self.eval else None,
             "tokenizer": self.tokenizer,
             "chat_template": self.chat_template,
@@ -170,85 +169,68 @@ class DataFingerprint:
         }
 
     def changes_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
-        """Return what differs from the `to_json` of a checkpoint; raises TypeError or KeyError if
-        `saved` is something else.
+        """Return what differs from the `to_json` of a checkpoint; raises TypeError, ValueError or
+        KeyError if `saved` is something else.
         """
         return [*self._sources_since(saved), *self._tokens_since(saved)]
 
-    def _sources_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
-        differing = []
-        before = [_from_json(source) for source in saved["data"]]
-        if len(before) != len(self.train):
-            text = f"{len(before)} sources then, {len(self.train)} now"
-            differing.append(DataChange(self.key, CHANGED, text))
-        else:
-            for corpus, source in zip(self.train, before, strict=True):
-                if change := corpus.change_since(source):
-                    differing.append(DataChange(self.key, *change))
-        eval_before = saved["eval"] and _from_json(saved["eval"])
-        if (eval_before is None) != (self.eval is None):
+    def _sources_since(self, saved: Mapping[str, Any]) -> Iterator[DataChange]:
+        then = [shaped(source, SourceFingerprint) for source in saved["data"]]
+        if len(then) != len(self.train):
+            text = f"{len(then)} sources then, {len(self.train)} now"
+            yield DataChange(self.key, CHANGED, text)
+        pairs = [(self.key, *pair) for pair in zip(self.train, then, strict=False)]
+        if bool(saved["eval"]) != bool(self.eval):
             text = "a validation set of its own now" if self.eval else "no validation set any more"
-            differing.append(DataChange("data.eval_path", CHANGED, text))
-        elif eval_before and self.eval and (change := self.eval.change_since(eval_before)):
-            differing.append(DataChange("data.eval_path", *change))
-        return differing
+            yield DataChange("data.eval_path", CHANGED, text)
+        elif self.eval:
+            pairs.append(("data.eval_path", self.eval, shaped(saved["eval"], SourceFingerprint)))
+        for key, files, before in pairs:
+            if change := files.change_since(before):
+                yield DataChange(key, *change)
 
-    def _tokens_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
-        differing = []
+    def _tokens_since(self, saved: Mapping[str, Any]) -> Iterator[DataChange]:
         earlier = saved.get("frame") or self.earlier_frame  # of documents, if there are any
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
-            differing.append(DataChange("data.tokenizer", CHANGED, text))
+            yield DataChange("data.tokenizer", CHANGED, text)
         elif self.frame and earlier and Frame(*earlier) != self.frame:
             begin, end = earlier
             text = (
                 f"ids {begin} before and {end} after a document have become "
                 f"{self.frame.begin} and {self.frame.end}"
             )
-            differing.append(DataChange("data.tokenizer", FRAMED, text))
+            yield DataChange("data.tokenizer", FRAMED, text)
         template = saved.get("chat_template", "")  # earlier versions had no conversations
         if template != self.chat_template:
             text = f"the template has digest {self.chat_template!r}, then {template!r}"
-            differing.append(DataChange("data.chat_template", CHANGED, text))
-        return differing
+            yield DataChange("data.chat_template", CHANGED, text)
 
 
 def fingerprint_data(config: Config) -> DataFingerprint:
     """Return the fingerprint of the data and the tokenizer that a configuration names; raises
     ConfigError if files cannot be read, or a store does not answer.
     """
-    data, cache = config.data, config.data.cache_dir
+    data = config.data
+    key = "data.path" if SOURCES[data.source].needs_path else "data.source"
     if data.mixture:
-        total = sum(entry["weight"] for entry in data.mixture)
         key = "data.mixture"
-        train = tuple(
-            SourceFiles(entry["source"], entry.get("path", ""), entry["weight"] / total, cache)
-            for entry in data.mixture
-        )
-    else:
-        key = "data.path" if SOURCES[data.source].needs_path else "data.source"
-        train = (SourceFiles(data.source, data.path, 1.0, cache),)
-    evaluation = SourceFiles(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
-    tokenizer = tokenizer_digest(data.tokenizer, cache)
+    weights = [entry["weight"] for entry in data.mixture] or [1.0]
+    train = tuple(
+        SourceFiles(source, weight / sum(weights))
+        for source, weight in zip(each_source(data), weights, strict=True)
+    )
+    evaluation = SourceFiles(replace(data, path=data.eval_path)) if data.eval_path else None
+    tokenizer = tokenizer_digest(data.tokenizer, data.cache_dir)
     chat_template = ""
     if template := trained_template(data):
-        content = json.dumps([template.source, sorted(template.special_tokens)])
-        chat_template = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        chat_template = _digest(json.dumps([template.source, sorted(template.special_tokens)]))
     frame = earlier = None
     if not all(SOURCES[files.fingerprint.source].is_chat for files in train):
         with suppress(ConfigError):  # the loader refuses it
-            loaded = load_tokenizer(data.tokenizer, cache)
+            loaded = load_tokenizer(data.tokenizer, data.cache_dir)
             frame, earlier = frame_of(loaded), earlier_frame_of(loaded)
     return DataFingerprint(key, train, evaluation, tokenizer, chat_template, frame, earlier)
-
-
-def data_digests(config: Config) -> dict[str, str]:
-    """Return digests of all that a run reads, by key; errors are those of `fingerprint_data`.
-
-    Two processes with the same digests read the same documents with the same tokenizer,
-    wherever the files are.
-    """
-    return fingerprint_data(config).digests()
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
@@ -273,24 +255,18 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     return digest.hexdigest()
 
 
-def _from_json(record: Mapping[str, Any]) -> SourceFingerprint:
-    last = None if record["last"] is None else File(**record["last"])
-    files = tuple(File(**file) for file in record["files"])
-    return SourceFingerprint(**{**record, "last": last, "files": files})
-
-
-def _list_files(source: str, path: str, cache_dir: str) -> list[tuple[File, str]]:
+def _list_files(data: DataConfig) -> list[tuple[File, str]]:
     """Return the files of a source in the order in which it reads them, not yet read, and the
     local path of each, "" in a store.
     """
-    facts = SOURCES[source]
+    facts = SOURCES[data.source]
     if not facts.needs_path:
         return [(File(attribute_of(facts.version)(), 0, ""), "")] if facts.version else []
     local: set[str] = set()
     remote: list[File] = []
     # Sources that name what an entry's rows come from open the entries in sorted order.
-    for part in sorted_parts(path) if facts.version else parts_of(path):
-        contents = attribute_of(facts.version)(part, cache_dir) if facts.version else None
+    for part in sorted_parts(data.path) if facts.version else parts_of(data.path):
+        contents = attribute_of(facts.version)(part, data.cache_dir) if facts.version else None
         if contents:
             local.update(contents.files)
             if contents.name:
@@ -308,35 +284,45 @@ def _list_files(source: str, path: str, cache_dir: str) -> list[tuple[File, str]
     return listed + [(file, "") for file in dict.fromkeys(remote)]
 
 
-def _of_sources(corpora: Sequence[SourceFiles]) -> str:
-    prints = [corpus.fingerprint for corpus in corpora]
-    text = [f"{p.source} {p.weight!r} {p.digest}" for p in prints]
-    return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
+def _of_sources(sources: Sequence[SourceFiles]) -> str:
+    prints = [files.fingerprint for files in sources]
+    return _digest("\n".join(f"{p.source} {p.weight!r} {p.digest}" for p in prints))
+
+
+def _digest(text: str) -> str:
+    content = text.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _sampled(path: str, size: int) -> str:
+    try:
+        return sampled_digest(path, size)
+    except OSError as error:
+        raise path_error(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
-    """Describe up to three files that are new, gone or changed."""
-    then = {file.name: file for file in before}
-    names = {file.name: file for file in now}
-    words = [f"{name} is gone" for name in then if name not in names]
-    words += [f"{name} is new" for name in names if name not in then]
-    words += [
-        _difference(then[name], file)
-        for name, file in names.items()
-        if name in then and file != then[name]
+    """Describe up to three files that are gone, new or changed."""
+    then, ours = ({file.name: file for file in files} for files in (before, now))
+    words = [
+        _difference(name, then.get(name), ours.get(name))
+        for name in {**then, **ours}
+        if then.get(name) != ours.get(name)
     ]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return (", ".join(words[:3]) or "files of the same name differ") + more
 
 
-def _difference(before: File, now: File) -> str:
-    if now.name.startswith(SCHEME):
-        name, rest = now.name.partition(":")[2].split(":", 1)
-        then, commit = (file.digest.partition(" ")[0] for file in (before, now))
-        return f"{now.name} has commit {commit} now; {SCHEME}{name}@{then}:{rest} is that of then"
-    if now.size < before.size:
-        return f"{now.name} is shorter: {before.size:,} -> {now.size:,} bytes"
-    return f"{now.name} has other contents"
+def _difference(name: str, then: File | None, now: File | None) -> str:
+    if then is None or now is None:
+        return f"{name} is {'gone' if then else 'new'}"
+    if name.startswith(SCHEME):
+        place, rest = name.partition(":")[2].split(":", 1)
+        before, commit = (file.digest.partition(" ")[0] for file in (then, now))
+        return f"{name} has commit {commit} now; {SCHEME}{place}@{before}:{rest} is that of then"
+    if now.size < then.size:
+        return f"{name} is shorter: {then.size:,} -> {now.size:,} bytes"
+    return f"{name} has other contents"
 
 
 def _number(count: int) -> str:

@@ -1,6 +1,6 @@
 """Render chat templates in a process of their own, with a limit on time, memory and output.
 
-`maxpipe.data.template_process` runs this file as a script: it reads requests, lines of JSON, from
+`maxpipe.data.chat_template` runs this file as a script: it reads requests, lines of JSON, from
 standard input, and writes a line for each. It imports nothing of the package, so that it starts in
 tens of milliseconds. Python cannot interrupt a power or a format in the middle, but a signal ends
 the process.

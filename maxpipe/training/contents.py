@@ -12,7 +12,7 @@ from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.rules.layout import is_csv
 from maxpipe.config.sections import Config
-from maxpipe.data.fingerprint import data_digests
+from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.devices.agreement import source_digest
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
@@ -28,7 +28,7 @@ def run_contents(config: Config) -> dict[str, str]:
     place of a digest: if no process can read it, opening it reports that later.
     """
     try:
-        contents = data_digests(config)
+        contents = fingerprint_data(config).digests()
     except ConfigError as error:
         contents = {problem.key: problem.message for problem in error.problems}
     for key, digest in _PATHS.items():

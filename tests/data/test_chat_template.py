@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data import template_process
+from maxpipe.data import chat_template
 from maxpipe.data.chat_template import ChatTemplate, load_chat_template
 from maxpipe.data.documents import BadDocument, MarkedText
 
@@ -127,11 +127,11 @@ def test_template_without_end_makes_a_bad_document(
         ("{{ 'a' | center(10**10) }}", "MemoryError"),
         ("{{ 'a' * 10**8 }}", "OverflowError: more than"),
     ]:
-        monkeypatch.setattr(template_process, "SECONDS", 0.2 if " s" in reason else 9.0)
+        monkeypatch.setattr(chat_template, "SECONDS", 0.2 if " s" in reason else 9.0)
         with pytest.raises(BadDocument, match=f"the template cannot lay it out: .*{reason}"):
             _template(source + CLOSED).render(TALK, None)
         assert _targets(_template(CLOSED).render(TALK, None)) == ["1</s>\n", "2</s>\n"]
-    monkeypatch.setattr(template_process, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     (tmp_path / "mine.jinja").write_text("{{ 9**(9**7) }}")  # is computed by the compiler
     with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja .*0\.2 s of"):
         load_chat_template(str(tmp_path / "mine.jinja"), "byte")

@@ -7,13 +7,13 @@ from helpers.hf_folder import write_byte_pairs
 from tokenizers import Tokenizer, processors
 
 from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config.sections import DataConfig
 from maxpipe.data import fingerprint as module
 from maxpipe.data.fingerprint import (
     APPENDED,
     CHANGED,
     FRAMED,
     SourceFiles,
-    data_digests,
     fingerprint_data,
 )
 from maxpipe.storage.local_files import RemoteFile
@@ -44,6 +44,10 @@ def config(corpus, tmp_path):
 
 def kinds(config, saved):
     return [(change.key, change.kind) for change in fingerprint_data(config).changes_since(saved)]
+
+
+def data_digests(config):
+    return fingerprint_data(config).digests()
 
 
 def recorded(config):
@@ -213,6 +217,6 @@ def test_link_to_a_directory_of_the_data_leaves_its_fingerprint(tmp_path):
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text(name)
-    before = SourceFiles("text", str(tmp_path), 1.0, "").fingerprint.digest
+    before = SourceFiles(DataConfig(source="text", path=str(tmp_path))).fingerprint.digest
     (tmp_path / "latest").symlink_to(tmp_path / "v2")
-    assert SourceFiles("text", str(tmp_path), 1.0, "").fingerprint.digest == before
+    assert SourceFiles(DataConfig(source="text", path=str(tmp_path))).fingerprint.digest == before

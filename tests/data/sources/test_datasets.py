@@ -53,7 +53,7 @@ def _all(documents: Documents) -> list[Any]:
 
 
 def _files(path: object) -> SourceFiles:
-    return SourceFiles("datasets", str(path), 1.0, "")
+    return SourceFiles(DataConfig(source="datasets", path=str(path)))
 
 
 def _version(path: object) -> str:
