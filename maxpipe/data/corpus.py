@@ -8,7 +8,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, open_all
-from maxpipe.data.files import find_files
+from maxpipe.data.files import find_files, reworded
 
 TEXT = "text"  # the source of files of no other kind
 FILES = "FILES"  # the argument's name in messages
@@ -87,5 +87,4 @@ def naming_files() -> Iterator[None]:
         yield
     except ConfigError as error:
         keys = {"data.path": FILES}
-        problems = [replace(p, key=keys.get(p.key, p.key)) for p in error.problems]
-        raise ConfigError(*problems) from error
+        raise reworded(error, lambda p: replace(p, key=keys.get(p.key, p.key))) from error

@@ -16,7 +16,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import path_error
+from maxpipe.data.files import path_error, reworded
 from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer, frame_of
 
 _BLOCK = 1 << 20  # documents hashed at a time, so that temporaries are small
@@ -206,8 +206,7 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
     try:
         return open_all(replace(config, path=config.eval_path))
     except ConfigError as error:
-        messages = (problem.message for problem in error.problems)
-        raise ConfigError(*(Problem("data.eval_path", text) for text in messages)) from error
+        raise reworded(error, lambda p: replace(p, key="data.eval_path")) from error
 
 
 def open_all(config: DataConfig) -> Documents:
@@ -300,8 +299,7 @@ class EncodedDocuments:
         except BadDocument as error:
             if not self._skips_bad:
                 remedy = "; data.on_bad_document=skip leaves such documents out"
-                problems = (replace(p, message=p.message + remedy) for p in error.problems)
-                raise BadDocument(*problems) from error
+                raise reworded(error, lambda p: replace(p, message=p.message + remedy)) from error
             self._skipped[index] = str(error)
             return _EMPTY
         return self.encode(document)

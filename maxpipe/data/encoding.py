@@ -192,9 +192,7 @@ def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
     for index in range(part.start, part.end):
         try:
             text = text_of(documents, index)
-        except ConfigError as error:
-            if not isinstance(error.__cause__, BadDocument):
-                raise
+        except BadDocument as error:
             if not encoding.skips_bad:
                 raise ConfigError(*error.problems, SKIPPING) from error
             skipped.append(str(error))

@@ -2,10 +2,11 @@
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os.path import isdir, isfile
 from pathlib import Path
 from stat import S_ISREG
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,12 +18,18 @@ from maxpipe.storage.local_files import each_once, fetch, shown, with_endings
 from maxpipe.storage.object_store import is_remote
 
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", *(f".tar{e}" for e in PACKED))
+ErrorT = TypeVar("ErrorT", bound=ConfigError)
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
 
 
 def path_error(message: str) -> ConfigError:
     """Return an error about what `data.path` names."""
     return ConfigError(Problem("data.path", message))
+
+
+def reworded(error: ErrorT, change: Callable[[Problem], Problem]) -> ErrorT:
+    """Return an error of the same kind, each of its problems changed."""
+    return type(error)(*map(change, error.problems))
 
 
 def find_files(
@@ -72,8 +79,11 @@ def find_files(
 
 
 def files_of(config: DataConfig, source: str) -> list[str]:
-    """Return the files of `data.path` for a source of the catalogue; errors as `find_files`."""
-    return find_files(config.path, SOURCES[source].suffixes, config.cache_dir, config.cache_limit)
+    """Return the files of `data.path` for a source of the catalogue; raises ConfigError as
+    `find_files` does, and if one is empty.
+    """
+    suffixes = SOURCES[source].suffixes
+    return require_content(find_files(config.path, suffixes, config.cache_dir, config.cache_limit))
 
 
 def parts_of(path: str) -> list[str]:

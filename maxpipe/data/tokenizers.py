@@ -28,7 +28,7 @@ from maxpipe.data.tokenizer_json import (
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 CHAT_TEMPLATE = "chat_template.jinja"
-_OF_TEMPLATES = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)
+_BESIDE = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)  # files next to a tokenizer's own
 
 
 class Tokenizer(Protocol):
@@ -99,13 +99,9 @@ def template_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     """
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return []
-    if folder := tokenizer_folder(name_or_path):
-        directory = open_folder(folder, "data.tokenizer").fetch(_OF_TEMPLATES, cache_dir)
-    else:
-        path = Path(tokenizer_path(name_or_path))
-        directory = path if path.is_dir() else path.parent
-    files = (directory / name for name in _OF_TEMPLATES)
-    return [file for file in files if file.exists()]
+    path = Path(_local_path(name_or_path, cache_dir))
+    directory = path if path.is_dir() else path.parent
+    return [directory / name for name in _BESIDE if (directory / name).exists()]
 
 
 @cache
@@ -117,8 +113,7 @@ def _local_path(value: str, cache_dir: str) -> str:
         return path
     name = path.rpartition("/")[2]
     try:
-        names = (name, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
-        directory = open_folder(folder, "data.tokenizer").fetch(names, cache_dir)
+        directory = open_folder(folder, "data.tokenizer").fetch((name, *_BESIDE), cache_dir)
         is_there = (directory / name).is_file()
     except FileNotFoundError:
         is_there = False
@@ -153,7 +148,7 @@ def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
 
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
-    return next((file for file in files if file.name not in _OF_TEMPLATES), None)
+    return next((file for file in files if file.name not in _BESIDE), None)
 
 
 def frame_of(tokenizer: Tokenizer) -> Frame:

@@ -26,9 +26,6 @@ CACHE_LINE = 64  # bytes
 ALL = slice(None)
 _MAX_HEADER = 100 << 20  # the library's own bound
 _FIRST_READ = 1 << 17  # bytes, enough for the header of most files
-_MOST_NUMBERS = 1 << 60  # in a tensor, of at most 8 bytes; a size of 0 counts as 1
-_MOST_DIMENSIONS = 32  # NumPy's bound, in its first version
-_LONGEST_NAME = 255  # of a file
 _DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -166,8 +163,6 @@ def _tensors(
         shape, offsets = entry["shape"], entry["data_offsets"]
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
             raise ValueError(f"{name} has no list of sizes, or not two offsets")
-        if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > _MOST_NUMBERS:
-            raise ValueError(f"{name} has a shape that no array can have")
         yield name, StoredTensor(file, str(entry["dtype"]), tuple(shape), start + offsets[0])
 
 
@@ -239,8 +234,6 @@ def _read_index(folder: ModelFolder) -> Mapping[str, object]:
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
             raise SafetensorsError(f"{folder}/{INDEX} names {name:.80}, which is not in the folder")
-        if not 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME or "\0" in name:
-            raise SafetensorsError(f"{folder}/{INDEX} names {name[:80]!r}, which no file can have")
     return weight_map
 
 

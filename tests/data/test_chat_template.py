@@ -49,7 +49,13 @@ def _targets(text: MarkedText) -> list[str]:
     return [text.text[start:end] for start, end in text.spans]
 
 
-def test_template_without_marks_has_the_assistants_turns() -> None:
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{%- generation -%}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+)
+
+
+def test_assistants_turns_are_what_is_between_marks_or_what_a_turn_adds() -> None:
     closed = (
         "<s><system>Be brief.</s>\n<user>One?</s>\n<assistant>1</s>\n"
         "<user>Two?</s>\n<assistant>2</s>\n"
@@ -57,31 +63,22 @@ def test_template_without_marks_has_the_assistants_turns() -> None:
     spaced = "[INST] One? [/INST] 1</s>[INST] Two? [/INST] 2</s>"
     asking = "{% if messages[0].role != 'system' %}Be kind.</s>{% endif %}" + CLOSED
     asked = "Be kind.</s><s><assistant>1</s>\n<user>Two?</s>\n<assistant>2</s>\n"
-    for source, talk, text, targets in [
-        (CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
-        (SPACED, TALK, spaced, [" 1</s>", " 2</s>"]),
-        (asking, TALK[2:], asked, ["1</s>\n", "2</s>\n"]),  # asks for a message of the system
-        ("{# no {% generation %} #}" + CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
-        ("{#-\n{% generation %}\n-#}" + CLOSED, TALK, closed, ["1</s>\n", "2</s>\n"]),
-    ]:
-        rendered = _template(source).render(talk, None)
-        assert rendered.text == text
-        assert _targets(rendered) == targets
-
-
-def test_template_with_marks_has_what_is_between_them() -> None:
-    for dashes in ["-", "", "+"]:
-        source = (
-            "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
-            f"{{%{dashes} generation {dashes.replace('+', '')}%}}{{{{ m.content }}}}"
-            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
-        )
-        rendered = pickle.loads(pickle.dumps(_template(source))).render(TALK, None)
-        assert rendered.text.endswith("<user>Two?</s><assistant>2</s>")
-        assert _targets(rendered) == ["1", "2"]
+    marked = closed.removeprefix("<s>").replace("\n", "")
     nested = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
-    rendered = _template(nested).render(TALK, None)
-    assert (rendered.text, rendered.spans) == ("abcde", ((1, 4),))
+    turns = ["1</s>\n", "2</s>\n"]
+    for source, talk, text, targets in [
+        (CLOSED, TALK, closed, turns),
+        (SPACED, TALK, spaced, [" 1</s>", " 2</s>"]),
+        (asking, TALK[2:], asked, turns),  # asks for a message of the system
+        ("{# no {% generation %} #}" + CLOSED, TALK, closed, turns),
+        ("{#-\n{% generation %}\n-#}" + CLOSED, TALK, closed, turns),
+        (MARKED, TALK, marked, ["1", "2"]),
+        (MARKED.replace("{%- generation -%}", "{% generation %}"), TALK, marked, ["1", "2"]),
+        (MARKED.replace("{%- generation -%}", "{%+ generation %}"), TALK, marked, ["1", "2"]),
+        (nested, TALK, "abcde", ["bcd"]),
+    ]:
+        rendered = pickle.loads(pickle.dumps(_template(source))).render(talk, None)
+        assert (rendered.text, _targets(rendered)) == (text, targets)
 
 
 def test_tools_and_calls_reach_the_template_as_json() -> None:
@@ -168,12 +165,6 @@ def test_process_that_renders_is_replaced_and_ends_with_its_parent() -> None:
         time.sleep(0.02)
 
 
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% endgeneration %}{% endif %}{% endfor %}"
-)
-
-
 def test_turn_of_weight_0_is_not_learned() -> None:
     for source, learned in [(CLOSED, "2</s>\n"), (MARKED, "2")]:
         talk = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
@@ -182,9 +173,8 @@ def test_turn_of_weight_0_is_not_learned() -> None:
         with pytest.raises(BadDocument, match="every turn has weight 0"):
             _template(source).render(talk, None)
         del talk[4]["weight"]
-        odd = "{% generation %}{% endgeneration %}" + MARKED
         with pytest.raises(BadDocument, match="marks 3 stretches for 2 turns"):
-            _template(odd).render(talk, None)
+            _template("{% generation %}{% endgeneration %}" + MARKED).render(talk, None)
 
 
 def test_date_of_a_template_is_that_of_its_run() -> None:
@@ -229,7 +219,11 @@ def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) 
     assert template.render(talk, None).text == "\n plain a True\n  "
 
 
-def test_unusable_template_is_named(tmp_path: Path) -> None:
+def test_missing_or_unusable_template_is_named(tmp_path: Path) -> None:
+    for template in [None, ["a"], [{"name": "rag", "template": "no"}]]:
+        folder = _folder(tmp_path, eos_token="</s>", chat_template=template)
+        with pytest.raises(ConfigError, match=r"no chat template of its own: data\.chat_template="):
+            load_chat_template("", folder)
     file = tmp_path / "mine.jinja"
     with pytest.raises(ConfigError, match=r"^data\.chat_template: \S*mine\.jinja cannot be read"):
         load_chat_template(str(file), "byte")
@@ -244,12 +238,3 @@ def test_unusable_template_is_named(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(ConfigError, match=rf"^data\.chat_template: \S*mine\.jinja {reason}"):
             load_chat_template(str(file), "byte")
-
-
-def test_tokenizer_without_template_asks_for_one(tmp_path: Path) -> None:
-    for template in [None, ["a"], [{"name": "rag", "template": "no"}]]:
-        folder = _folder(tmp_path, eos_token="</s>", chat_template=template)
-        with pytest.raises(
-            ConfigError, match=r"has no chat template of its own: data\.chat_template="
-        ):
-            load_chat_template("", folder)

@@ -70,14 +70,10 @@ def test_length_that_is_given_last_counts(words, tmp_path):
             load(str(file), words[1:])
 
 
-def test_epochs_of_what_has_none_are_refused(tmp_path):
+def test_epochs_of_what_has_none_or_reads_no_data_are_refused(words):
     for word in ["data.source=synthetic", "data.mixture=[{source: python_stdlib, weight: 1}]"]:
-        config, *others = write_config(tmp_path)
         with pytest.raises(ConfigError, match=rf"epochs .*{word[:8]}.*: give steps"):
-            load(config, [*others, "epochs=2", word])
-
-
-def test_commands_that_read_no_data_ask_for_steps(words):
+            load(words[0], [*words[1:], "data.path=", "epochs=2", word])
     with pytest.raises(ConfigError, match=r"epochs .*give steps"):
         resolve(load(words[0], [*words[1:], "epochs=2"]), 1)
 

@@ -1,6 +1,7 @@
 """The loader: batches do not depend on workers, processes or restarts."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,22 @@ from maxpipe.data.loader import (
     tokenizer_notes,
 )
 
-Equal = Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], None]
 Make = Callable[..., Config]
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Make:
+    """Return what configures training on 23 texts of many lengths, all different if not empty."""
+    for i in range(23):
+        text = "".join(chr(97 + (i + j) % 26) for j in range(i * i % 37))
+        (tmp_path / f"{i:02}.txt").write_text(text)
+
+    def make(batch: int = 4, length: int = 16, **data: object) -> Config:
+        values = {"source": "text", "path": str(tmp_path / "*.txt"), "eval_fraction": 0.0}
+        values |= {"global_batch_size": batch, "sequence_length": length, **data}
+        return replace(Config(), **{f"data.{key}": value for key, value in values.items()})
+
+    return make
 
 
 def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
@@ -39,25 +54,23 @@ def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_loader_resumes_from_every_state(
-    make_config: Make, assert_batches_equal: Equal, packing: bool
-) -> None:
+@pytest.mark.parametrize("batch", [4, 40])
+def test_loader_resumes_from_every_state(make_config: Make, batch: int, packing: bool) -> None:
     """There are 23 documents, so some of 40 rows start in the second epoch."""
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
-    for batch, positions in ((4, range(12)), (40, (0, 5, 11))):
-        config = make_config(batch=batch, packing=packing)
-        loader = make_loader(config, "train", range(batch))
-        states = [loader.state]
-        batches, later = _take(loader, 12)
-        states += later
-        assert {name: x.dtype for name, x in batches[0].items()} == dtypes | {"weights": np.float32}
-        assert {x.shape for x in batches[0].values()} == {(batch, 16)}
-        assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
-        for position in positions:
-            loader = make_loader(config, "train", range(batch), states[position])
-            resumed, resumed_states = _take(loader, 2)
-            assert_batches_equal(resumed[0], batches[position])
-            np.testing.assert_array_equal(resumed_states[0], states[position + 1])
+    config = make_config(batch=batch, packing=packing)
+    loader = make_loader(config, "train", range(batch))
+    states = [loader.state]
+    batches, later = _take(loader, 12)
+    states += later
+    assert {name: x.dtype for name, x in batches[0].items()} == dtypes | {"weights": np.float32}
+    assert {x.shape for x in batches[0].values()} == {(batch, 16)}
+    assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
+    for position in range(12):
+        loader = make_loader(config, "train", range(batch), states[position])
+        resumed, resumed_states = _take(loader, min(2, 12 - position))
+        np.testing.assert_equal(resumed, batches[position : position + 2])
+        np.testing.assert_equal(resumed_states, states[position + 1 : position + 3])
 
 
 def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
@@ -71,33 +84,23 @@ def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
     np.testing.assert_array_equal(*states)
 
 
-PARTS = [[range(3), range(3, 6)], [range(0, 6, 2), range(1, 6, 2)], [[5], range(5)]]
+PARTS = [range(3), range(3, 6), range(0, 6, 2), range(1, 6, 2), [5], range(5)]
 
 
-def test_loader_split_over_processes_gives_same_rows(
-    make_config: Make, assert_batches_equal: Equal
-) -> None:
+def test_loader_of_part_of_the_rows_or_with_workers_reads_the_same(make_config: Make) -> None:
     """Each part reads alone, and also continues in the middle what a single process began."""
-    for parts in PARTS:
-        config = make_config(batch=6)
-        batches, states = _take(make_loader(config, "train", range(6)), 6)
-        for rows in parts:
-            alone, alone_states = _take(make_loader(config, "train", rows), 6)
-            resumed, _ = _take(make_loader(config, "train", rows, states[2][rows]), 3)
-            for whole, part in zip(batches + batches[3:], alone + resumed, strict=True):
-                assert_batches_equal({name: array[rows] for name, array in whole.items()}, part)
-            np.testing.assert_array_equal(alone_states[-1], states[-1][rows])
-
-
-def test_loader_num_workers_does_not_change_batches(
-    make_config: Make, assert_batches_equal: Equal
-) -> None:
-    batches, states = _take(make_loader(make_config(batch=3), "train", range(3)), 6)
-    config = make_config(batch=3, num_workers=2, prefetch=2)
-    loaded, loaded_states = _take(make_loader(config, "train", range(3), states[1]), 4)
-    for a, b in zip(loaded, batches[2:], strict=True):
-        assert_batches_equal(a, b)
-    np.testing.assert_array_equal(loaded_states, states[2:])
+    config = make_config(batch=6)
+    batches, states = _take(make_loader(config, "train", range(6)), 6)
+    for rows in PARTS:
+        alone, alone_states = _take(make_loader(config, "train", rows), 6)
+        resumed, _ = _take(make_loader(config, "train", rows, states[2][rows]), 3)
+        whole = [{name: array[rows] for name, array in batch.items()} for batch in batches]
+        np.testing.assert_equal(alone + resumed, whole + whole[3:])
+        np.testing.assert_equal(alone_states, [state[rows] for state in states])
+    config = make_config(batch=6, num_workers=2, prefetch=2)
+    loaded, loaded_states = _take(make_loader(config, "train", range(6), states[1]), 4)
+    np.testing.assert_equal(loaded, batches[2:])
+    np.testing.assert_equal(loaded_states, states[2:])
 
 
 def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
@@ -113,10 +116,8 @@ def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
 
 
 def test_make_loader_state_of_other_data_raises(make_config: Make, tmp_path: Path) -> None:
-    for change in [{"batch": 5}, {"path": "10.txt,11.txt"}]:
-        state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
-        if "path" in change:
-            change = {"path": ",".join(str(tmp_path / name) for name in change["path"].split(","))}
+    state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
+    for change in ({"batch": 5}, {"path": f"{tmp_path}/10.txt,{tmp_path}/11.txt"}):
         with pytest.raises(ConfigError, match="does not fit"):
             make_loader(make_config(**change), "train", range(4), state)
 
@@ -138,25 +139,23 @@ def test_loader_reads_documents_of_its_rows_and_names_one_that_is_bad(
         loader.close()
 
 
-def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make) -> None:
+def test_loader_of_changed_data_continues_from_a_moved_state(
+    make_config: Make, tmp_path: Path
+) -> None:
     """A row keeps its place among the rows, and the number of documents it has passed."""
     before = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
     assert moved_state(before, 9, 9) is before
-    np.testing.assert_array_equal(
-        moved_state(before, 9, 7), [[1, 1, 0], [1, 5, 0], [2, 6, 0], [1, 0, 0]]
-    )
-    config = make_config()
-    loader = make_loader(config, "train", range(4))
+    moved = moved_state(before, 9, 7)
+    np.testing.assert_array_equal(moved, [[1, 1, 0], [1, 5, 0], [2, 6, 0], [1, 0, 0]])
+    loader = make_loader(make_config(), "train", range(4))
     state = _take(loader, 7)[1][-1]
     for count in (9, 40):
-        directory = Path(config.data.path).parent / f"other {count}"
-        directory.mkdir()
+        (directory := tmp_path / f"other {count}").mkdir()
         for i in range(count):
             (directory / f"{i:02}.txt").write_text(f"document {i}")
-        changed = make_config(path=str(directory))
         moved = moved_state(state, loader.num_documents, count)
-        batches, _ = _take(make_loader(changed, "train", range(4), moved), 2)
-        assert all((batch["weights"] == 1).all() for batch in batches)
+        changed = make_loader(make_config(path=str(directory)), "train", range(4), moved)
+        assert all((batch["weights"] == 1).all() for batch in _take(changed, 2)[0])
 
 
 _PARENT = """
@@ -192,20 +191,20 @@ def test_workers_ignore_signals_and_end_with_parent(tmp_path: Path) -> None:
 def test_imported_model_may_lack_added_tokens_of_its_tokenizer(tmp_path: Path) -> None:
     stored = Tokenizer.from_file(str(write_byte_pairs(tmp_path, "a b c", ["</s>"], size=300)))
     num_own = stored.get_vocab_size()
-    stored.add_special_tokens(["<image>"])
+    stored.add_special_tokens(["<image>", "<audio>"])
     stored.save(str(tmp_path / "tokenizer.json"))
     keys = {"model.vocab_size": num_own, "data.tokenizer": str(tmp_path)}
     config = replace(Config(), **keys, **{"model.from_hf": str(tmp_path)})
-    assert open_tokenizer(config).vocab_size == num_own + 1
-    assert tokenizer_notes(config) == [
-        "the model has no ids for 1 of the tokenizer's tokens; texts must not have them: <image>"
-    ]
+    assert open_tokenizer(config).vocab_size == num_own + 2
+    for num_ids, unknown in ((num_own, "2 .*: <image>, <audio>"), (num_own + 1, "1 .*: <audio>")):
+        (note,) = tokenizer_notes(replace(config, **{"model.vocab_size": num_ids}))
+        assert re.fullmatch(f"the model has no ids for {unknown}", note)
+    assert tokenizer_notes(replace(config, **{"model.vocab_size": num_own + 2})) == []
+    assert tokenizer_notes(Config()) == []
     counts = token_bytes(config)
     assert counts is not None
     assert counts.shape == (num_own,)
-    with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {num_own + 1}"):
-        open_tokenizer(replace(Config(), **keys))
     small = replace(config, **{"model.vocab_size": num_own - 1})
-    with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {num_own}$"):
-        open_tokenizer(small)
-    assert tokenizer_notes(Config()) == []
+    for other, least in ((replace(Config(), **keys), num_own + 2), (small, num_own)):
+        with pytest.raises(ConfigError, match=rf"model\.vocab_size: .* at least {least}$"):
+            open_tokenizer(other)

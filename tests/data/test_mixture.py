@@ -31,23 +31,17 @@ def test_mixed_order_sources_have_shares_and_epochs(shuffle):
         counts = np.bincount(documents[sources == source], minlength=size)
         assert counts.min() > 0
         assert counts.max() - counts.min() <= 1
-
-
-def test_mixed_order_has_its_shares_in_parts_of_a_round_and_in_every_row():
-    sources = draws(0, True)[0][:ROUND]
-    for part in np.split(sources, 4):
-        np.testing.assert_allclose(
-            np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08
-        )
+    for part in np.split(sources[:ROUND], 4):
+        shares_of_part = np.bincount(part, minlength=3) / len(part)
+        np.testing.assert_allclose(shares_of_part, [0.25, 0.625, 0.125], atol=0.08)
     for row in range(10):  # it takes draws r, r + B, ...
-        assert (np.bincount(sources[row::10], minlength=3) > [10, 40, 3]).all()
+        assert (np.bincount(sources[:ROUND][row::10], minlength=3) > [10, 40, 3]).all()
 
 
 def test_mixed_order_depends_on_seed_and_round():
     def first_of_a_round(seed, number):
         return draws(seed, True, number * ROUND, number * ROUND + 50)[0].tolist()
 
-    assert first_of_a_round(0, 0) == first_of_a_round(0, 0)
     assert first_of_a_round(0, 0) != first_of_a_round(1, 0)
     assert first_of_a_round(0, 0) != first_of_a_round(0, 1)
 
@@ -84,18 +78,13 @@ def take(config, count, state=None, split="train"):
     return batches
 
 
-def test_loader_of_mixture_resumes_from_every_state(config):
+def test_loader_of_mixture_resumes_from_every_state_and_draws_from_all_sources(config):
     everything = take(config, 12)
     for at in (0, 3, 10):
-        resumed = take(config, 1, everything[at][1])[0]
-        for name, array in everything[at + 1][0].items():
-            np.testing.assert_array_equal(resumed[0][name], array)
-        np.testing.assert_array_equal(resumed[1], everything[at + 1][1])
-
-
-def test_loader_of_mixture_both_splits_draw_from_all_sources(config):
-    for split in ("train", "eval"):
-        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 10, split=split)])
+        (resumed,) = take(config, 1, everything[at][1])
+        np.testing.assert_equal(resumed, everything[at + 1])
+    for batches in (everything, take(config, 10, split="eval")):
+        tokens = np.concatenate([batch["tokens"] for batch, _ in batches])
         digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
         assert digits.any(axis=0).all()
         assert letters.any()
@@ -103,25 +92,21 @@ def test_loader_of_mixture_both_splits_draw_from_all_sources(config):
 
 def test_open_mixture_problem_names_entry(config, tmp_path):
     (tmp_path / "digits.jsonl").unlink()
-    with pytest.raises(
-        ConfigError, match=r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"
-    ):
+    reason = r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"
+    with pytest.raises(ConfigError, match=reason):
         make_loader(config, "train", range(4))
 
 
 def test_config_invalid_mixture_raises():
     for value, message in [
         ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text"),
-        ("[{source: text, weight: 0}]", "entry 1 needs a finite weight above 0; got 0.0"),
         ("[{source: text, weight: 1e400}]", "finite weight above 0; got inf"),
-        ("[{source: text}]", "finite weight above 0; got None"),
-        ("[{source: text, weight: lots}]", "finite weight above 0; got 'lots'"),
+        ("[{source: text}]", "entry 1 needs a finite weight above 0; got None"),
         ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "a weight is 0.0005 of all"),
         ("[{source: synthetic, path: a, weight: 1}]", "synthetic reads no path: set source: text"),
         ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path"),
         ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
-        ("text", r"expected a list such as \[\{source"),
     ]:
         with pytest.raises(ConfigError, match=message):
             load("configs/base.yml", [f"data.mixture={value}"])

@@ -1,5 +1,7 @@
 """Packed and unpacked rows, compared with their documents, and the order of documents."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,9 +23,8 @@ def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> l
     n = len(documents)
     encoded = [Encoded(ids, ids % 2 + 1.0) for ids in documents]
     order = DocumentOrder(n, seed=0, shuffle=shuffle)
-    return [
-        RowStream(encoded, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)
-    ]
+    states = [np.array([row // n, row % n, 0]) for row in range(batch)]
+    return [RowStream(encoded, order, batch, state) for state in states]
 
 
 def _next_batch(streams: list[RowStream], length: int, packing: bool = True) -> Batch:
@@ -33,15 +34,13 @@ def _next_batch(streams: list[RowStream], length: int, packing: bool = True) -> 
     return batch
 
 
+FULL = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
+BATCH, LENGTH = st.integers(1, 6), st.integers(1, 20)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    batch=st.integers(1, 6),
-    length=st.integers(1, 20),
-)
+@given(lengths=FULL, batch=BATCH, length=LENGTH)
 def test_row_streams_visit_every_pair_once_per_epoch(
     lengths: list[int], batch: int, length: int
 ) -> None:
@@ -52,14 +51,12 @@ def test_row_streams_visit_every_pair_once_per_epoch(
             inputs, targets, weights = stream.take(length)
             assert weights.tolist() == (targets % 2 + 1.0).tolist()
             seen += [*zip(inputs.tolist(), targets.tolist(), strict=True)]
-    expected = [
-        pair for ids in documents for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)
-    ]
+    expected = [pair for ids in documents for pair in pairwise(ids.tolist())]
     assert sorted(seen) == sorted(expected)
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=LENGTHS, batch=st.integers(1, 4), length=st.integers(1, 20))
+@given(lengths=LENGTHS, batch=BATCH, length=LENGTH)
 def test_fill_row_packing_fills_rows_without_crossing_documents(
     lengths: list[int], batch: int, length: int
 ) -> None:
@@ -82,9 +79,7 @@ def test_fill_row_packing_fills_rows_without_crossing_documents(
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20)
-)
+@given(lengths=LENGTHS, batch=BATCH, first=LENGTH, second=LENGTH)
 def test_row_stream_does_not_depend_on_limits(
     lengths: list[int], batch: int, first: int, second: int
 ) -> None:
@@ -99,32 +94,30 @@ def test_row_stream_does_not_depend_on_limits(
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, length=st.integers(1, 20))
+@given(lengths=LENGTHS, length=LENGTH)
 def test_fill_row_without_packing_holds_one_document(lengths: list[int], length: int) -> None:
     documents = _framed(lengths)
     full = [i for i, n in enumerate(lengths) if n]
     streams = _streams(documents, batch=1, shuffle=False)
     for k in range(2 * len(full)):
-        row = {
-            name: array[0] for name, array in _next_batch(streams, length, packing=False).items()
-        }
+        row = _next_batch(streams, length, packing=False)
         ids = documents[full[k % len(full)]]
         used = min(length, len(ids) - 1)
-        assert row["tokens"].tolist() == [*ids[:used].tolist(), *[PAD] * (length - used)]
-        assert row["targets"].tolist() == [*ids[1 : used + 1].tolist(), *[PAD] * (length - used)]
-        assert row["segment_ids"].tolist() == [1] * used + [0] * (length - used)
-        assert row["weights"].tolist() == [
-            *(ids[1 : used + 1] % 2 + 1.0).tolist(),
-            *[0] * (length - used),
-        ]
-        assert row["positions"].tolist() == [*range(used), *[0] * (length - used)]
+        targets, padding = ids[1 : used + 1], [0] * (length - used)
+        expected = {
+            "tokens": [*ids[:used], *[PAD] * (length - used)],
+            "targets": [*targets, *[PAD] * (length - used)],
+            "segment_ids": [1] * used + padding,
+            "weights": [*(targets % 2 + 1.0), *padding],
+            "positions": [*range(used), *padding],
+        }
+        assert {name: array[0].tolist() for name, array in row.items()} == expected
 
 
 def test_row_stream_only_empty_documents_raises() -> None:
     stream = _streams(_framed([0, 0, 0]), batch=2)[0]
-    with pytest.raises(
-        ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"
-    ):
+    reason = r"data\.path: .* one after the other, hold no tokens \(3 in all\)"
+    with pytest.raises(ConfigError, match=reason):
         stream.take(4)
 
 

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.sections import ModelConfig
 from maxpipe.data.documents import EncodedDocuments
 from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
-from maxpipe.data.tokenizers import (
-    encode_prompt,
-    load_tokenizer,
-    needed_ids,
-    tokenizer_files,
-    unknown_tokens,
-)
+from maxpipe.data.tokenizers import encode_prompt, load_tokenizer, tokenizer_files
 
 TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
@@ -33,22 +26,14 @@ def _make(directory: Path, specials: list[str]) -> Path:
 
 def test_hugging_face_pickled_tokenizer_round_trips(tmp_path: Path) -> None:
     path = _make(tmp_path, ["<s>", "</s>"])
+    assert tokenizer_files(f"hf:{tmp_path}") == [path]
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.int32
     assert len(ids) < len(TEXT.encode())
     assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids.tolist()}
     assert tokenizer.decode(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id])) == TEXT
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 1)
     assert tokenizer.vocab_size == Tokenizer.from_file(str(path)).get_vocab_size()
-
-
-def test_tokenizer_of_a_folder_is_that_of_its_file(tmp_path: Path) -> None:
-    path = _make(tmp_path, ["<s>", "</s>"])
-    assert tokenizer_files(f"hf:{tmp_path}") == [path]
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    assert tokenizer_files(f"hf:{tmp_path}") == [path, tmp_path / "tokenizer_config.json"]
-    assert load_tokenizer(f"hf:{tmp_path}").eos_id == 0
 
 
 def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) -> None:
@@ -69,31 +54,32 @@ def test_documents_and_prompts_begin_as_the_post_processor_says(tmp_path: Path) 
         assert documents[0].ids.tolist() == [*begin, *ids, 1]
 
 
-def test_special_tokens_map_names_tokens_where_the_config_has_no_added_tokens(
-    tmp_path: Path,
-) -> None:
-    names = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "pad_token": "<c>"}
-    path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>"])
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    assert path.with_name("special_tokens_map.json") in tokenizer_files(str(path))
-    tokenizer = HuggingFaceTokenizer(str(path))
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text('{"eos_token": "</s>"}')
-    assert HuggingFaceTokenizer(str(path)).eos_id == 1
-    config.write_text('{"eos_token": "</s>", "added_tokens_decoder": {}}')
-    assert HuggingFaceTokenizer(str(path)).eos_id == 3
-
-
-def test_hugging_face_tokenizer_config_names_special_tokens(tmp_path: Path) -> None:
+def test_files_next_to_a_tokenizer_name_its_special_tokens(tmp_path: Path) -> None:
     path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>", "<s>"])
-    for config, expected in [
-        ({"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"}, (0, 1, 2)),
-        ({"bos_token": "<a>", "add_bos_token": False, "eos_token": "<c>"}, (None, 2, 2)),
-        ({"bos_token": None, "eos_token": "<b>", "pad_token": None}, (None, 1, 1)),
-        ({"model_max_length": 1024}, (None, 3, 3)),  # the end has a common name
-    ]:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    mapped = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "pad_token": "<c>"}
+    added: dict[str, object] = {"added_tokens_decoder": {}}
+    names: list[tuple[dict[str, object] | None, dict[str, object] | None, object]] = [
+        (None, None, (4, 3, 3)),  # all have common names
+        (
+            {"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"},
+            None,
+            (0, 1, 2),
+        ),
+        ({"bos_token": "<a>", "add_bos_token": False, "eos_token": "<c>"}, None, (None, 2, 2)),
+        ({"bos_token": None, "eos_token": "<b>", "pad_token": None}, None, (None, 1, 1)),
+        ({"model_max_length": 1024}, None, (None, 3, 3)),  # the end has a common name
+        (None, mapped, (0, 1, 2)),
+        ({"eos_token": "</s>"}, mapped, (0, 1, 2)),
+        ({"eos_token": "</s>", **added}, mapped, (None, 3, 3)),
+    ]
+    for config, special_tokens_map, expected in names:
+        files = {"tokenizer_config.json": config, "special_tokens_map.json": special_tokens_map}
+        for name, content in files.items():
+            (tmp_path / name).unlink(missing_ok=True)
+            if content is not None:
+                (tmp_path / name).write_text(json.dumps(content))
+        there = [tmp_path / name for name, content in files.items() if content is not None]
+        assert tokenizer_files(f"hf:{tmp_path}") == [path, *there]
         tokenizer = HuggingFaceTokenizer(str(path))
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == expected
 
@@ -129,9 +115,9 @@ def test_unusable_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    ids = load_tokenizer(str(path)).encode(TEXT).tolist()
     for is_cut in [True, False]:
-        path = _make(tmp_path, ["<s>", "</s>"])
-        ids = load_tokenizer(str(path)).encode(TEXT).tolist()
         stored = Tokenizer.from_file(str(path))
         if is_cut:
             stored.enable_truncation(3)
@@ -144,26 +130,6 @@ def test_stored_cutting_and_padding_are_not_obeyed(tmp_path: Path) -> None:
         assert tokenizer.encode(TEXT).tolist() == ids
         assert tokenizer.encode_with_offsets(TEXT)[0].tolist() == ids
         assert encode_prompt(tokenizer, TEXT) == [tokenizer.bos_id, *ids]
-
-
-def test_unknown_tokens_are_added_ones_above_the_model(tmp_path: Path) -> None:
-    path = _make(tmp_path, ["<s>", "</s>"])
-    stored = Tokenizer.from_file(str(path))
-    num_own = stored.get_vocab_size()
-    stored.add_special_tokens(["<image>", "<audio>"])
-    stored.save(str(path))
-    tokenizer = load_tokenizer(str(path))
-    assert tokenizer.vocab_size == num_own + 2
-
-    def model(num_ids: int, from_hf: str = "org/name") -> ModelConfig:
-        return ModelConfig(vocab_size=num_ids, from_hf=from_hf)
-
-    assert unknown_tokens(tokenizer, model(num_own + 2)) == []
-    assert unknown_tokens(tokenizer, model(num_own + 1)) == ["<audio>"]
-    assert unknown_tokens(tokenizer, model(num_own)) == ["<image>", "<audio>"]
-    assert needed_ids(tokenizer, model(num_own)) == num_own
-    assert needed_ids(tokenizer, model(num_own, from_hf="")) == num_own + 2
-    assert needed_ids(load_tokenizer("byte"), model(258)) == 259
 
 
 @given(st.text())

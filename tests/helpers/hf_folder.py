@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import tokenizers
@@ -19,8 +22,10 @@ from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.llama import Qwen2, Qwen3
 from maxpipe.hf.families.phi import Phi3
+from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
+from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.run_directory import RunDirectory
 
@@ -105,10 +110,37 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     return path
 
 
-def importing(path: Path) -> Config:
+def importing(path: Path, **values: object) -> Config:
     """Return a configuration that starts from the weights of a folder, resolved for one device."""
-    values = {"init_from": f"hf:{path}", **read_shape(str(path)).values}
+    values = {"init_from": f"hf:{path}", **read_shape(str(path)).values, **values}
     return resolve(replace(Config(), **values), 1)
+
+
+def imported_parameters(config: Config) -> Params:
+    """Return the weights of a folder as parameters of one device; adapters are random."""
+    reader = HfWeights(dataclasses.replace(config, model=config.model.base))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def read(path: Any, spec: ParamSpec) -> Any:
+        names = tuple(key.key for key in path)
+        leading = (config.model.stacked_layers,) if names[0] == "layers" else ()
+        shape = (*leading, *spec.shape)
+        if spec.frozen or not config.model.lora.rank:
+            return reader.read(names, jax.ShapeDtypeStruct(shape, spec.dtype, sharding=device))
+        random = np.random.default_rng(zlib.crc32(".".join(names).encode()))
+        return (0.2 * random.standard_normal(shape)).astype(np.float32)
+
+    specs = ModelProgram(config.model).specs
+    return jax.tree_util.tree_map_with_path(read, specs, is_leaf=dataclasses.is_dataclass)
+
+
+def save_checkpoint(config: Config, directory: Path, params: Params) -> Checkpointer:
+    """Write parameters as step 1 of a run; return its checkpoints."""
+    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint)
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, {"params": params}, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    return checkpoints
 
 
 def save_run(folder: Path, **values: object) -> str:
@@ -117,9 +149,5 @@ def save_run(folder: Path, **values: object) -> str:
     directory = RunDirectory(config)
     directory.root.mkdir()
     directory.keep_origin(config)
-    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint)
-    state = {"params": canonical_params(ModelProgram(config.model))}
-    meta = {"config": dataclasses.asdict(config)}
-    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
-    checkpoints.close()
+    save_checkpoint(config, directory.root, canonical_params(ModelProgram(config.model)))
     return str(directory.root)

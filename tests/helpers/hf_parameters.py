@@ -1,5 +1,6 @@
 """The tiny models of `helpers.hf_models` as models of maxpipe."""
 
+from collections.abc import Mapping
 from functools import cache
 
 import jax
@@ -26,9 +27,15 @@ def family_of(name: str) -> Family:
 @cache
 def config_of(name: str) -> Config:
     """Return a configuration with the model that config.json of a case means."""
-    values = family_of(name).model(recorded(name)["config"])
+    return config_from(name, recorded(name)["config"], LENGTH + NUM_GENERATED)
+
+
+def config_from(
+    name: str, content: Mapping[str, object], length: int = LENGTH, **model: object
+) -> Config:
+    """Return a configuration with the model of a config.json, of which options may be replaced."""
+    values = family_of(name).model(content) | model
     values = {f"model.{key}": value for key, value in values.items()}
-    length = LENGTH + NUM_GENERATED
     return resolve(replace(Config(), **values, **{"data.sequence_length": length}), 1)
 
 

@@ -22,7 +22,19 @@ def content_of(file):
     return json.loads(file.read_text())
 
 
-def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folder, tmp_path):
+def change(file, **keys):
+    """Replace keys of a JSON file."""
+    file.write_text(json.dumps(content_of(file) | keys))
+
+
+def exported(folder, **values):
+    """Return the folder of an export of a run with the weights of a folder."""
+    target = folder.parent / "exported"
+    assert export.main([save_run(folder, **values), "--hf", str(target)]) == 0
+    return target
+
+
+def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folder):
     """A text part that has an id itself wins, and null is none."""
     text = content_of(folder / "config.json") | {"eos_token_id": None, "pad_token_id": 3}
     del text["bos_token_id"]
@@ -30,8 +42,7 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
     wrapper = {"model_type": "gemma3", "text_config": text, "vision_config": {}, **ids}
     (folder / "config.json").write_text(json.dumps(wrapper))
     (folder / "generation_config.json").unlink()
-    target = tmp_path / "exported"
-    assert export.main([save_run(folder), "--hf", str(target)]) == 0
+    target = exported(folder)
     expected = ids | {"pad_token_id": 3}
     assert content_of(target / "generation_config.json") == expected
     assert content_of(target / "config.json").items() >= expected.items()
@@ -39,7 +50,7 @@ def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folde
 
 @pytest.mark.parametrize(("marks", "has_generation"), [(["<end>"], True), ([], False)])
 def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
-    folder, tmp_path, marks, has_generation, capsys
+    folder, marks, has_generation, capsys
 ):
     write_byte_pairs(folder, "abc", ["<s>", "</s>", *marks], 300)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
@@ -48,11 +59,8 @@ def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
     (folder / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.5}')
     if not has_generation:
         (folder / "generation_config.json").unlink()
-    content = content_of(folder / "config.json") | {"eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(content))
-    values = {"data.tokenizer": f"hf:{folder}", "data.source": "chat"}
-    run, target = save_run(folder, **values), tmp_path / "exported"
-    assert export.main([run, "--hf", str(target)]) == 0
+    change(folder / "config.json", eos_token_id=1)
+    target = exported(folder, **{"data.tokenizer": f"hf:{folder}", "data.source": "chat"})
     for name in ("config.json", "generation_config.json"):
         assert content_of(target / name)["eos_token_id"] == ([1, 2] if marks else 1)
     if has_generation:
@@ -62,11 +70,8 @@ def test_token_that_ends_a_turn_is_an_end_of_text_of_the_export(
 
 def test_length_that_is_null_in_the_imported_file_becomes_that_of_the_run(tmp_path):
     folder = write_folder(tmp_path / "model", "qwen2")
-    content = content_of(folder / "config.json") | {"max_position_embeddings": None}
-    (folder / "config.json").write_text(json.dumps(content))
-    target = tmp_path / "exported"
-    run = save_run(folder, **{"data.sequence_length": 24})
-    assert export.main([run, "--hf", str(target)]) == 0
+    change(folder / "config.json", max_position_embeddings=None)
+    target = exported(folder, **{"data.sequence_length": 24})
     assert content_of(target / "config.json")["max_position_embeddings"] == 24
 
 
@@ -85,29 +90,15 @@ def test_block_of_ones_own_is_exported_only_as_a_type_of_its_entry(
     assert export.main([run, flag, str(target)]) == 0
 
 
-def test_names_of_python_files_that_are_not_exported_are_left_out(folder, tmp_path):
-    code = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}, "kept": 7}
-    for name in ("config.json", "tokenizer_config.json"):
-        (folder / name).write_text(json.dumps(content_of(folder / name) | code))
-    target = tmp_path / "exported"
-    assert export.main([save_run(folder), "--hf", str(target)]) == 0
-    for name in ("config.json", "tokenizer_config.json"):
-        content = content_of(target / name)
-        assert (content["kept"], "auto_map" in content) == (7, False)
-
-
-def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_path, capsys):
-    target = tmp_path / "exported"
-    run = save_run(folder, init_from="")
-    assert export.main([run, "--hf", str(target)]) == 0
+def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, capsys):
+    target = exported(folder, init_from="")
     assert not [*target.glob("tokenizer*")]
     line = "no tokenizer is written: the run has no files of data.tokenizer=byte\n"
     assert capsys.readouterr().out.endswith(line)
     # The imported tokenizer goes with the imported model.
-    imported = folder.parent / "imported"
-    (folder.parent / "run").rename(folder.parent / "bytes")
-    assert export.main([save_run(folder), "--hf", str(imported)]) == 0
-    assert (imported / "tokenizer.json").is_file()
+    for name in ("run", "exported"):
+        (folder.parent / name).rename(folder.parent / f"{name} on bytes")
+    assert (exported(folder) / "tokenizer.json").is_file()
     assert "no tokenizer" not in capsys.readouterr().out
 
 
@@ -122,21 +113,25 @@ def test_export_to_a_url_is_refused_instead_of_writing_below_a_directory_called_
     assert not any(tmp_path.iterdir())
 
 
-def test_export_has_its_name_when_it_is_complete(folder, tmp_path, monkeypatch):
-    run, target = save_run(folder), tmp_path / "exports" / "exported"
-    left = target.with_name(".exported.unfinished-1")  # of one that was killed
-    left.mkdir(parents=True)
+def test_export_has_its_name_when_it_is_complete_and_names_no_python_files(folder, monkeypatch):
+    for name in ("config.json", "tokenizer_config.json"):
+        change(folder / name, auto_map={"AutoConfig": "configuration_own.OwnConfig"}, kept=7)
+    left = folder.parent / ".exported.unfinished-1"  # of one that was killed
+    left.mkdir()
     written = []
 
     def write_json(path, content, write=exporter.write_json):
         write(path, content)
-        written.append((path.name, target.exists()))
+        written.append((path.name, (folder.parent / "exported").exists()))
 
     monkeypatch.setattr(exporter, "write_json", write_json)
-    assert export.main([run, "--hf", str(target)]) == 0
+    target = exported(folder)
     assert written[-1] == ("config.json", False)
-    assert {*target.parent.iterdir()} == {target, left}
+    assert {path.name for path in folder.parent.glob("*exported*")} == {target.name, left.name}
     assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()
+    for name in ("config.json", "tokenizer_config.json"):
+        content = content_of(target / name)
+        assert (content["kept"], "auto_map" in content) == (7, False)
 
 
 def test_bias_that_selects_experts_is_float32_whatever_the_others_are(tmp_path):

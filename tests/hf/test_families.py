@@ -6,10 +6,8 @@ import re
 
 import pytest
 from helpers.hf_models import CASES, LENGTH, recorded
+from helpers.hf_parameters import config_from, family_of
 
-from maxpipe.config import Config, replace, resolve
-from maxpipe.config.catalog import MODEL_TYPES
-from maxpipe.config.imports import implementation
 from maxpipe.hf.family import shortest_pattern
 from maxpipe.hf.rope import rope_conflicts
 
@@ -54,13 +52,8 @@ LEGACY = {
 }
 
 
-def family(name):
-    return implementation(MODEL_TYPES[CASES[name][0]])()
-
-
-def resolved(name, c):
-    values = {f"model.{key}": value for key, value in family(name).model(c).items()}
-    return resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1).model
+def resolved(name, c, **options):
+    return config_from(name, c, **options).model
 
 
 def test_both_dialects_mean_the_same_model():
@@ -68,17 +61,17 @@ def test_both_dialects_mean_the_same_model():
         c = copy.deepcopy(recorded(name)["config"])
         del c["rope_parameters"]
         c.pop("partial_rotary_factor", None)
-        expected = family(name).model(recorded(name)["config"])
-        assert family(name).model(c | keys) == expected, name
+        expected = family_of(name).model(recorded(name)["config"])
+        assert family_of(name).model(c | keys) == expected, name
 
 
 def test_kinds_of_layers_follow_the_rule_of_the_type_where_none_are_listed():
     for name in ("gemma2", "gemma3", "olmo3", "smollm3", "qwen2_windows"):
         c = copy.deepcopy(recorded(name)["config"])
-        listed = family(name).model(c)
+        listed = family_of(name).model(c)
         for key in ("layer_types", "no_rope_layers", "_sliding_window_pattern"):
             c.pop(key, None)
-        assert family(name).model(c) == listed, name
+        assert family_of(name).model(c) == listed, name
         assert listed["layer_pattern"], name
 
 
@@ -92,7 +85,7 @@ def test_keys_that_are_absent_have_the_defaults_of_the_type():
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
-    values = family("gemma3").model(c)
+    values = family_of("gemma3").model(c)
     expected = {
         "num_query_heads": 8,
         "num_kv_heads": 4,
@@ -118,15 +111,15 @@ def test_keys_that_are_absent_have_the_defaults_of_the_type():
 def test_dense_model_is_no_mixture():
     model = resolved("mistral", recorded("mistral")["config"])
     with pytest.raises(ValueError, match="mixtral has no model"):
-        family("mixtral").config(model, LENGTH)
+        family_of("mixtral").config(model, LENGTH)
     with pytest.raises(ValueError, match=r"mistral has no model\.moe"):
-        family("mistral").config(resolved("mixtral", recorded("mixtral")["config"]), LENGTH)
+        family_of("mistral").config(resolved("mixtral", recorded("mixtral")["config"]), LENGTH)
 
 
 def test_config_json_that_is_written_means_the_same_model_in_either_dialect():
     for name, (model_type, _) in CASES.items():
         model = resolved(name, recorded(name)["config"])
-        written = family(name).config(model, LENGTH)
+        written = family_of(name).config(model, LENGTH)
         assert written["model_type"] == model_type
         assert resolved(name, written) == model, name
         del written["rope_parameters"]
@@ -146,12 +139,10 @@ def test_option_without_a_word_in_the_type_is_refused_by_its_name():
         ("deepseek_v3", "attention_soft_cap", 5.0),
         ("llama", "rope_fraction", 0.5),
     ):
-        values = family(name).model(recorded(name)["config"]) | {key: value}
-        values = {f"model.{key}": value for key, value in values.items()}
-        model = resolve(replace(Config(), **values), 1).model
+        model = resolved(name, recorded(name)["config"], **{key: value})
         message = f"{CASES[name][0]} has no model.{key}={value}"
         with pytest.raises(ValueError, match=re.escape(message)):
-            family(name).config(model, LENGTH)
+            family_of(name).config(model, LENGTH)
 
 
 def test_what_no_option_expresses_is_refused():
@@ -173,16 +164,16 @@ def test_what_no_option_expresses_is_refused():
     ):
         c = {k: v for k, v in (recorded(name)["config"] | change).items() if v is not None}
         with pytest.raises(ValueError, match=re.escape(message)):
-            family(name).model(c)
+            family_of(name).model(c)
 
 
 def test_query_scale_of_the_head_is_exported_as_a_whole_number():
     """Classes of transformers refuse others, such as 7.999999999999999."""
     for name in ("gemma2", "gemma3"):
         for head_dim in (8, 12, 16):
-            model = resolved(name, recorded(name)["config"] | {"head_dim": head_dim})
-            model = dataclasses.replace(model, query_scale=0.0)
-            scalar = family(name).config(model, LENGTH)["query_pre_attn_scalar"]
+            c = recorded(name)["config"] | {"head_dim": head_dim}
+            model = resolved(name, c, query_scale=0.0)
+            scalar = family_of(name).config(model, LENGTH)["query_pre_attn_scalar"]
             assert (type(scalar), scalar) == (int, head_dim)
 
 
@@ -190,9 +181,9 @@ def test_window_that_no_layer_uses_is_exported_as_that_of_the_type():
     """Classes of transformers make its mask for every text, which takes a number."""
     no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}
     for name in ("gemma2", "gemma3", "olmo3", "gpt_oss"):
-        model = dataclasses.replace(resolved(name, recorded(name)["config"]), **no_windows)
-        written = family(name).config(model, LENGTH)
-        assert written["sliding_window"] == family(name).defaults["sliding_window"], name
+        model = resolved(name, recorded(name)["config"], **no_windows)
+        written = family_of(name).config(model, LENGTH)
+        assert written["sliding_window"] == family_of(name).defaults["sliding_window"], name
         assert resolved(name, written) == model, name
 
 
@@ -202,7 +193,7 @@ def test_scores_scaled_without_a_scale_of_rotations_are_exported_as_they_are_rea
     del c["rope_parameters"]["mscale"]
     model = resolved("deepseek_v3", c)
     assert (model.rope_scaling.attention_factor, model.rope_scaling.mscale_all_dim) == (0.0, 0.7)
-    written = family("deepseek_v3").config(model, LENGTH)
+    written = family_of("deepseek_v3").config(model, LENGTH)
     assert resolved("deepseek_v3", written) == model
 
 
@@ -210,17 +201,13 @@ def test_bias_that_training_updates_is_exported_as_one():
     model = resolved("deepseek_v3", recorded("deepseek_v3")["config"])
     moe = dataclasses.replace(model.moe, selection_bias=False, bias_rate=1e-3)
     trained = dataclasses.replace(model, moe=moe)
-    assert family("deepseek_v3").config(trained, LENGTH) == family("deepseek_v3").config(
-        model, LENGTH
-    )
+    family = family_of("deepseek_v3")
+    assert family.config(trained, LENGTH) == family.config(model, LENGTH)
 
 
 def test_shortest_pattern_repeats_with_a_rest():
-    assert shortest_pattern(["local"] * 5 + ["global"] + ["local"] * 2) == ["local"] * 5 + [
-        "global"
-    ]
-    assert shortest_pattern(["global"] * 4) == ["global"]
-    assert shortest_pattern(["global", "global", "local"]) == ["global", "global", "local"]
+    for kinds, pattern in (("LLLLLGLL", "LLLLLG"), ("GGGG", "G"), ("GGL", "GGL")):
+        assert shortest_pattern([*kinds]) == [*pattern]
 
 
 def test_rotation_with_two_places_is_that_of_transformers_which_is_said():
@@ -234,7 +221,7 @@ def test_rotation_with_two_places_is_that_of_transformers_which_is_said():
         (length, {"original_max_position": 64}, "original_max_position_embeddings outside"),
     ):
         c = recorded("llama")["config"] | {"rope_parameters": YARN} | changes
-        values = family("llama").model(c)
+        values = family_of("llama").model(c)
         assert {name: values[f"rope_scaling.{name}"] for name in expected} == expected
         lines = rope_conflicts(c)
         assert len(lines) == bool(line)

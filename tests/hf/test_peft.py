@@ -1,48 +1,15 @@
 """Adapters in PEFT itself, live. Needs the extra `hf-test`."""
 
-import dataclasses
-import zlib
-
-import jax
 import numpy as np
 import pytest
+from helpers.hf_folder import imported_parameters, importing, save_checkpoint
 from helpers.hf_models import CASES, LENGTH, keys_of, tokens
 
 import maxpipe
 from maxpipe import export
-from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.config import Config, replace, resolve
-from maxpipe.config.from_hf import read_shape
-from maxpipe.hf.importer import HfWeights
-from maxpipe.model.program import ModelProgram
 
 TOLERANCE = 2e-5  # of the largest logit
 LORA = {"model.lora.rank": 4, "model.lora.alpha": 6.0}
-
-
-def save_run(base, directory):
-    """Write step 1 of a run with the weights of a folder and adapters that are not zero."""
-    values = {"data.sequence_length": LENGTH, "init_from": f"hf:{base}", **LORA}
-    config = resolve(replace(Config(), **read_shape(str(base)).values, **values), 1)
-    weights = HfWeights(dataclasses.replace(config, model=config.model.base))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def leaf(path, spec):
-        names = tuple(key.key for key in path)
-        leading = (config.model.stacked_layers,) if names[0] == "layers" else ()
-        shape = (*leading, *spec.shape)
-        if spec.frozen:
-            return weights.read(names, jax.ShapeDtypeStruct(shape, spec.dtype, sharding=device))
-        rng = np.random.default_rng(zlib.crc32(".".join(names).encode()))
-        return (0.2 * rng.standard_normal(shape)).astype(np.float32)
-
-    params = jax.tree_util.tree_map_with_path(
-        leaf, ModelProgram(config.model).specs, is_leaf=dataclasses.is_dataclass
-    )
-    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint)
-    meta = {"config": dataclasses.asdict(config)}
-    checkpoints.save(1, {"params": params}, np.zeros((1, 1), np.int64), meta)
-    checkpoints.close()
 
 
 def logits_of(model):
@@ -82,7 +49,8 @@ def test_peft_and_the_merged_model_have_the_logits_of_the_run(
         model.save_pretrained(base)
     else:
         model = with_images(base, torch, transformers)
-    save_run(base, tmp_path)
+    config = importing(base, **{"data.sequence_length": LENGTH}, **LORA)
+    save_checkpoint(config, tmp_path, imported_parameters(config))
     expected = np.asarray(maxpipe.load_model(tmp_path).logits(tokens())[0])
     scale = np.abs(expected).max()
     assert np.abs(logits_of(model) - expected).max() > 0.01 * scale  # adapters do something

@@ -1,12 +1,11 @@
 """The other side: transformers itself, live. Needs the extra `hf-test`."""
 
-import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 import tokenizers
+from helpers.hf_folder import imported_parameters, importing, save_checkpoint
 from helpers.hf_models import (
     CASES,
     LENGTH,
@@ -18,20 +17,13 @@ from helpers.hf_models import (
     recorded,
     tokens,
 )
-from helpers.hf_parameters import gradients_of
+from helpers.hf_parameters import config_from, family_of, gradients_of
 
 from maxpipe.checkpoint.average import ParameterReader
-from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.config import Config, replace, resolve
-from maxpipe.config.catalog import MODEL_TYPES
-from maxpipe.config.from_hf import read_shape
-from maxpipe.config.imports import implementation
+from maxpipe.config import replace
 from maxpipe.generate import __main__ as generate
 from maxpipe.hf.exporter import export
 from maxpipe.hf.family import choose_family
-from maxpipe.hf.importer import HfWeights
-from maxpipe.model.parameters import map_specs
-from maxpipe.model.program import ModelProgram
 
 TOLERANCE = 2e-5  # of the largest logit or gradient
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -47,35 +39,19 @@ def torch_logits(model):
 
 
 def config_of(folder):
-    values = {"data.sequence_length": LENGTH + NUM_GENERATED, "init_from": f"hf:{folder}"}
-    return resolve(replace(Config(), **read_shape(str(folder)).values, **values), 1)
+    return importing(folder, **{"data.sequence_length": LENGTH + NUM_GENERATED})
 
 
-def parameters_of(config):
-    """Return the weights of a folder as parameters of one device."""
-    weights, program = HfWeights(config), ModelProgram(config.model)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def torch_model(record_hf, name, content, tmp_path):
+    """Return transformers' model of a config.json with the recorded weights."""
+    import transformers
 
-    def read(path, spec):
-        names = tuple(key.key for key in path)
-        leading = (config.model.stacked_layers,) if names[0] == "layers" else ()
-        like = jax.ShapeDtypeStruct((*leading, *spec.shape), spec.dtype, sharding=device)
-        return weights.read(names, like)
-
-    leaves = map_specs(lambda spec: spec, program.specs)
-    return jax.tree_util.tree_map_with_path(
-        read, leaves, is_leaf=lambda leaf: dataclasses.is_dataclass(leaf)
-    )
-
-
-def save_checkpoint(config, directory):
-    """Write the weights of a folder as step 1 of a run; return its checkpoints."""
-    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint)
-    state = {"params": parameters_of(config)}
-    meta = {"config": dataclasses.asdict(config)}
-    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
-    checkpoints.close()
-    return checkpoints
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    read.pad_token_id = 0
+    model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
+    record_hf.fill(model.eval(), is_gemma=CASES[name][0].startswith("gemma"))
+    return model
 
 
 def save_tokenizer(folder, transformers):
@@ -109,7 +85,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(
     assert difference <= TOLERANCE * golden["largest"]
     model.save_pretrained(before)
     config = config_of(before)
-    checkpoints = save_checkpoint(config, tmp_path)
+    checkpoints = save_checkpoint(config, tmp_path, imported_parameters(config))
     export(
         ParameterReader([tmp_path / "checkpoints" / "1"]),
         checkpoints.record(1),
@@ -140,9 +116,8 @@ def test_command_writes_what_transformers_writes(name, tmp_path, capsys, transfo
     model = record_hf.model_of(name)
     model.save_pretrained(folder)
     save_tokenizer(folder, transformers)
-    save_checkpoint(
-        replace(config_of(folder), **{"data.tokenizer": f"hf:{folder}"}), tmp_path / "run"
-    )
+    config = replace(config_of(folder), **{"data.tokenizer": f"hf:{folder}"})
+    save_checkpoint(config, tmp_path / "run", imported_parameters(config))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.decode(tokens()[0, 1:])
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -180,22 +155,15 @@ DIALECTS["older keys"] = ("rope_parameters",)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_config_json_that_is_written_is_the_same_model_in_either_dialect(
-    name, tmp_path, transformers, record_hf
-):
-    golden, family = recorded(name), implementation(MODEL_TYPES[CASES[name][0]])()
-    values = {f"model.{key}": value for key, value in family.model(golden["config"]).items()}
-    config = resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1)
-    written = family.config(config.model, LENGTH)
+def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, tmp_path, record_hf):
+    golden = recorded(name)
+    model = config_from(name, golden["config"]).model
+    written = family_of(name).config(model, LENGTH)
     for dialect, left_out in DIALECTS.items():
         if (name, dialect) == ("olmo3", "older keys"):
             continue
         content = {key: value for key, value in written.items() if key not in left_out}
-        (tmp_path / "config.json").write_text(json.dumps(content))
-        read = transformers.AutoConfig.from_pretrained(tmp_path)
-        read.pad_token_id = 0
-        model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
-        record_hf.fill(model.eval(), is_gemma=CASES[name][0].startswith("gemma"))
+        model = torch_model(record_hf, name, content, tmp_path)
         difference = torch_logits(model)[list(POSITIONS)] - np.asarray(golden["logits"])
         assert np.abs(difference).max() <= 1e-6 * golden["largest"], dialect
 
@@ -218,7 +186,7 @@ ROPES = (
 def test_bases_that_a_file_leaves_out_are_those_of_transformers(tmp_path, transformers):
     content = dict(recorded("gemma3")["config"])
     del content["rope_parameters"]
-    family = implementation(MODEL_TYPES["gemma3_text"])()
+    family = family_of("gemma3")
     for rope in ROPES:
         (tmp_path / "config.json").write_text(json.dumps(content | rope))
         expected = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
@@ -228,16 +196,10 @@ def test_bases_that_a_file_leaves_out_are_those_of_transformers(tmp_path, transf
         assert (values["rope_theta"], values["rope_theta_local"]) == bases, rope
 
 
-def test_config_json_without_windows_is_that_of_a_model_that_runs(tmp_path, transformers):
+def test_config_json_without_windows_is_that_of_a_model_that_runs(tmp_path, record_hf):
+    no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}
     for name in ("gemma2", "gemma3", "olmo3", "gpt_oss"):
-        family = implementation(MODEL_TYPES[CASES[name][0]])()
-        values = {f"model.{key}": v for key, v in family.model(recorded(name)["config"]).items()}
-        no_windows = {"attention_window": 0, "layer_pattern": [], "rope_theta_local": 0.0}
-        values |= {f"model.{key}": value for key, value in no_windows.items()}
-        values |= {"model.query_scale": 0.0}
-        config = resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1)
-        (tmp_path / "config.json").write_text(json.dumps(family.config(config.model, LENGTH)))
-        read = transformers.AutoConfig.from_pretrained(tmp_path)
-        read.pad_token_id = 0
-        model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
-        assert np.isfinite(torch_logits(model.eval())).all(), name
+        config = config_from(name, recorded(name)["config"], query_scale=0.0, **no_windows)
+        written = family_of(name).config(config.model, LENGTH)
+        model = torch_model(record_hf, name, written, tmp_path)
+        assert np.isfinite(torch_logits(model)).all(), name

@@ -50,18 +50,13 @@ def make(**values):
     return apply, params, x
 
 
-def test_dot_product_attention_is_causal_grouped_and_within_segments():
-    q, k, v = qkv()
-    actual = dot_product_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(SEGMENTS))
-    np.testing.assert_allclose(actual, by_hand(q, k, v, SEGMENTS), atol=1e-5)
-
-
-def test_options_of_attention_equal_the_loop_over_queries():
+def test_attention_and_its_options_equal_the_loop_over_queries():
     q, k, v = qkv()
     arrays = [*map(jnp.asarray, (q, k, v, SEGMENTS))]
     tokens = jnp.array([5, 0, 3])
     of_tokens = arrays[0][:, tokens], *arrays[1:], tokens
     for options in (
+        {},
         {"window": 1},
         {"window": 3},
         {"soft_cap": 0.5},
@@ -78,18 +73,18 @@ def test_options_of_attention_equal_the_loop_over_queries():
         np.testing.assert_allclose(actual, expected[:, tokens], atol=1e-5)
 
 
-def test_dot_product_attention_of_grouped_heads_equals_repeated_heads():
-    q, k, v = map(jnp.asarray, qkv())
-    segments = jnp.asarray(SEGMENTS)
-    repeated = dot_product_attention(q, *(jnp.repeat(x, H // K, axis=2) for x in (k, v)), segments)
-    np.testing.assert_allclose(dot_product_attention(q, k, v, segments), repeated, atol=1e-6)
-
-
 @pytest.mark.parametrize(
-    "values", [{}, {"model.qk_norm": True}, {"model.attention_bias": True}], ids=str
+    ("values", "added"),
+    [
+        ({}, set()),
+        ({"model.qk_norm": True}, {"query_norm", "key_norm"}),
+        ({"model.attention_bias": True}, {"query_bias", "key_bias", "value_bias"}),
+    ],
+    ids=str,
 )
-def test_attention_layer_equals_numpy(values):
+def test_attention_layer_equals_numpy(values, added):
     apply, params, x = make(**values)
+    assert set(params) == {"query", "key", "value", "out"} | added
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     x64 = np.asarray(x, np.float64)
 
@@ -109,20 +104,6 @@ def test_attention_layer_equals_numpy(values):
     context = by_hand(turn(project("query")), turn(project("key")), project("value"), SEGMENTS)
     expected = np.einsum("bthc,hcd->btd", context, p["out"])
     np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
-
-
-def test_attention_options_add_their_parameters_and_no_others():
-    assert set(make()[1]) == {"query", "key", "value", "out"}
-    assert set(make(**{"model.qk_norm": True})[1]) == {
-        "query",
-        "key",
-        "value",
-        "out",
-        "query_norm",
-        "key_norm",
-    }
-    biases = set(make(**{"model.attention_bias": True})[1]) - set(make()[1])
-    assert biases == {"query_bias", "key_bias", "value_bias"}
 
 
 def test_attention_layer_rotates_by_product_if_configured():

@@ -39,6 +39,12 @@ def losses_and_gradients(output, x, kernel, targets, weights):
     return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True))(x, kernel)
 
 
+def close(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "tiles", "names"),
     [
@@ -49,22 +55,12 @@ def losses_and_gradients(output, x, kernel, targets, weights):
     ],
 )
 def test_losses_in_tiles_equal_losses_at_once(shape, tiles, names):
+    arguments = inputs(shape)
     for name in names:
-        compare_tiles(shape, tiles, OPTIONS[name])
-
-
-def compare_tiles(shape, tiles, options):
-    expected = losses_and_gradients(output(1, **options), *inputs(shape))
-    actual = losses_and_gradients(output(tiles, **options), *inputs(shape))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
-    )
-
-
-def test_losses_in_tiles_without_differentiation_equal_losses_at_once():
-    arguments = inputs((2, 12))
-    expected = output(1, z_loss=0.1).losses(*arguments)
-    np.testing.assert_allclose(output(4, z_loss=0.1).losses(*arguments), expected, rtol=1e-5)
+        at_once, in_tiles = (output(n, **OPTIONS[name]) for n in (1, tiles))
+        expected = losses_and_gradients(at_once, *arguments)
+        close(losses_and_gradients(in_tiles, *arguments), expected)
+        close(in_tiles.losses(*arguments), at_once.losses(*arguments))  # not differentiated
 
 
 def test_kernel_gradient_of_tiles_is_summed_in_float32():
@@ -93,12 +89,8 @@ def test_losses_in_tiles_have_no_array_of_all_logits():
                 yield from largest(open_jaxpr(inner))
 
     def size(tiles):
-        arguments = inputs((2, 128))
-        return max(
-            largest(
-                jax.make_jaxpr(lambda *a: losses_and_gradients(output(tiles), *a))(*arguments).jaxpr
-            )
-        )
+        traced = jax.make_jaxpr(lambda *a: losses_and_gradients(output(tiles), *a))
+        return max(largest(traced(*inputs((2, 128))).jaxpr))
 
     assert size(1) >= 2 * 128 * V
     assert size(8) < 2 * 128 * V
@@ -111,13 +103,9 @@ def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(tiles, n
     padded = jnp.pad(kernel, ((0, 0), (0, 24)), constant_values=9.0)
     expected = losses_and_gradients(output(tiles, **options), x, kernel, targets, weights)
     with_padding = output(tiles, **options, num_token_ids=V)
-    actual = losses_and_gradients(with_padding, x, padded, targets, weights)
-    (x_gradient, kernel_gradient) = actual[1]
-    assert not kernel_gradient[:, V:].any()
-    actual = (actual[0], (x_gradient, kernel_gradient[:, :V]))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
-    )
+    losses, (dx, dkernel) = losses_and_gradients(with_padding, x, padded, targets, weights)
+    assert not dkernel[:, V:].any()
+    close((losses, (dx, dkernel[:, :V])), expected)
     assert np.all(np.asarray(with_padding.logits(x, padded))[..., V:] == -np.inf)
 
 

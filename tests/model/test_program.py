@@ -47,95 +47,81 @@ def test_parameter_count_equals_the_arrays_and_the_flops_model():
         assert program.parameter_count() == flops.parameter_count(program.config)
 
 
-class TestWhatATokenSees:
-    """One row of two segments, tokens 0-3 and 4-7."""
-
-    def test_logits_depend_on_earlier_tokens_of_the_segment_alone(self):
-        program, params = make(**{"model.num_layers": 2})
-        params = jax.tree.map(jnp.asarray, params)
-        batch = {name: x[:1] for name, x in make_batch(1).items()}
-        batch["segment_ids"] = np.array([[1, 1, 1, 1, 2, 2, 2, 2]], np.int32)
-        batch["positions"] = np.array([[0, 1, 2, 3, 0, 1, 2, 3]], np.int32)
-
-        @jax.jit
-        def logits(tokens):
-            x = activations(program, params, batch | {"tokens": tokens})
-            return program.logits(params, x)[0]
-
-        def rows_changed_by(at):
-            tokens = batch["tokens"].copy()
-            tokens[0, at] = (tokens[0, at] + 1) % 64
-            changed = (logits(tokens) != logits(batch["tokens"])).any(axis=-1)
-            return np.flatnonzero(changed).tolist()
-
-        assert rows_changed_by(0) == [0, 1, 2, 3]
-        assert rows_changed_by(2) == [2, 3]
-        assert rows_changed_by(4) == [4, 5, 6, 7]
-        assert rows_changed_by(7) == [7]
-
-    def test_logits_of_a_segment_equal_those_in_a_row_of_its_own(self):
-        program, params = make(**{"model.num_layers": 2})
-        params = jax.tree.map(jnp.asarray, params)
-        batch = make_batch(1)
-        packed = batch | {
-            "segment_ids": np.array([[1] * 4 + [2] * 4], np.int32),
-            "positions": np.array([[0, 1, 2, 3] * 2], np.int32),
-        }
-        alone = {
-            "tokens": batch["tokens"][:, 4:],
-            "segment_ids": np.ones((1, 4), np.int32),
-            "positions": np.arange(4, dtype=np.int32)[None],
-        }
-        of_rows = jax.jit(lambda batch: activations(program, params, batch))
-        np.testing.assert_allclose(of_rows(packed)[:, 4:], of_rows(alone), atol=1e-5)
+SEGMENTS = {  # one row of two, tokens 0-3 and 4-7
+    "segment_ids": np.array([[1] * 4 + [2] * 4], np.int32),
+    "positions": np.array([[0, 1, 2, 3] * 2], np.int32),
+}
 
 
-class TestHead:
-    X = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32) * 3
+def test_logits_depend_on_earlier_tokens_of_the_segment_alone():
+    program, params = make(**{"model.num_layers": 2})
+    params = jax.tree.map(jnp.asarray, params)
+    batch = make_batch(1) | SEGMENTS
 
-    def losses(self, **values):
-        program, params = make(**values)
-        batch = make_batch(3)
-        args = jnp.asarray(self.X), jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
-        logits = np.asarray(program.logits(params, args[0]), np.float64)
-        return *map(float, program.head_loss(params, *args)), logits, batch
+    @jax.jit
+    def logits(tokens):
+        x = activations(program, params, batch | {"tokens": tokens})
+        return program.logits(params, x)[0]
 
-    def test_logits_are_the_normed_activations_times_the_kernel(self):
-        program, params = make()
-        x = self.X.astype(np.float64)
-        normed = (
-            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
-        )
-        expected = normed @ params["head"]["kernel"]
-        np.testing.assert_allclose(program.logits(params, jnp.asarray(self.X)), expected, atol=1e-4)
+    for at, expected in ((0, [0, 1, 2, 3]), (2, [2, 3]), (4, [4, 5, 6, 7]), (7, [7])):
+        tokens = batch["tokens"].copy()
+        tokens[0, at] = (tokens[0, at] + 1) % 64
+        changed = (logits(tokens) != logits(batch["tokens"])).any(axis=-1)
+        assert np.flatnonzero(changed).tolist() == expected
 
-    def test_cross_entropy_is_a_weighted_sum(self):
-        loss, cross_entropy, logits, batch = self.losses()
+
+def test_activations_of_a_segment_equal_those_in_a_row_of_its_own():
+    program, params = make(**{"model.num_layers": 2})
+    params = jax.tree.map(jnp.asarray, params)
+    packed = make_batch(1) | SEGMENTS
+    alone = {
+        "tokens": packed["tokens"][:, 4:],
+        "segment_ids": np.ones((1, 4), np.int32),
+        "positions": np.arange(4, dtype=np.int32)[None],
+    }
+    of_rows = jax.jit(lambda batch: activations(program, params, batch))
+    np.testing.assert_allclose(of_rows(packed)[:, 4:], of_rows(alone), atol=1e-5)
+
+
+X = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32) * 3
+
+
+def head(**values):
+    """Return (loss, cross-entropy, logits, weights of targets, their logits) of `X`."""
+    program, params = make(**values)
+    batch = make_batch(3)
+    targets, weights = batch["targets"], batch["weights"]
+    logits = np.asarray(program.logits(params, jnp.asarray(X)), np.float64)
+    losses = program.head_loss(params, *map(jnp.asarray, (X, targets, weights)))
+    picked = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return *map(float, losses), logits, weights, picked
+
+
+def test_logits_are_the_normed_activations_times_the_kernel():
+    program, params = make()
+    x = X.astype(np.float64)
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
+    expected = normed @ params["head"]["kernel"]
+    np.testing.assert_allclose(program.logits(params, jnp.asarray(X)), expected, atol=1e-4)
+    program, params = make(**{"model.dtype": "bfloat16"})
+    x = jnp.ones((1, 2, 16), jnp.bfloat16)
+    assert program.logits(program.cast(params), x).dtype == jnp.float32
+
+
+def test_cross_entropy_is_a_weighted_sum_to_which_z_loss_adds_the_squared_log_partition():
+    for z_loss in (0.0, 0.1):
+        loss, cross_entropy, logits, weights, picked = head(**{"model.z_loss": z_loss})
         log_z = np.log(np.exp(logits).sum(-1))
-        picked = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-        assert cross_entropy == pytest.approx((batch["weights"] * (log_z - picked)).sum(), rel=1e-5)
-        assert loss == cross_entropy
+        assert cross_entropy == pytest.approx((weights * (log_z - picked)).sum(), rel=1e-5)
+        added = z_loss * (weights * log_z**2).sum()
+        assert loss - cross_entropy == pytest.approx(added, rel=1e-4)
 
-    def test_z_loss_adds_the_squared_log_partition(self):
-        loss, cross_entropy, logits, batch = self.losses(**{"model.z_loss": 0.1})
-        log_z = np.log(np.exp(logits).sum(-1))
-        assert cross_entropy == pytest.approx(self.losses()[1])
-        assert loss - cross_entropy == pytest.approx(
-            0.1 * (batch["weights"] * log_z**2).sum(), rel=1e-4
-        )
 
-    def test_soft_cap_bounds_logits_and_keeps_small_ones(self):
-        capped, plain = self.losses(**{"model.logit_soft_cap": 0.05})[2], self.losses()[2]
-        assert np.abs(plain).max() > 0.1
-        assert np.abs(capped).max() <= 0.05
-        np.testing.assert_allclose(capped, 0.05 * np.tanh(plain / 0.05), atol=1e-6)
-
-    def test_logits_are_float32_whatever_the_activations_are(self):
-        program, params = make(**{"model.dtype": "bfloat16"})
-        assert (
-            program.logits(program.cast(params), jnp.ones((1, 2, 16), jnp.bfloat16)).dtype
-            == jnp.float32
-        )
+def test_soft_cap_bounds_logits_and_keeps_small_ones():
+    capped, plain = head(**{"model.logit_soft_cap": 0.05})[2], head()[2]
+    assert np.abs(plain).max() > 0.1
+    assert np.abs(capped).max() <= 0.05
+    np.testing.assert_allclose(capped, 0.05 * np.tanh(plain / 0.05), atol=1e-6)
 
 
 def test_tied_embeddings_sum_both_gradients():
@@ -147,9 +133,8 @@ def test_tied_embeddings_sum_both_gradients():
 
     def gradients(program, params):
         def loss(params):
-            return program.head_loss(params, activations(program, params, batch), targets, weights)[
-                0
-            ]
+            x = activations(program, params, batch)
+            return program.head_loss(params, x, targets, weights)[0]
 
         return jax.jit(jax.grad(loss))(params)
 
@@ -167,14 +152,10 @@ def test_needs_key_only_with_dropout():
     assert make(**{"model.dropout": 0.1})[0].needs_key
 
 
-def test_cast_does_not_change_integers():
-    program, _ = make(**{"model.dtype": "bfloat16"})
+def test_cast_changes_neither_integers_nor_the_router_of_experts():
+    program, params = make(**{"model.dtype": "bfloat16", "model.moe.experts": 2})
     for values, dtype in ((jnp.ones(2), jnp.bfloat16), (jnp.arange(2), jnp.int32)):
         assert program.cast({"embed": {"embedding": values}})["embed"]["embedding"].dtype == dtype
-
-
-def test_cast_leaves_the_router_of_experts_in_float32():
-    program, params = make(**{"model.dtype": "bfloat16", "model.moe.experts": 2})
     for layers in (program.cast(params)["layers"], program.cast(params["layers"])):
         assert layers["moe"]["router"].dtype == jnp.float32
         assert layers["moe"]["gate"].dtype == jnp.bfloat16

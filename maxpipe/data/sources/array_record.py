@@ -8,7 +8,7 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation, bad_document
-from maxpipe.data.files import files_of, path_error, require_content
+from maxpipe.data.files import files_of, path_error
 
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
@@ -17,8 +17,7 @@ def array_record(config: DataConfig) -> Concatenation:
     """Return the records of the files of `data.path` (in a directory: *.array_record and
     *.arrayrecord) in sorted order; raises ConfigError if one is not an ArrayRecord.
     """
-    files = require_content(files_of(config, "array_record"))
-    return Concatenation([ArrayRecords(file) for file in files])
+    return Concatenation([ArrayRecords(file) for file in files_of(config, "array_record")])
 
 
 class ArrayRecords:
@@ -54,14 +53,16 @@ def bytes_feature(example: bytes, name: str) -> bytes:
     """Return the first value of a feature that holds bytes; raises KeyError if there is none, and
     ValueError if the bytes are not an Example.
     """
-    for features in _children(example, 1):
-        for entry in _children(features, 1):
-            if name.encode() in _children(entry, 1):
-                for feature in _children(entry, 2):
-                    for values in _children(feature, 1):
-                        for value in _children(values, 1):
-                            return value
+    for entry in _children(_joined(example, 1), 1):
+        if name.encode() in _children(entry, 1):
+            for value in _children(_joined(_joined(entry, 2), 1), 1):
+                return value
     raise KeyError(name)
+
+
+def _joined(message: bytes, number: int) -> bytes:
+    """Return the fields with this number as one message, which is what several of them mean."""
+    return b"".join(_children(message, number))
 
 
 def _children(message: bytes, number: int) -> list[bytes]:

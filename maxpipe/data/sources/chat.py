@@ -14,7 +14,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import RESERVED, ChatTemplate, Message, load_chat_template
 from maxpipe.data.documents import Concatenation, MarkedText, bad_document, require_offsets
-from maxpipe.data.files import files_of, path_error, require_content
+from maxpipe.data.files import files_of, path_error, require_content, reworded
 from maxpipe.data.sources.parquet import lacks_column, read_batches, schema_of
 from maxpipe.data.sources.text import JsonLines, lines_of
 from maxpipe.data.tokenizers import load_tokenizer
@@ -61,8 +61,7 @@ class Conversations:
             return self._template.render(*parse(record))
         except ConfigError as error:
             place = self._records.place(index)
-            problems = [replace(p, message=f"{place}: {p.message}") for p in error.problems]
-            raise type(error)(*problems) from error
+            raise reworded(error, lambda p: replace(p, message=f"{place}: {p.message}")) from error
 
 
 def parse(record: bytes | Mapping[str, Any]) -> Conversation:
@@ -106,8 +105,8 @@ def chat(config: DataConfig) -> Concatenation:
     ConfigError if there is none, or one is empty or damaged; see also `template_of`.
     """
     template = template_of(config)
-    files = require_content(files_of(config, "chat"))
-    return Concatenation([Conversations(_records(file, config), template) for file in files])
+    records = [_records(file, config) for file in files_of(config, "chat")]
+    return Concatenation([Conversations(each, template) for each in records])
 
 
 class _RowLines(JsonLines):
@@ -134,8 +133,9 @@ def _records(file: str, config: DataConfig) -> JsonLines:
                 raise path_error(f"{file}: conversations cannot be JSON: {error}") from error
 
     cache_dir, limit = config.cache_dir, config.cache_limit
-    copy = local_copy(file, version_of(file), ".messages.jsonl", cache_dir, write, limit)
-    return _RowLines(*require_content([copy]), original=file)
+    lines = local_copy(file, version_of(file), ".messages.jsonl", cache_dir, write, limit)
+    (copy,) = require_content([lines])
+    return _RowLines(copy, original=file)
 
 
 def template_of(data: DataConfig) -> ChatTemplate:

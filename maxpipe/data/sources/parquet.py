@@ -17,7 +17,7 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation, bad_document
-from maxpipe.data.files import files_of, path_error, require_content
+from maxpipe.data.files import files_of, path_error
 from maxpipe.storage.local_files import local_copy, version_of
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def parquet(config: DataConfig) -> Concatenation:
     raises ConfigError if one is not a parquet file or lacks the column.
     """
     parts = []
-    for path in require_content(files_of(config, "parquet")):
+    for path in files_of(config, "parquet"):
         field = document_field(path, schema_of(path))
         parts.append(RowDocuments(path, ArrowFile(_arrow_copy(path, field, config))))
     return Concatenation(parts)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation, FileDocuments, bad_document, read_text
-from maxpipe.data.files import files_of, find_all, path_error, require_content
+from maxpipe.data.files import files_of, find_all, find_files, path_error, require_content
 from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
@@ -34,8 +35,9 @@ def text(config: DataConfig) -> "FileDocuments | TextPieces":
     A single file is read in pieces, so that part of it can be held out; with data.eval_fraction=0
     and no validation set it is one document.
     """
-    files = files_of(config, "text")
-    copies = [unpacked(file, config.cache_dir, config.cache_limit) for file in files]
+    cache_dir, limit = config.cache_dir, config.cache_limit
+    files = find_files(config.path, SOURCES["text"].suffixes, cache_dir, limit)
+    copies = [unpacked(file, cache_dir, limit) for file in files]
     sizes = [Path(path).stat().st_size for path in copies]
     files, copies = ([*compress(paths, sizes)] for paths in (files, copies))
     if not files:
@@ -216,8 +218,7 @@ def jsonl(config: DataConfig) -> Concatenation:
     In a directory these are *.jsonl and *.ndjson, also packed, and packed *.json. Raises
     ConfigError if there is none, or one holds no lines or is damaged.
     """
-    files = require_content(files_of(config, "jsonl"))
-    return Concatenation([lines_of(file, config) for file in files])
+    return Concatenation([lines_of(file, config) for file in files_of(config, "jsonl")])
 
 
 def lines_of(file: str, config: DataConfig) -> JsonLines:

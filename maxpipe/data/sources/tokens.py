@@ -16,7 +16,7 @@ import numpy as np
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Concatenation
-from maxpipe.data.files import files_of, find_all, path_error, require_content
+from maxpipe.data.files import files_of, find_all, path_error
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
@@ -99,8 +99,7 @@ def token_bin(config: DataConfig) -> Concatenation:
     if is_remote(config.path):
         # A copy has another name, so it would lose its index and with it the ends of documents.
         raise path_error("token files must be on this machine; copy them with their indices")
-    files = files_of(config, "token_bin")
-    files = require_content([path for path in files if not path.endswith(INDEX_SUFFIX)])
+    files = [path for path in files_of(config, "token_bin") if not path.endswith(INDEX_SUFFIX)]
     dtype = dtype_of(tokenizer).str
     return Concatenation([TokenFile(path, dtype, tokenizer.eos_id) for path in files])
 

@@ -102,17 +102,26 @@ def test_line_without_conversation_is_a_bad_document() -> None:
 
 def test_bad_conversation_is_named_with_its_line_or_row(tmp_path: Path) -> None:
     only_asks = {"messages": [{"role": "user", "content": "a"}]}
-    lines = [json.dumps(line) for line in (TALKS[0], {}, only_asks)]
-    (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
-    documents = open_documents(_config(tmp_path), "train")
-    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.jsonl:3: not a JSON object"):
-        documents[1]
-    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.jsonl:5: the assistant says noth"):
-        documents[2]
+    twice = {"messages": TALKS[0]["messages"] * 2}  # turns that change when others follow
+    (tmp_path / "last.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}.{% endif %}{% endfor %}"
+    )
+    lines = "\n\n".join(json.dumps(line) for line in (TALKS[0], {}, only_asks, twice))
     pq.write_table(pa.Table.from_pylist([TALKS[0], only_asks]), tmp_path / "a.parquet")
-    documents = open_documents(_config(tmp_path / "a.parquet"), "train")
-    with pytest.raises(BadDocument, match=rf"^data\.path: {tmp_path}/a\.parquet: row 1: the ass"):
-        documents[1]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    config = _config(tmp_path, chat_template=str(tmp_path / "last.jinja"))
+    documents = open_documents(config, "train")
+    for index, kind, message in (
+        (1, BadDocument, rf"^data\.path: {tmp_path}/a\.parquet: row 1: the assistant says"),
+        (3, BadDocument, rf"^data\.path: {tmp_path}/b\.jsonl\.gz:3: not a JSON object"),
+        (4, BadDocument, r"^data\.path: \S*b\.jsonl\.gz:5: the assistant says nothing"),
+        (5, ConfigError, r"^data\.chat_template: \S*b\.jsonl\.gz:7: .* message 2, a turn of"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            documents[index]
+        assert type(caught.value) is kind
+    assert isinstance(documents[0], MarkedText)
 
 
 def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
@@ -128,25 +137,6 @@ def test_parquet_that_holds_no_conversations_is_named(tmp_path: Path) -> None:
         pq.write_table(columns, tmp_path / "a.parquet")
         with pytest.raises(ConfigError, match=rf"^data\.path: \S*a\.parquet{message}"):
             open_documents(_config(tmp_path), "train")
-
-
-def test_turn_that_cannot_be_told_is_named_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "last.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}"
-        "{% if loop.last and m.role == 'assistant' %}.{% endif %}{% endfor %}"
-    )
-    talk = {"messages": TALKS[0]["messages"] * 2}
-    lines = "\n".join(json.dumps(line) for line in (TALKS[0], talk)).encode()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    config = _config(tmp_path, chat_template=str(tmp_path / "last.jinja"))
-    documents = open_documents(config, "train")
-    assert isinstance(documents[0], MarkedText)
-    with pytest.raises(
-        ConfigError, match=rf"^data\.chat_template: {tmp_path}/a\.jsonl\.gz:2: "
-    ) as e:
-        documents[1]
-    assert "message 2, a turn of the assistant" in str(e.value)
-    assert not isinstance(e.value, BadDocument)
 
 
 def test_python_help_answers_with_docstring_and_arguments() -> None:

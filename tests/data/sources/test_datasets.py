@@ -5,22 +5,19 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.sections import Config, DataConfig
+from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, Documents, open_documents
 from maxpipe.data.fingerprint import CHANGED, SourceFiles
-from maxpipe.data.loader import make_loader
 from maxpipe.storage.local_files import RemoteFile
 
 TEXTS = [f"text {i} " * (i % 7 + 1) for i in range(40)]
@@ -60,7 +57,12 @@ def _version(path: object) -> str:
     return _files(path).fingerprint.digest
 
 
-def test_datasets_saved_with_a_format_is_read_without(tmp_path: Path, library: Any) -> None:
+def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(
+    tmp_path: Path, library: Any
+) -> None:
+    for name in "ba":
+        _save(tmp_path / name, {"text": [name]})
+    assert _all(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
     rows = library.Dataset.from_dict({"tokens": [[1, 2], [], [3]]}).with_format("numpy")
     rows.save_to_disk(str(tmp_path / "saved"))
     assert [ids.tolist() for ids in _all(_open(tmp_path / "saved"))] == [[1, 2], [], [3]]
@@ -96,25 +98,17 @@ def test_datasets_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert documents[0] == "good"
 
 
-def test_datasets_parts_follow_each_other_in_sorted_order(tmp_path: Path) -> None:
-    for name in "ba":
-        _save(tmp_path / name, {"text": [name]})
-    assert _all(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
-
-
 def test_datasets_configuration_and_split_of_a_repository_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    files = ""
     for language in ("en", "de"):
+        (tmp_path / "repo" / language).mkdir(parents=True)
+        files += f"- config_name: {language}\n  data_files:\n"
         for split in ("train", "test"):
-            file = tmp_path / "repo" / language / f"{split}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"text": f"{language} {split}"}) + "\n")
-    files = "".join(
-        f"- config_name: {name}\n  data_files: [{{split: train, path: {name}/train.jsonl}}, "
-        f"{{split: test, path: {name}/test.jsonl}}]\n"
-        for name in ("en", "de")
-    )
+            file = f"{language}/{split}.jsonl"
+            (tmp_path / "repo" / file).write_text(json.dumps({"text": f"{language} {split}"}))
+            files += f"  - {{split: {split}, path: {file}}}\n"
     (tmp_path / "repo" / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _all(_open("hf:~/repo:en")) == ["en train"]
@@ -154,18 +148,17 @@ def test_datasets_that_cannot_be_used_are_refused(
             _open(path, column=column)
 
 
-@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])
-def test_datasets_saved_with_damaged_json_is_refused(tmp_path: Path, name: str) -> None:
+def test_datasets_saved_with_damaged_json_is_refused(tmp_path: Path) -> None:
     saved = _save(tmp_path / "saved", {"text": TEXTS})
-    if name == "dataset_dict.json":
-        (saved / "state.json").unlink()
-    for content in ("{", "[]", '{"splits": 1, "features": 1}'):
-        (saved / name).write_text(content)
-        with pytest.raises(
-            ConfigError, match=r"^data\.path: \S*saved cannot be read by datasets: "
-        ):
-            _open(saved)
-        assert _version(saved)  # the error is left to who reads the rows
+    for name in ("dataset_info.json", "state.json", "dataset_dict.json"):
+        for content in ("{", "[]", '{"splits": 1, "features": 1}'):
+            (saved / name).write_text(content)
+            with pytest.raises(
+                ConfigError, match=r"^data\.path: \S*saved cannot be read by datase"
+            ):
+                _open(saved)
+            assert _version(saved)  # the error is left to who reads the rows
+        (saved / name).unlink()
 
 
 def test_datasets_error_of_the_hub_says_what_to_do(
@@ -200,30 +193,6 @@ def test_datasets_without_the_library_name_the_extra(
             ConfigError, match=r"data\.source: needs datasets.*pip install.*\[datasets"
         ):
             _open(path)
-
-
-def test_datasets_resume_continues_with_the_same_batches(tmp_path: Path) -> None:
-    path = _save(tmp_path / "saved", {"text": TEXTS})
-    data = DataConfig(
-        source="datasets",
-        path=str(path),
-        eval_fraction=0.2,
-        global_batch_size=4,
-        sequence_length=32,
-    )
-    config = replace(Config(), data=data)
-    loader = make_loader(config, "train", range(4))
-    for _ in range(3):
-        next(loader)
-    state = loader.state
-    expected = [next(loader) for _ in range(10)]  # further than an epoch
-    loader.close()
-    # Two processes continue, each with its rows.
-    for rows in ([0, 1], [2, 3]):
-        continued = make_loader(config, "train", rows, state[rows])
-        for batch in expected:
-            np.testing.assert_array_equal(next(continued)["tokens"], batch["tokens"][rows])
-        continued.close()
 
 
 def test_datasets_fingerprint_is_that_of_the_rows_wherever_they_lie(tmp_path: Path) -> None:

@@ -34,13 +34,9 @@ def test_without_a_factor_nothing_is_dropped():
 
 
 @pytest.mark.parametrize("kernel", [Blocks, Megablox])
-def test_rows_suffice_for_experts_that_are_full_in_all_sequences(kernel):
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+def test_rows_suffice_for_experts_that_are_full_in_all_sequences(kernel, factor):
     """On the first of two devices, whose two experts all tokens of 3 sequences choose."""
-    for factor in (0.5, 1.0, 1.5):
-        check_rows(kernel, factor)
-
-
-def check_rows(kernel, factor):
     moe = MoEConfig(experts=4, per_token=2, capacity_factor=factor)
     sequences, length = 3, 400
     choice = jnp.broadcast_to(jnp.array([0, 1], jnp.int32), (sequences, length, 2))

@@ -137,19 +137,15 @@ def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(mesh
     assert active <= flops <= 1.3 * active
 
 
-def test_auto_takes_the_ring_and_says_why():
+def test_dispatch_is_the_ring_unless_it_is_configured_and_the_platform_has_it():
     said = []
     assert choose_dispatch(MoEConfig(experts=8), 4, "cpu", said.append) == "ring"
-    assert said[0].startswith("model.moe.dispatch=ring: over 4 devices it moves no more")
     assert choose_dispatch(MoEConfig(experts=8), 4, "tpu", said.append) == "ring"
+    assert said[0].startswith("model.moe.dispatch=ring: over 4 devices it moves no more")
     assert said[1].removeprefix(said[0]).startswith("; predicted for v5p, the others take longer")
-    moe = MoEConfig(experts=8, dispatch="all_to_all")
-    assert choose_dispatch(moe, 4, "cpu", said.append) == "all_to_all"
+    all_to_all, ragged = (MoEConfig(experts=8, dispatch=x) for x in ("all_to_all", "ragged"))
+    assert choose_dispatch(all_to_all, 4, "cpu", said.append) == "all_to_all"
+    assert choose_dispatch(ragged, 4, "tpu", said.append) == "ragged"
     assert len(said) == 2
-
-
-def test_a_way_that_the_platform_lacks_is_refused_with_the_others():
-    moe = MoEConfig(experts=8, dispatch="ragged")
-    assert choose_dispatch(moe, 4, "tpu", print) == "ragged"
     with pytest.raises(ConfigError, match="of tpu, which cpu lacks; use ring or all_to_all"):
-        choose_dispatch(moe, 4, "cpu", print)
+        choose_dispatch(ragged, 4, "cpu", print)

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from maxpipe.config import Config, replace
+from maxpipe.config.sections.model_parts import MoEConfig
 from maxpipe.model.experts.router import losses, route
 
 EXPERTS = 16
@@ -26,10 +27,7 @@ GROUPED = {"router": "sigmoid", "groups": 4, "groups_per_token": 2, "scale": 2.5
 
 
 def moe_of(**values):
-    values = {"experts": EXPERTS, "per_token": 3} | values
-    return replace(
-        Config(), **{f"model.moe.{key}": value for key, value in values.items()}
-    ).model.moe
+    return MoEConfig(**{"experts": EXPERTS, "per_token": 3} | values)
 
 
 def by_expert(choice):
@@ -53,12 +51,8 @@ def test_group_of_a_softmax_counts_by_its_best_expert():
     assert route(logits, sigmoid).experts.tolist() == [[4, 5]]
 
 
-def test_bias_changes_the_choice_and_neither_weights_nor_losses():
-    for router in ("sigmoid", "softmax"):
-        check_bias(router)
-
-
-def check_bias(router):
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_bias_changes_the_choice_and_neither_weights_nor_losses(router):
     moe = moe_of(router=router, normalise=False, balance_loss=0.5)
     logits = jnp.asarray(LOGITS)[None]
     scores = jax.nn.sigmoid(logits) if router == "sigmoid" else jax.nn.softmax(logits)

@@ -20,17 +20,11 @@ def choose():
     return _choose
 
 
-def test_auto_takes_the_kernel_of_the_platform_and_says_so(choose):
+def test_auto_takes_the_kernel_of_the_platform_unless_it_does_not_fit_and_says_so(choose):
     for platform, name in (("cpu", "blocks"), ("gpu", "blocks"), ("tpu", "megablox")):
         assert choose(platform) == (name, f"model.moe.kernel={name}: the kernel for {platform}")
-
-
-def test_auto_falls_back_with_the_reason_where_widths_do_not_fit(choose):
     reason = "megablox cannot be used, model.moe.mlp_dim=250 is not a multiple of 8"
     assert choose("tpu", width=250) == ("blocks", f"model.moe.kernel=blocks: {reason}")
-
-
-def test_configured_kernel_is_taken_silently_or_refused_with_a_remedy(choose):
     assert choose("tpu", "blocks") == ("blocks", "")
     with pytest.raises(ConfigError, match=r"it runs on tpu, not on cpu; use auto or blocks"):
         choose("cpu", "megablox")
