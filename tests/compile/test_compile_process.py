@@ -49,7 +49,7 @@ def test_the_compiler_ends_with_a_plan_that_is_killed(tmp_path, compiler):
 
 
 def test_the_compiler_ends_with_ctrl_c(tmp_path, compiler):
-    compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 0.3\nkill -INT $PPID\nexec sleep 60")
+    compiler(f"echo $$ > {tmp_path / 'pid'}\nsleep 1\nkill -INT $PPID\nexec sleep 60")
     with pytest.raises(KeyboardInterrupt):
         compile_configuration("", print)
     with suppress(ChildProcessError):  # it has ended, and has been waited for
