@@ -33,14 +33,6 @@ class Phase(NamedTuple):
     heads: int
     embedding_gradients: int
 
-    def times_taken(self, origin: Origin) -> int | None:
-        """Return in how many ticks a conditional does its work; None if it is for other work."""
-        if origin.scope == "head":
-            return self.heads
-        if origin.scope == "embedding":
-            return self.embedding_gradients if origin.is_backward else self.embeddings
-        return None
-
 
 def phases_of(plan: LockstepPlan) -> list[Phase]:
     """Return the phases of a plan, in order."""
@@ -104,5 +96,10 @@ def times_taken(
     number = origin.phase
     if number is None or number >= len(phases):
         return reached
-    taken = phases[number].times_taken(origin)
-    return reached if taken is None else min(reached, taken)
+    phase = phases[number]
+    if origin.scope == "head":
+        return min(reached, phase.heads)
+    if origin.scope == "embedding":
+        taken = phase.embedding_gradients if origin.is_backward else phase.embeddings
+        return min(reached, taken)
+    return reached
