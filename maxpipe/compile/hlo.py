@@ -185,7 +185,8 @@ def _executions(
         roles = instruction.called()
         inside = [(name, runs) for name in roles.get("calls", []) + roles.get("to_apply", [])]
         if instruction.opcode == "while":
-            times = runs * trip_count(module, computation, instruction)
+            count = trip_count(module, computation, instruction)
+            times = runs * (1 if count is None else count)
             inside = [(name, times) for name in roles.get("body", [])]
         elif instruction.opcode == "conditional":
             inside = [(name, branch_runs(runs)) for name in roles.get("branches", [])]
@@ -194,13 +195,7 @@ def _executions(
                 yield from _executions(module, module.computations[name], times, branch_runs)
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
-    """Return how often a `while` runs, 1 if that is unknown."""
-    known = known_trip_count(module, computation, loop)
-    return 1 if known is None else known
-
-
-def known_trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`.
 
     Returns:

@@ -10,7 +10,7 @@ work is done.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxpipe.compile.hlo import Computation, Instruction, Module, known_trip_count
+from maxpipe.compile.hlo import Computation, Instruction, Module, trip_count
 from maxpipe.compile.prediction.operations import Part, Price, Prices
 from maxpipe.compile.prediction.origins import Origin, Origins
 from maxpipe.compile.prediction.timeline import (
@@ -175,7 +175,7 @@ class _Walker:
     def _loop(
         self, computation: Computation, loop: Instruction, origin: Origin, place: Place
     ) -> tuple[float, str, float]:
-        count = known_trip_count(self._module, computation, loop)
+        count = trip_count(self._module, computation, loop)
         if count is None:
             self.timeline.unknown_loops.append(loop.name)
             count = 1
