@@ -127,17 +127,7 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 def repeated_words(words: Sequence[str]) -> list[Problem]:
     """Return a problem for each key that two `key=value` words of a command line set."""
-    problems = []
-    seen: dict[str, str] = {}
-    for word in words:
-        text = word.partition("=")[2]
-        for key in dict.fromkeys(setting.key for setting in read_overrides([word])[0]):
-            if key in seen:
-                both = f"as one list: {key}={seen[key]},{text}" if key in LISTS else "once"
-                message = f"set twice, to {seen[key]!r} and {text!r}; give it {both}"
-                problems.append(Problem(key, message, COMMAND_LINE))
-            seen[key] = text
-    return problems
+    return [*_duplicates(read_overrides(words)[0])]
 
 
 def split_values(text: str) -> list[str]:
@@ -263,7 +253,9 @@ def _duplicates(settings: Sequence[Setting]) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for setting in settings:
         if setting.key in first:
-            yield Problem(setting.key, f"set twice, first at {first[setting.key]}", setting.source)
+            remedy = f"as one list: {setting.key}=a,b" if setting.key in LISTS else "once"
+            message = f"set twice, first at {first[setting.key]}; give it {remedy}"
+            yield Problem(setting.key, message, setting.source)
         first.setdefault(setting.key, setting.source)
 
 

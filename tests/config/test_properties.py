@@ -52,17 +52,6 @@ def test_any_overrides_give_a_config_or_a_config_error(base, overrides, devices,
     assert config.data.global_batch_size % (shards * pipeline.num_microbatches) == 0
 
 
-@fast
-@given(st.text(max_size=40))
-def test_any_text_as_a_file_gives_a_config_or_a_config_error(write, text):
-    path = write("run.yml", text)
-    try:
-        loaded = load(path)
-    except ConfigError:
-        return
-    assert load(write("again.yml", to_yaml(loaded.config))).config == loaded.config
-
-
 trees = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
     lambda inner: st.one_of(
