@@ -8,12 +8,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from maxpipe.config import from_hf
 from maxpipe.config.catalog import SOURCES, DataSource
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import read_files
-from maxpipe.config.from_hf import Chosen
+from maxpipe.config.files import COMMAND_LINE, read_files
 from maxpipe.config.identity import SHAPE_DEFAULTS
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.model_places import (
@@ -32,6 +32,51 @@ from maxpipe.config.values import convert
 KEY = "base_model"
 _WEIGHTS, _TOKENIZER, _TEMPLATE = "init_from", "data.tokenizer", "data.chat_template"
 _TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+
+
+class Chosen(NamedTuple):
+    """The values that are set, by key, and where each comes from."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+    def text(self, key: str) -> str:
+        """Return the value of a key of texts, or its default."""
+        return str(self.values.get(key, OPTIONS[key].default))
+
+    def set(self, key: str, value: object, source: str) -> None:
+        """Give a key a value."""
+        self.values[key], self.sources[key] = value, source
+
+    def stands(self, key: str, named_by: str) -> bool:
+        """Return whether a key is set on the command line, or in the file that sets `named_by`."""
+        source = self.sources.get(key, "")
+        file = self.sources.get(named_by, "").rpartition(":")[0]
+        return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
+
+    def take(self, shape: from_hf.Shape, named_by: str) -> list[Problem]:
+        """Set the keys of a shape, whose place another key names; files have weaker ones.
+
+        Returns:
+          Problems of those that the command line contradicts.
+        """
+        problems = []
+        for key, value in shape.values.items():
+            own = self.values.get(key, value)
+            is_flag = key in self.values and self.sources.get(key) == COMMAND_LINE
+            # The file that names the folder may give the vocabulary more rows, too.
+            is_rows = key == from_hf.VOCABULARY
+            if (is_rows and self.stands(key, named_by) and own > value) or (
+                key == from_hf.TIED and is_flag and value
+            ):
+                continue
+            is_derived = OPTIONS[key].bounds.derived and own == -1
+            if is_flag and own != value and not is_derived:
+                remedy = "only more rows are possible, as padding; " if is_rows else ""
+                message = f"is {own}, but {shape.source} says {value}; {remedy}leave the key out"
+                problems.append(Problem(key, message, COMMAND_LINE))
+            self.set(key, value, shape.source)
+        return problems
 
 
 def apply(

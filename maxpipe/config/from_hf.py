@@ -1,8 +1,4 @@
-"""Take the shape of the model from a config.json, such as that of `model.from_hf`.
-
-It overrides every `model.*` key in YAML files that describes the model; a key on the command line
-may only agree with it.
-"""
+"""Read the shape of a model from its config.json, such as that of `model.from_hf`."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +6,6 @@ from typing import Any, NamedTuple
 
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import open_folder
 from maxpipe.config.options import OPTIONS
@@ -112,46 +107,3 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
 def is_text_a_part(content: Mapping[str, object]) -> bool:
     """Return whether a config.json is of a model whose text part is one of several."""
     return isinstance(content.get(_TEXT), dict) and content.get("model_type") not in MODEL_TYPES
-
-
-class Chosen(NamedTuple):
-    """The values that are set, by key, and where each comes from."""
-
-    values: dict[str, Any]
-    sources: dict[str, str]
-
-    def text(self, key: str) -> str:
-        """Return the value of a key of texts, or its default."""
-        return str(self.values.get(key, OPTIONS[key].default))
-
-    def set(self, key: str, value: object, source: str) -> None:
-        """Give a key a value."""
-        self.values[key], self.sources[key] = value, source
-
-    def stands(self, key: str, named_by: str) -> bool:
-        """Return whether a key is set on the command line, or in the file that sets `named_by`."""
-        source = self.sources.get(key, "")
-        file = self.sources.get(named_by, "").rpartition(":")[0]
-        return source == COMMAND_LINE or bool(file and source.rpartition(":")[0] == file)
-
-    def take(self, shape: Shape, named_by: str) -> list[Problem]:
-        """Set the keys of a shape, whose place another key names.
-
-        Returns:
-          Problems of those that the command line contradicts.
-        """
-        problems = []
-        for key, value in shape.values.items():
-            own = self.values.get(key, value)
-            is_flag = key in self.values and self.sources.get(key) == COMMAND_LINE
-            # The file that names the folder may give the vocabulary more rows, too.
-            adds_rows = key == VOCABULARY and self.stands(key, named_by) and own > value
-            if adds_rows or (key == TIED and is_flag and value):
-                continue
-            is_derived = OPTIONS[key].bounds.derived and own == -1
-            if is_flag and own != value and not is_derived:
-                remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
-                message = f"is {own}, but {shape.source} says {value}; {remedy}leave the key out"
-                problems.append(Problem(key, message, COMMAND_LINE))
-            self.set(key, value, shape.source)
-        return problems
