@@ -62,14 +62,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "eval_every": ("eval.every",),
 }
 
-# Keys that users may look for, and how to do without them.
-_ABSENT: Mapping[str, str] = {
-    "devices_per_stage": "all stages of a run have equally many devices, because one mesh holds "
-    "the batch, the parameters and the checkpoints of all; balance stages by their layers instead "
-    "(pipeline.layers_per_stage=auto), or run your own training function on stages of different "
-    "sizes with maxpipe.pipeline.mpmd (examples/own_model_mpmd.py --devices-per-stage 2 1 1)",
-}
-
 
 @dataclass(frozen=True)
 class Option:
@@ -133,8 +125,6 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 def unknown_key(key: str, is_section: bool = False) -> str:
     """Return the message for a key that does not exist, with the one that was meant, if any."""
     section, _, last = key.rpartition(".")
-    if last in _ABSENT:
-        return f"unknown key; {_ABSENT[last]}"
     while section and section not in _TABLE:
         section = section.rpartition(".")[0]
     if section in OPTIONS:

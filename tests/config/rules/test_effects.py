@@ -70,6 +70,8 @@ def test_declarations_name_keys_that_exist():
         ("model.moe", catalog.ROUTERS),
         ("optimizer", catalog.OPTIMIZERS),
         ("optimizer", catalog.LR_SCHEDULES),
+        ("data", catalog.SOURCES),
+        ("model", catalog.BLOCKS),
     ):
         names = [
             name
