@@ -61,7 +61,7 @@ def idleness(c: Config, key: str, before: Config | None = None) -> Idleness | No
 
 def _sources_for(c: Config, key: str) -> list[str]:
     """Return the sources of which one is enough to give a key of `data.*` an effect."""
-    if key in ("data.path", "data.eval_path"):  # an entry of a mixture has its own path
+    if key == "data.eval_path":  # which is read with data.source, next to a mixture as well
         return [c.data.source]
     is_evaluated = key == "data.column" and c.data.eval_path
     return [*c.data.sources, *[c.data.source] * bool(is_evaluated)]
