@@ -14,6 +14,7 @@ from maxpipe.config.rules.engines import check_offloading, check_processes, chec
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.agreement import agree_on
+from maxpipe.devices.chips import tpu_of
 from maxpipe.devices.host_memory import has_host_memory
 from maxpipe.devices.mesh import crossing_axes, has_whole_processes
 from maxpipe.devices.transfers import describe_transfers, processes_of
@@ -27,7 +28,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.plan.gather_mode import with_gather_mode
-from maxpipe.plan.prefetch import gathers_in_steps, tpu_for_gathers
+from maxpipe.plan.prefetch import gathers_in_steps
 from maxpipe.plan.remat_cheap import with_remat_cheap
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.sharding.torus import Route, line_length
@@ -43,7 +44,7 @@ def build_engine_inputs(config: Config, mesh: Mesh, *, note: Note = ignore_note)
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh that has
     the shape of each stage's mesh.
     """
-    tpu = tpu_for_gathers(config, list(mesh.devices.flat), note)
+    tpu = tpu_of(list(mesh.devices.flat))
     config = with_gather_mode(config, tpu, note)
     config = with_remat_cheap(config, tpu, note)
     engine = ENGINES[config.pipeline.engine]

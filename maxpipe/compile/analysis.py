@@ -5,10 +5,9 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.compile.collectives import find_collectives
+from maxpipe.compile.collectives import find_collectives, link_uses, network_seconds
 from maxpipe.compile.hlo import parse
 from maxpipe.compile.knobs import gains, knobs
-from maxpipe.compile.links import link_uses, network_seconds
 from maxpipe.compile.prediction.predict import is_predictable, predict
 from maxpipe.compile.report import Report
 from maxpipe.compile.step import (
@@ -24,10 +23,11 @@ from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import chip_for, devices_per_chip, tpu_of
 from maxpipe.pipeline.engines.scheduled.sharding import skips_idle
-from maxpipe.plan.estimate import Bounds, Memory, estimate, step_bounds
+from maxpipe.plan.estimate import Bounds, estimate, step_bounds
 from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.jaxpr_flops import BranchRuns, every_time, program_flops
+from maxpipe.plan.search.memory import Memory
 
 
 def analyse(
@@ -74,7 +74,7 @@ def analyse(
     return report, executable
 
 
-def _shapes(config: Config, mesh: Mesh) -> Memory:
+def _shapes(config: Config, mesh: Mesh) -> Memory[float]:
     devices = mesh.devices.reshape(-1).tolist()
     return estimate(on_platform(config, devices[0].platform), tpu_of(devices))
 

@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compile.hlo import Computation, Instruction, Module, array_bytes, executions
-from maxpipe.devices.chips import slice_of
+from maxpipe.devices.chips import Chip, slice_of
 from maxpipe.devices.mesh import crossing_axes
+from maxpipe.plan.links import links_along
 
 _SLICE = 100000  # libtpu's number of a device: _SLICE * its slice + its place there
 COLLECTIVE_KINDS = (
@@ -245,3 +246,66 @@ def axes_of(groups: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> str:
         places = np.array(np.unravel_index(np.asarray(group), shape))
         differing |= (places != places[:, :1]).any(axis=1)
     return ",".join(name for name, differs in zip(sizes, differing, strict=True) if differs)
+
+
+PERMUTE = "collective-permute"
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Traffic of one device over one set of mesh axes in a step.
+
+    Attributes:
+      axes: mesh axes, such as "fsdp" or "data,fsdp".
+      network: "ici", or "dcn" between slices.
+      kind: "permutes" between neighbours, or "collectives" of groups.
+      links: links of a chip that groups along all of the axes can use, though groups along some
+        of them may not; None on DCN, where each chip has a share of its host's network cards.
+      of: number of all links of a chip; None on DCN.
+      sent_bytes: bytes that a device sends.
+      seconds: least time to send them; None if the bandwidth is unknown.
+    """
+
+    axes: str
+    network: str
+    kind: str
+    links: int | None
+    of: int | None
+    sent_bytes: float
+    seconds: float | None
+
+
+def link_uses(collectives: Sequence[Collective], mesh: Mesh, chip: Chip) -> list[LinkUse]:
+    """Return the traffic over each set of mesh axes, the slowest first."""
+    sent: dict[tuple[str, str, str], float] = {}
+    for collective in collectives:
+        if collective.sent_bytes:
+            kind = "permutes" if collective.kind == PERMUTE else "collectives"
+            place = (collective.axes, collective.network, kind)
+            sent[place] = sent.get(place, 0.0) + collective.sent_bytes
+    uses = [_use(mesh, chip, *place, size) for place, size in sent.items()]
+    return sorted(uses, key=lambda use: -(use.seconds or 0.0))
+
+
+def network_seconds(uses: Sequence[LinkUse], chip: Chip) -> float | None:
+    """Return the least seconds for all traffic of a step; None if a needed bandwidth is unknown.
+
+    That is the time of the slowest set of axes, or, if longer, of all traffic within a slice spread
+    over all links of a chip.
+    """
+    seconds = [use.seconds for use in uses]
+    known = [time for time in seconds if time is not None]
+    if len(known) < len(seconds):
+        return None
+    within = sum(use.sent_bytes for use in uses if use.network == "ici")
+    return max([*known, within / chip.ici_bandwidth])
+
+
+def _use(mesh: Mesh, chip: Chip, axes: str, network: str, kind: str, size: float) -> LinkUse:
+    if network == "dcn":
+        seconds = size / chip.dcn_bandwidth if chip.dcn_bandwidth else None
+        return LinkUse(axes, network, kind, None, None, size, seconds)
+    links = links_along(mesh, chip, axes, between_neighbours=kind == "permutes")
+    return LinkUse(
+        axes, network, kind, links, chip.links, size, size / (links * chip.link_bandwidth)
+    )

@@ -14,8 +14,8 @@ from maxpipe.compile.step import progress
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import import_words
 from maxpipe.config.terminal import Note
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.candidate import Proof
-from maxpipe.plan.search.seconds import Seconds
 from maxpipe.storage.records import read_record
 from maxpipe.supervise.ending import die_with_parent
 

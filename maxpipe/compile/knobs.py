@@ -7,15 +7,12 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.rules.rule import Updates
-from maxpipe.config.terminal import ignore_note
 from maxpipe.config.values import words_of
 from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.plan.auto_stages import choose_stages, fullest_stage_bytes
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.gather_mode import KEY as GATHER
-from maxpipe.plan.gather_mode import with_gather_mode
+from maxpipe.plan.gather_mode import needed_bytes, with_gather_mode
 from maxpipe.plan.layer_times import first_layers, layer_times
 from maxpipe.plan.memory_changes import memory_changes
 
@@ -133,22 +130,14 @@ def knobs(
       devices: numbers of devices and slices, which do not change.
       tpu: as for `gains`.
     """
-    one_program = ENGINES[resolved.pipeline.engine].one_program
-
-    def memory_of(config: Config) -> float:
-        if one_program:
-            return estimate(with_gather_mode(config, tpu), tpu).total
-        config = choose_stages(on_platform(config, "tpu") if tpu else config, None, ignore_note)
-        return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
-
-    now = memory_of(resolved)
+    now, one_program = needed_bytes(resolved, tpu), ENGINES[resolved.pipeline.engine].one_program
     effective = []
     for changes in memory_changes(resolved):
         try:
             changed = resolve(replace(written, **changes), *devices)
             if ENGINES[changed.pipeline.engine].one_program != one_program:
                 continue  # the estimate is not made for the other kind of engine
-            saves = now - memory_of(changed)
+            saves = now - needed_bytes(changed, tpu)
         except (ConfigError, ScheduleError):  # a CSV file has sizes of its own
             continue
         if saves > LEAST_SAVING * now:

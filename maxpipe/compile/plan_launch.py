@@ -16,7 +16,7 @@ from maxpipe.config.outputs import write_file
 from maxpipe.config.terminal import folded, terminal_width
 from maxpipe.plan.search.best import Plan, make_plan, smallest_plans
 from maxpipe.plan.search.facts import Facts
-from maxpipe.plan.search.given import emptiness, given_text
+from maxpipe.plan.search.flags import emptiness, given_text
 from maxpipe.plan.search.remedies import remedies
 from maxpipe.plan.search.request import TOPOLOGY, Request
 from maxpipe.plan.search.written import file_text

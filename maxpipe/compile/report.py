@@ -6,17 +6,17 @@ from typing import Any, NamedTuple, Self, cast
 
 from jax.sharding import Mesh
 
-from maxpipe.compile.collectives import Collective
+from maxpipe.compile.collectives import Collective, LinkUse
 from maxpipe.compile.knobs import Gain, Knob
-from maxpipe.compile.links import LinkUse
 from maxpipe.compile.prediction.prediction import Prediction
 from maxpipe.compile.prediction.timeline import Timeline
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import device_memory, short_name
 from maxpipe.plan.auto_stages import bubble_fraction
-from maxpipe.plan.estimate import Bounds, Memory
+from maxpipe.plan.estimate import Bounds
 from maxpipe.plan.flops import model_flops_per_token
+from maxpipe.plan.search.memory import Memory
 
 COMPILER_PARTS = ("arguments", "temp", "program")  # of `CompilerMemory`, in reports
 NO_KNOB = "no single change of batch, schedule or mesh helps on these devices; take more of them"
@@ -186,7 +186,7 @@ class Report(StepReport):
       hlo: text of the optimized program.
     """
 
-    shapes: Memory
+    shapes: Memory[float]
     compiler: CompilerMemory | None = None
     flops: float | None = None
     collectives: Sequence[Collective] = ()

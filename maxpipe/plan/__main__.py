@@ -16,7 +16,6 @@ from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError
 from maxpipe.plan.search.flags import (
     compiler_problems,
-    file_problems,
     flag_problems,
     number_compiled,
 )
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         undecided=UNDECIDED,
     )
     flags = arguments.flags
-    if problems := [*flag_problems(flags), *file_problems(arguments)]:
+    if problems := [*flag_problems(arguments)]:
         raise ConfigError(*problems)
     request = request_of(arguments)
     if problems := [*compiler_problems(flags, request.machine)]:
@@ -100,7 +99,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compile N of the best for the slice and rank them by the compiler's estimates (3)",
     )
-    parser.add_argument("--probe", nargs="?", const="", help=argparse.SUPPRESS)  # gone
     parser.add_argument(
         "--no-compile", action="store_true", dest="closed", help="closed forms alone"
     )

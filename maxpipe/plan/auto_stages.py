@@ -24,7 +24,7 @@ from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chun
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.plan.layer_times import LayerTimes, layer_times
 from maxpipe.plan.memory_changes import memory_changes
-from maxpipe.plan.search.mpmd_memory import StageMemory
+from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.simulate import Costs, Simulation, simulate
 from maxpipe.plan.stage_cut import balance_layers, chunk_sizes, lightened
 

@@ -9,43 +9,13 @@ from dataclasses import dataclass
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, Tpu
 from maxpipe.pipeline.chunk import remat_policy
-from maxpipe.plan.footprint import (
-    device_parameters,
-    itemsize,
-    layer_of,
-    microbatch_tokens,
-    total_parameters,
-    with_dense_layers,
-)
-from maxpipe.plan.number import single
-from maxpipe.plan.search.memory import program_memory
-from maxpipe.plan.search.sizes import sizes_of_configuration
+from maxpipe.plan.device_parameters import device_parameters, total_parameters, with_dense_layers
+from maxpipe.plan.footprint import itemsize, layer_of, microbatch_tokens
+from maxpipe.plan.search.block import sizes_of_configuration
+from maxpipe.plan.search.memory import Memory, program_memory
 
 # Passes over weights and activations: forward, gradients for inputs and for weights.
 _PASSES = 3
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device.
-
-    Attributes:
-      parameters, optimizer: parameters and optimizer state at rest.
-      gradients: sums of gradients, whole where they are scattered once a step.
-      activations: everything that grows with tokens, less what gradients replace.
-      in_use: copies of weights for computation, and their gradients before these are added to the
-        sums.
-    """
-
-    parameters: float
-    optimizer: float
-    gradients: float
-    activations: float
-    in_use: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.optimizer + self.gradients + self.activations + self.in_use
 
 
 @dataclass(frozen=True)
@@ -69,15 +39,14 @@ class Bounds:
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
-def estimate(config: Config, tpu: Tpu | None) -> Memory:
+def estimate(config: Config, tpu: Tpu | None) -> Memory[float]:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine.
 
     Args:
       tpu: the device's chip; None if it is not a TPU or an unknown one. Weights are
         gathered in steps on TPUs.
     """
-    memory = program_memory(sizes_of_configuration(config, tpu, on_tpus=tpu is not None))
-    return Memory(*map(single, memory))
+    return program_memory(sizes_of_configuration(config, tpu, on_tpus=tpu is not None)).single()
 
 
 def step_bounds(
@@ -87,7 +56,7 @@ def step_bounds(
     num_chips: int,
     flops: float,
     model_flops: float,
-    memory: Memory,
+    memory: Memory[float],
     network: float | None,
 ) -> Bounds:
     """Bound the time of a compiled step from below.
@@ -105,7 +74,7 @@ def step_bounds(
     return Bounds(compute, hbm, network, model_flops / num_chips / peak / step)
 
 
-def traffic(config: Config, memory: Memory) -> float:
+def traffic(config: Config, memory: Memory[float]) -> float:
     """Return the least bytes that a device moves to and from its memory in a step."""
     size, count = itemsize(config.model.dtype), config.pipeline.num_microbatches
     # Unless nothing is saved, the backward may recompute without products; frozen weights have no

@@ -17,8 +17,9 @@ from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.phases import unfit_rules
 from maxpipe.plan.auto_stages import LIMIT_KEY, choose_stages, fullest_stage_bytes
+from maxpipe.plan.device_parameters import axis_rules
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.footprint import axis_rules, on_platform
+from maxpipe.plan.footprint import on_platform
 from maxpipe.plan.prefetch import IDLE_SHARE, changes_step, sharing_axes
 from maxpipe.plan.prefetch import KEY as PREFETCH
 
@@ -59,42 +60,41 @@ def _gather_mode(config: Config, tpu: Tpu | None, note: Note) -> str:
     if pipeline.memory_limit_gib and pipeline.layers_per_stage and engine.takes(LIMIT_KEY):
         # The stages have been chosen to stay below this limit.
         memory = min(memory, GIB * pipeline.memory_limit_gib)
-    device = f"a device's {memory / GIB:.3g} GiB"
-    iteration = _needed(update(config, {KEY: "per_iteration"}), tpu)
-    totals = {m: _needed(update(config, {KEY: m}), tpu) for m in _whole_modes(config)}
+    iteration = needed_bytes(update(config, {KEY: "per_iteration"}), tpu)
+    totals = {m: needed_bytes(update(config, {KEY: m}), tpu) for m in _whole_modes(config)}
     if config.mesh.dcn.fsdp == 1:
         # Predicted times differ by at most 1 %, so the mode with less memory comes first. Between
         # slices `once` does, since gathers per repeat are not all hidden there.
         totals = dict(sorted(totals.items(), key=lambda item: item[1]))
     reason = ""
     for mode, whole in totals.items():
-        what, extra = _held(config, mode), max(0.0, whole - iteration)
-        more = f"{extra / GIB:.2f} GiB more"
-        is_small = extra <= MEMORY_SHARE * memory
-        if not is_small and whole > IDLE_SHARE * memory:
-            reason = (
-                f"{what} would take {more}, over {MEMORY_SHARE:.0%} of {device}, and a step over "
-                f"{IDLE_SHARE:.0%}"
-            )
-        elif whole > ROOM * memory:
-            reason = f"{what} would make a step take over {ROOM:.0%} of {device}"
-        elif is_small:
-            note(f"{KEY}={mode}: {what} take {more}, at most {MEMORY_SHARE:.0%} of {device}")
+        extra = max(0.0, whole - iteration)
+        more = f"{extra / GIB:.2f} GiB more, a step {whole / GIB:.3g}"
+        more += f" of a device's {memory / GIB:.3g} GiB"
+        is_little = extra <= MEMORY_SHARE * memory or whole <= IDLE_SHARE * memory
+        if is_little and whole <= ROOM * memory:
+            note(f"{KEY}={mode}: {_held(config, mode)} take {more}")
             return mode
-        else:
-            note(f"{KEY}={mode}: {what} take {more}; a step, at most {IDLE_SHARE:.0%} of {device}")
-            return mode
+        reason = f"{_held(config, mode)} would take {more}"
     note(f"{KEY}=per_iteration: {reason}")
     return "per_iteration"
 
 
-def _needed(config: Config, tpu: Tpu) -> float:
-    """Return the bytes that a step needs on a device, or on a device of the fullest stage."""
+def needed_bytes(config: Config, tpu: Tpu | None) -> float:
+    """Return the bytes that a step needs on a device, or on a device of the fullest stage.
+
+    Args:
+      tpu: the device's chip; None if it is not a TPU or an unknown one.
+
+    Raises:
+      ScheduleError: the schedule cannot be built.
+    """
     if ENGINES[config.pipeline.engine].one_program:
-        return estimate(config, tpu).total
+        return estimate(with_gather_mode(config, tpu), tpu).total
+    config = on_platform(config, "tpu") if tpu else config
     # A run has chosen its stages before; a caller that only asks what a file would do has not.
-    config = choose_stages(update(on_platform(config, "tpu"), {LIMIT_KEY: 0}), None, ignore_note)
-    return fullest_stage_bytes(config, on_tpus=True)
+    config = choose_stages(update(config, {LIMIT_KEY: 0}), None, ignore_note)
+    return fullest_stage_bytes(with_gather_mode(config, tpu), on_tpus=tpu is not None)
 
 
 def _held(config: Config, mode: str) -> str:

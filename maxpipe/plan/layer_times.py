@@ -24,8 +24,9 @@ from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import layers_in_chunks
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.plan.device_parameters import with_dense_layers
 from maxpipe.plan.flops import adapter_flops
-from maxpipe.plan.footprint import layer_of, with_dense_layers
+from maxpipe.plan.footprint import layer_of
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.plan.simulate import Costs
 

@@ -1,6 +1,6 @@
 """Numbers of closed forms: each may be an array with an entry for each of many candidates."""
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -11,3 +11,21 @@ FLOAT32 = 4.0  # bytes
 def single(number: Number) -> float:
     """Return the number of the only candidate, or the first one's."""
     return float(np.ravel(number)[0])
+
+
+class Seconds(NamedTuple):
+    """A predicted step, whose parts are means of all devices.
+
+    Attributes:
+      products: matrix products, attention, what runs between them, and the optimizer's update.
+      communication: what computation waits for.
+      bubble: idle slots and idle stages.
+    """
+
+    products: Number
+    communication: Number
+    bubble: Number
+
+    @property
+    def step(self) -> Number:
+        return self.products + self.communication + self.bubble

@@ -1,12 +1,12 @@
 """Decide whether weights are gathered in steps: `pipeline.fsdp_prefetch`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.engine_facts import Engine
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import Note, ignore_note
-from maxpipe.devices.chips import Device, Tpu, tpu_of
+from maxpipe.devices.chips import Tpu
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES
 
 KEY = "pipeline.fsdp_prefetch"
@@ -41,28 +41,6 @@ def sharing_axes(size: Callable[[str], int], repeats: int) -> list[str]:
     """
     axes = BATCH_AXES if repeats == 1 else ROW_AXES
     return [axis for axis in axes if axis != "fsdp" and size(axis) > 1]
-
-
-def tpu_for_gathers(
-    config: Config, devices: Sequence[Device], note: Note = ignore_note
-) -> Tpu | None:
-    """Return the chip by which gathers once or in steps are decided; None if not a known TPU.
-
-    Args:
-      devices: the devices of the mesh.
-      note: function called if there is a choice but the TPU is not known.
-    """
-    tpu, pipeline = tpu_of(devices), config.pipeline
-    engine, size = ENGINES[pipeline.engine], config.mesh.size
-    casts = config.model.narrows_parameters
-    is_open = changes_step(engine, size, pipeline.num_repeats, casts=casts)
-    if pipeline.fsdp_gather != "auto":
-        is_auto = pipeline.fsdp_gather == "per_iteration" and pipeline.fsdp_prefetch == "auto"
-        is_open = is_auto and engine.takes(KEY) and size("fsdp") > 1
-    if tpu is None and devices[0].platform == "tpu" and is_open:
-        kind = devices[0].device_kind
-        note(f"auto prepares weights in every iteration, as the memory of {kind} is unknown")
-    return tpu
 
 
 def gathers_in_steps(config: Config, tpu: Tpu | None, note: Note = ignore_note) -> bool:

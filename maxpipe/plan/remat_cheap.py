@@ -15,8 +15,8 @@ from maxpipe.config.terminal import Note, ignore_note
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.plan.number import Number, single
 from maxpipe.plan.prefetch import IDLE_SHARE
+from maxpipe.plan.search.block import BlockSizes, sizes_of_configuration
 from maxpipe.plan.search.memory import memory_bytes
-from maxpipe.plan.search.sizes import BlockSizes, sizes_of_configuration
 
 KEY = "pipeline.remat_cheap"
 

@@ -11,11 +11,11 @@ from maxpipe.devices.chips import GIB
 from maxpipe.devices.host_memory import free_memory
 from maxpipe.model.kernels.choose import EVERYWHERE, choose_kernel
 from maxpipe.pipeline.chunk import offloaded_names
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.best import Plan, SliceCost
 from maxpipe.plan.search.candidate import Row, relative_time
 from maxpipe.plan.search.machine import platform_of
 from maxpipe.plan.search.request import TOPOLOGY
-from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.written import versions
 from maxpipe.render.columns import columns
 

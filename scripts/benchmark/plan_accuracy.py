@@ -26,7 +26,7 @@ from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.search.best import priced_configuration
 from maxpipe.plan.search.block import block_of
-from maxpipe.plan.search.candidate import Candidate, candidate_of
+from maxpipe.plan.search.candidate import Candidate
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of
@@ -80,10 +80,9 @@ def drawn(request: Request, count: int, seed: int, *, per_engine: bool = False) 
             continue
         for engine, schedule in space.pipelines(grid.size("stage")):
             scans = draw.choice(space.scans(engine))
-            block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
+            block = block_of(space, grid, engine, schedule, batch, scans=scans)
             if priced := price(block, legality, facts, machine, Outcome().fallen):
-                index = draw.choice(np.flatnonzero(priced.legal).tolist())
-                candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+                (candidate,) = priced.candidates([draw.randrange(len(priced.block))], facts)
                 kind = (engine,) if per_engine else (engine, schedule)
                 kinds.setdefault(kind, []).append(candidate)
     # As many of each kind, in turn.

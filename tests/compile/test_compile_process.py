@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from maxpipe.compile.compile_process import compile_command, compile_configuration, proof_of
-from maxpipe.plan.search.seconds import Seconds
+from maxpipe.plan.number import Seconds
 
 PROGRAM = """
 import sys

@@ -13,12 +13,12 @@ from maxpipe.compile.plan_launch import launch
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.best import make_plan
 from maxpipe.plan.search.candidate import Proof
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request, placed
-from maxpipe.plan.search.seconds import Seconds
 from maxpipe.render.plan_text import as_json, basis_lines, reason_text
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}

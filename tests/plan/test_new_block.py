@@ -21,7 +21,8 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.plan.auto_stages import predict
 from maxpipe.plan.estimate import estimate
 from maxpipe.plan.flops import model_flops_per_token, parameter_count
-from maxpipe.plan.footprint import handed_over_width, layer_of, residual_width, stash_width
+from maxpipe.plan.footprint import layer_of
+from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.layer_times import layer_times
 from maxpipe.plan.layer_trace import trace_model
 from maxpipe.training import start
@@ -163,14 +164,14 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over():
 
     forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
-    assert residual_width(config) == pytest.approx(forward, rel=0.01)
-    assert handed_over_width(config) == pytest.approx(late, rel=0.15)
+    assert saving_of(config).residuals == pytest.approx(forward, rel=0.01)
+    assert saving_of(config).handed_over == pytest.approx(late, rel=0.15)
 
 
 def test_activations_and_stash_grow_with_the_block():
     new, llama = both(lambda config: estimate(config, None).activations)
     assert new > 1.3 * llama
-    new, llama = both(stash_width)
+    new, llama = both(lambda config: saving_of(config).stash)
     # Full rematerialisation on one of two tensor shards: gradients of the second MLP's hidden
     # values (one for gate and up) and output, of its norm, of `wide` and its output; and what is
     # recomputed of these to make operands.

@@ -46,21 +46,3 @@ def test_prefetch_is_off_without_a_word_where_nothing_is_decided():
         values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
         assert decided(**values) == (False, []), values
         assert decided(**{"pipeline.fsdp_prefetch": "true"}) == (True, []), values
-
-
-def test_a_tpu_of_unknown_memory_is_said_where_a_decision_is_open():
-    def noted(kind="TPU v99", platform="tpu", **values):
-        notes = []
-        config = config_of(**values)
-        assert prefetch.tpu_for_gathers(config, [Device(kind, platform)], notes.append) is None
-        return notes
-
-    told = {"pipeline.fsdp_gather": "once", "pipeline.fsdp_prefetch": "false"}
-    (note,) = noted()
-    assert note.endswith("the memory of TPU v99 is unknown")
-    assert noted(**told) == noted("cpu", "cpu") == []
-    assert noted(**{"mesh.ici.fsdp": 1}) == [note]  # the head lies over the stages
-    circular = {"pipeline.engine": "circular", "pipeline.schedule": "circular"}
-    whole = {"mesh.ici.fsdp": 1, "mesh.ici.data": 2, "pipeline.num_microbatches": 4}
-    assert noted(**circular, **whole) == [note]
-    assert noted(**circular, **whole | {"mesh.ici.data": 1}) == []

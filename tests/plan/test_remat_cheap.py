@@ -1,16 +1,21 @@
 """Whether cheap values are computed layer by layer on auto, and what is said about it."""
 
+import itertools
+
+import numpy as np
 from helpers.compile_command import tpu_aot
 from helpers.engines import make_mesh
 from helpers.fsdp_stages import config_of
 
 from maxpipe.builder import build_engine_inputs
 from maxpipe.compile.topology import devices_of
+from maxpipe.config import ConfigError
 from maxpipe.devices.chips import GIB, Tpu
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.plan.estimate import estimate
-from maxpipe.plan.footprint import cheap_width
-from maxpipe.plan.remat_cheap import KEY, with_remat_cheap
+from maxpipe.plan.layer_costs import saving_of
+from maxpipe.plan.remat_cheap import KEY, computes_cheap_again, with_remat_cheap
+from maxpipe.plan.search.block import sizes_of_configuration
 
 SEVERAL = {"model.num_layers": 8}  # four on each of two stages
 CIRCULAR = {
@@ -40,7 +45,7 @@ def test_auto_holds_cheap_values_where_half_of_a_tpu_is_idle():
 def test_cheap_values_are_at_least_what_norms_and_gates_make():
     config = config_of(**SEVERAL)
     norms, gate = 2 * config.model.embed_dim, config.model.mlp_dim
-    assert cheap_width(config) >= norms + gate
+    assert saving_of(config).cheap >= norms + gate
 
 
 def test_auto_computes_cheap_values_again_where_a_step_takes_over_half_of_a_tpu():
@@ -70,6 +75,33 @@ def test_value_that_is_set_is_taken_by_an_engine_that_reads_it():
         assert decided(V5P, **SEVERAL | {KEY: value}) == (value, [])
         assert decided(None, **SEVERAL | {KEY: value}) == (value, [])
     assert decided(V5P, **SEVERAL | MPMD | {KEY: "false"}) == ("true", [])
+
+
+def test_closed_forms_compute_cheap_values_again_where_a_run_does():
+    """Chunks of one layer and of four, loops, and devices that are full or nearly empty."""
+    found = []
+    for values, layers, policy, option, memory in itertools.product(
+        ({}, CIRCULAR, {"pipeline.schedule": "lockstep_zb"}),
+        (2, 8),
+        ("full", "minimal", "none"),
+        ("pipeline.scan_layers_per_stage", "pipeline.remat_layers", ""),
+        (95 * GIB, 2e6),
+    ):
+        keys = values | {"model.num_layers": layers, "pipeline.remat_policy": policy}
+        tpu = Tpu(memory, 8)
+        try:
+            config = config_of(**keys | ({option: True} if option else {}))
+        except ConfigError:  # not every option goes with every policy and schedule
+            continue
+        sizes = [
+            sizes_of_configuration(each, tpu, on_tpus=True)
+            for each in (config, with_remat_cheap(config, tpu))
+        ]
+        again = [float(np.max(computes_cheap_again(each, tpu))) for each in sizes]
+        assert again[0] == again[1], (keys, option, memory)
+        found.append(again[0])
+    assert {*found} == {0.0, 1.0}
+    assert len(found) > 50
 
 
 def test_engines_never_see_auto():

@@ -25,7 +25,7 @@ class Constants:
       attention_efficiency: share of the peak that attention kernels, and others, reach.
       hbm_bandwidth: bytes/s of one JAX device.
       link_bandwidth: bytes/s one way that a transfer reaches on one link of a chip within a slice,
-        which its devices share, see `compile.links.group_links`.
+        which its devices share, see `plan.links.group_links`.
       dcn_bandwidth: bytes/s one way to other slices; None if unknown.
     """
 

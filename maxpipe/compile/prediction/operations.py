@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from maxpipe.compile.collectives import Transfers, operand_bytes
+from maxpipe.compile.collectives import PERMUTE, Transfers, operand_bytes
 from maxpipe.compile.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes, arrays
-from maxpipe.compile.links import PERMUTE, group_links
 from maxpipe.compile.prediction.attention_flops import attention_flops, is_attention
 from maxpipe.compile.prediction.constants import Constants
 from maxpipe.devices.chips import Chip, devices_per_chip
 from maxpipe.model.experts.exchange import SPARSE_CALL
+from maxpipe.plan.links import group_links
 
 _HOST = "S(5)"  # memory space in the layout of arrays on the host
 _INDEX_BYTES = 64  # operands of a slice up to this size say where it begins

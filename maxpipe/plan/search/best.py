@@ -14,7 +14,7 @@ from maxpipe.config.terminal import Note
 from maxpipe.devices.chips import GIB
 from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.search.block import block_of_configuration, has_closed_form
-from maxpipe.plan.search.candidate import Candidate, Row, candidate_of, fits, loss_of, with_reasons
+from maxpipe.plan.search.candidate import Candidate, Row, fits, loss_of, with_reasons
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.pricing import Outcome, price, search
@@ -129,7 +129,7 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
     Raises:
       ConfigError: there are candidates that fit, but none passes the configuration's own checks.
     """
-    outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
+    outcome = search(request.space(), request.machine, facts, request.batches, request.limit)
     checked, problems = _checked(request, outcome.fitting, ROWS)
     if problems and not checked:
         (problem, _), *_ = problems.most_common(1)
@@ -224,7 +224,7 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:
         return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"
-    candidate = candidate_of(priced.block, 0, priced.memory, priced.seconds, facts)
+    (candidate,) = priced.candidates([0], facts)
     return replace(candidate, layout={key: get(config, key) for key in DERIVED})
 
 

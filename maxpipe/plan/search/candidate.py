@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.block import Block
-from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import layout_of
 from maxpipe.plan.search.request import Request
-from maxpipe.plan.search.seconds import Seconds
 from maxpipe.plan.search.space import Grid
 
 
@@ -102,25 +99,25 @@ class Candidate:
 
 
 def candidate_of(
-    block: Block, index: int, memory: np.ndarray, seconds: Seconds, facts: Facts
+    block: Block, place: int, layers: int, memory: float, seconds: Seconds
 ) -> Candidate:
-    m, v, policy, gather, tiles = np.unravel_index(index, block.shape)
-    repeats, layers = int(block.repeats[v]), facts.config.model.stacked_layers
+    """Return a candidate of a block, by its place, for a model with so many stacked layers."""
+    repeats = int(block.repeats[place])
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)
     return Candidate(
         grid=block.grid,
         engine=block.engine,
         schedule=block.schedule,
         batch=block.batch,
-        microbatches=int(block.microbatches[m]),
+        microbatches=int(block.microbatches[place]),
         repeats=repeats,
-        policy=block.policies[policy],
-        gather=block.gathers[gather],
-        tiles=int(block.tiles[tiles]),
+        policy=block.policies[block.policy[place]],
+        gather=block.gathers[block.gather[place]],
+        tiles=int(block.tiles[place]),
         scans=block.scans,
         layout=layout.updates(layers),
-        memory=float(memory[index]),
-        seconds=Seconds(*(float(np.asarray(part)[index]) for part in seconds)),
+        memory=memory,
+        seconds=seconds,
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import ENGINE_RULES
 from maxpipe.config.rules.model import MODEL_RULES
@@ -93,34 +93,18 @@ class Legality:
             self._options[key] = f"{first.key}: {_brief(first.message)}" if first else ""
         return self._options[key]
 
-    def of_batch(
-        self, engine: str, grid: Grid, batch: int, microbatches: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return two masks over M: whether M fits the engine, and whether it divides the batch."""
+    def fits_engine(self, engine: str, grid: Grid, microbatches: np.ndarray) -> np.ndarray | bool:
+        """Return whether an engine takes numbers of microbatches."""
+        if not (ENGINES[engine].has_stages and ENGINES[engine].whole_rounds):
+            return True
         stages = grid.size("stage")
-        fits_engine = np.ones(microbatches.shape, bool)
-        if ENGINES[engine].has_stages and ENGINES[engine].whole_rounds:
-            least = stages * self._config.pipeline.forwarding_delay
-            fits_engine = (microbatches % stages == 0) & (microbatches >= least)
-        return fits_engine, batch % (microbatches * grid.batch_shards) == 0
+        least = stages * self._config.pipeline.forwarding_delay
+        return (microbatches % stages == 0) & (microbatches >= least)
 
     def divides_evaluation(self, grid: Grid, batch: int) -> bool:
         """Return whether the devices divide the batch of evaluations, if there are any."""
         every, size = self._config.eval.every, self._config.eval.global_batch_size
         return not every or size in (-1, batch) or size % grid.batch_shards == 0
-
-    def of_layers(
-        self, engine: str, schedule: str, stages: int, repeats: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays over V: whether it is legal, layers of a chunk, layers outside."""
-        layouts = [
-            layout_of(engine, self._config.model.stacked_layers, stages, int(v)) for v in repeats
-        ]
-        chunk = np.array([layout.chunk for layout in layouts])
-        outside = np.array([layout.outside for layout in layouts])
-        fixed = SCHEDULES[schedule].repeats if ENGINES[engine].has_stages else None
-        legal = (chunk > 0) & ((repeats == fixed) if fixed else True)
-        return legal, chunk, outside
 
 
 def _brief(message: str) -> str:

@@ -1,9 +1,9 @@
 """State what a device and its links can do, as the closed forms assume."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.sections import Config
 from maxpipe.config.slices import (
     canonical_topology,
     check_grid,
@@ -15,15 +15,12 @@ from maxpipe.config.slices import (
 from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
     CHIPS,
-    CUBES,
-    LINK_EFFICIENCY,
     MATRIX_EFFICIENCY,
     Chip,
     Tpu,
     chip_of,
 )
-from maxpipe.plan.search.axis_links import AxisLinks, axis_links
-from maxpipe.plan.search.space import Axes, Grid
+from maxpipe.plan.search.space import Axes
 
 CPU = "cpu"
 MOST_SIMULATED = 1024  # the product that is searched grows fast with them
@@ -35,7 +32,8 @@ _NOMINAL = Chip(
 )
 
 
-class Machine(NamedTuple):
+@dataclass(frozen=True)
+class Machine:
     """The devices of a topology.
 
     Attributes:
@@ -50,7 +48,7 @@ class Machine(NamedTuple):
     """
 
     topology: str
-    chip: Chip
+    chip: Chip = field(hash=False)
     grid: tuple[int, ...]
     devices: int
     slices: int
@@ -80,10 +78,7 @@ class Machine(NamedTuple):
     @property
     def num_chips(self) -> int:
         """Return the chips of all slices."""
-        count = self.slices
-        for size in self.grid:
-            count *= size
-        return count
+        return self.slices * math.prod(self.grid)
 
     @property
     def matrix_efficiency(self) -> float:
@@ -104,76 +99,6 @@ class Machine(NamedTuple):
         """Return the FLOP/s of attention kernels."""
         return ATTENTION_EFFICIENCY * self.peak
 
-    def links(self, grid: Grid) -> dict[str, AxisLinks]:
-        """Return the links of a chip that each axis of a mesh uses within a slice."""
-        return axis_links(dict(zip(MESH_AXES, grid.ici, strict=True)), self.grid, self.chip)
-
-    def collective_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
-        """Return the seconds that a device needs to send a byte in collectives along an axis."""
-        at = MESH_AXES.index(axis)
-        of_axis = links[axis]
-        rate = of_axis.collectives * LINK_EFFICIENCY * self.chip.link_bandwidth
-        within = of_axis.sharers / rate
-        if grid.dcn[at] == 1:
-            return within
-        # Between slices each device sends its part of what the slice has reduced.
-        return within * (grid.ici[at] > 1) + self._dcn_cost() / grid.ici[at]
-
-    def gather_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
-        """Return the seconds that a device needs to send a byte in gathers along an axis.
-
-        Along a whole torus a gather takes two steps, first along lines, over two links, and then
-        across them, over four (see `sharding.torus`). Where a chip is two devices, a gather among
-        all devices of a slice is a sum of whole arrays.
-        """
-        cost = self.collective_cost(grid, links, axis)
-        size, all_links = grid.size(axis), links[axis].collectives
-        if self.is_whole_torus(grid, links, axis):
-            line = self.grid[-1]
-            steps = (line - 1) / 2 + (size - line) / (all_links - 2)
-            return cost * all_links * steps / (size - 1)
-        is_sum = self._spans_torus(grid, links, axis) and size * self.slices == self.devices
-        return 2 * cost if is_sum else cost
-
-    def is_whole_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
-        """Return whether an axis has all devices of a slice whose three dimensions are closed.
-
-        Where a chip is two devices it is not: see `sharding.torus.line_length`.
-        """
-        return self.devices == self.num_chips and self._spans_torus(grid, links, axis)
-
-    def sums_whole(self, grid: Grid, axis: str) -> bool:
-        """Return whether XLA's partitioner sums whole arrays over an axis where it could scatter.
-
-        It does so over all chips of a slice that is larger than 2 x n (see docs/benchmarks.md,
-        Along a whole torus). Where a chip is two devices nothing is known.
-        """
-        at = MESH_AXES.index(axis)
-        is_all = self.devices == self.num_chips == grid.ici[at] * self.slices
-        return is_all and grid.dcn[at] == 1 and math.prod(self.grid) > 2 * max(self.grid)
-
-    def _spans_torus(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> bool:
-        is_within = grid.dcn[MESH_AXES.index(axis)] == 1
-        torus = self.chip.torus
-        return is_within and torus == CUBES and links[axis].collectives == torus.links
-
-    def permute_cost(self, grid: Grid, links: dict[str, AxisLinks]) -> float:
-        """Return the seconds that a device needs to send a byte to the next stage."""
-        if grid.dcn[MESH_AXES.index("stage")] > 1:
-            return self._dcn_cost()
-        of_axis = links["stage"]
-        rate = of_axis.permutes * LINK_EFFICIENCY * self.chip.link_bandwidth
-        return of_axis.sharers / rate
-
-    def _dcn_cost(self) -> float:
-        """Return the seconds that a device needs to send a byte to another slice.
-
-        The devices of a chip share its part of the host's network. Where its bandwidth is unknown,
-        a link's is taken instead, and the plan says so.
-        """
-        of_chip = self.chip.dcn_bandwidth or self.chip.link_bandwidth
-        return self.devices / self.num_chips / of_chip
-
 
 def platform_of(config: Config) -> str:
     """Return JAX's name of the platform on which a plan has placed the model."""
@@ -189,17 +114,11 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     """
     name, _, number = topology.partition(":")
     dtype = config.model.dtype
-    if name.lower() == CPU:
-        simulated = str(max(1, config.mesh.simulated_devices))
-        count = _count_of(topology, number if ":" in topology else simulated, "devices", CPU)
-        _check_one_machine(topology, count, slices, MOST_SIMULATED, "simulated devices")
-        return _one_host(f"{CPU}:{count}", _NOMINAL, count, dtype)
-    gpu = next((chip for chip in _GPUS if chip.name.lower() == name.lower()), None)
-    if gpu is not None:
-        count = _count_of(topology, number, "GPUs", gpu.name)
-        what = "GPUs, those of one host: what is between hosts has no price"
-        _check_one_machine(topology, count, slices, MOST_GPUS, what)
-        return _one_host(f"{gpu.name}:{count}", gpu, count, dtype)
+    one_machine = [chip for chip in (_NOMINAL, *_GPUS) if chip.name.lower() == name.lower()]
+    if one_machine:
+        if topology.lower() == CPU:
+            number = str(max(1, config.mesh.simulated_devices))
+        return _one_host(topology, one_machine[0], number, slices, dtype)
     if not names_kind(topology):
         gpus = ", ".join(chip.name for chip in _GPUS)
         raise ValueError(
@@ -232,10 +151,22 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     )
 
 
-def _one_host(topology: str, chip: Chip, count: int, dtype: str) -> Machine:
+def _one_host(topology: str, chip: Chip, number: str, slices: int, dtype: str) -> Machine:
     is_timed = chip is not _NOMINAL
+    what = "GPUs" if is_timed else "devices"
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"{topology!r}: give the number of {what}, such as {chip.name}:8")
+    count = int(number)
+    if is_timed and count > MOST_GPUS:
+        reason = "those of one host: what is between hosts has no price"
+        raise ValueError(f"{topology}: give at most {MOST_GPUS} GPUs, {reason}")
+    if count > MOST_SIMULATED:
+        raise ValueError(f"{topology}: give at most {MOST_SIMULATED} simulated devices")
+    if slices > 1:
+        message = f"{topology} is one machine; compile.num_slices={slices} joins slices of a TPU"
+        raise ValueError(f"{message}, so leave it out")
     return Machine(
-        topology=topology,
+        topology=f"{chip.name}:{count}",
         chip=chip,
         grid=(count,),
         devices=count,
@@ -246,18 +177,3 @@ def _one_host(topology: str, chip: Chip, count: int, dtype: str) -> Machine:
         capacity=chip.hbm_bytes if is_timed else None,
         is_timed=is_timed,
     )
-
-
-def _count_of(topology: str, number: str, what: str, name: str) -> int:
-    if not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"{topology!r}: give the number of {what}, such as {name}:8")
-    return int(number)
-
-
-def _check_one_machine(topology: str, count: int, slices: int, most: int, what: str) -> None:
-    """Raise ValueError unless devices other than TPUs are those of one machine."""
-    if count > most:
-        raise ValueError(f"{topology}: give at most {most} {what}")
-    if slices > 1:
-        message = f"{topology} is one machine; compile.num_slices={slices} joins slices of a TPU"
-        raise ValueError(f"{message}, so leave it out")

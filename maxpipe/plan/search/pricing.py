@@ -4,93 +4,49 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.plan.search.block import DIMENSIONS, Block, along, block_of
+from maxpipe.plan.number import Seconds
+from maxpipe.plan.search.block import Block, BlockSizes, block_of
 from maxpipe.plan.search.candidate import Candidate, candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.memory import memory_bytes
-from maxpipe.plan.search.seconds import Seconds
-from maxpipe.plan.search.sizes import BlockSizes
-from maxpipe.plan.search.space import Grid, Space
+from maxpipe.plan.search.space import Space
 from maxpipe.plan.search.timing import step_seconds
-
-
-class Priced(NamedTuple):
-    block: Block
-    legal: np.ndarray
-    memory: np.ndarray
-    seconds: Seconds
-
-
-def price(
-    block: Block, legality: Legality, facts: Facts, machine: Machine, fallen: Counter[str]
-) -> Priced | None:
-    """Return the memory and time of a block's candidates; None if none is legal."""
-    legal = legal_mask(block, legality, fallen)
-    if not legal.any():
-        return None
-    block, legal = _narrowed(block, legal)
-    sizes = BlockSizes(block, facts, machine.tpu)
-    try:
-        memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
-    except ScheduleError as error:
-        fallen[f"pipeline.schedule: {'; '.join(error.reasons)}"] += int(legal.sum())
-        return None
-    flat = [np.broadcast_to(values, block.shape).reshape(-1) for values in (memory, *seconds)]
-    return Priced(block, legal.reshape(-1), flat[0], Seconds(*flat[1:]))
-
-
-def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.ndarray:
-    """Return which candidates are legal, bool of the block's shape; count the others."""
-    legal = np.ones(block.shape, bool)
-
-    def drop(passes: np.ndarray, reason: str) -> None:
-        lost = legal & ~np.broadcast_to(passes > 0, legal.shape)
-        if count := int(lost.sum()):
-            fallen[reason] += count
-            legal[lost] = False
-
-    stages = block.grid.size("stage")
-    has_layers, _, _ = legality.of_layers(block.engine, block.schedule, stages, block.repeats)
-    drop(along(has_layers, "repeats"), "model.num_layers: fewer layers than stages x repeats")
-    evaluates = np.array(legality.divides_evaluation(block.grid, block.batch))
-    drop(evaluates, "eval.global_batch_size: no multiple of the devices that divide it")
-    fits, divides = legality.of_batch(block.engine, block.grid, block.batch, block.microbatches)
-    drop(along(fits, "microbatches"), "pipeline.num_microbatches: not whole rounds of the stages")
-    shares = "pipeline.num_microbatches x the devices that divide it"
-    drop(along(divides, "microbatches"), f"data.global_batch_size: no multiple of {shares}")
-    for p, policy in enumerate(block.policies):
-        for g, gather in enumerate(block.gathers):
-            if reason := legality.of_options(block.engine, block.schedule, policy, gather):
-                passes = np.ones((len(block.policies), len(block.gathers), 1))
-                passes[p, g] = 0
-                drop(passes, reason)
-    return legal
-
-
-def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
-    """Leave out the numbers of microbatches and repeats for which no candidate is legal."""
-    m = legal.any(axis=tuple(range(1, len(DIMENSIONS))))
-    v = legal.any(axis=(0, *range(2, len(DIMENSIONS))))
-    narrowed = block._replace(
-        microbatches=block.microbatches[m],
-        repeats=block.repeats[v],
-        chunk=block.chunk[v],
-        outside=block.outside[v],
-    )
-    return narrowed, legal[m][:, v]
-
 
 FITTING_OF_BLOCK = 12  # how many of the fastest that fit are kept
 NEARLY = 1.01  # times the fastest: a smaller difference than closed forms can tell
+
+
+class Priced(NamedTuple):
+    """Legal candidates with the bytes of a device, float [N], and seconds of a step, [N] each."""
+
+    block: Block
+    memory: np.ndarray
+    seconds: Seconds
+
+    def candidates(self, places: Iterable[int], facts: Facts) -> list[Candidate]:
+        return [
+            candidate_of(
+                self.block,
+                place,
+                facts.config.model.stacked_layers,
+                float(self.memory[place]),
+                Seconds(*(float(np.asarray(part)[place]) for part in self.seconds)),
+            )
+            for place in places
+        ]
+
+    @property
+    def per_sequence(self) -> np.ndarray:
+        return np.asarray(self.seconds.step) / self.block.batch
 
 
 @dataclass
@@ -118,7 +74,7 @@ class Outcome:
 
 
 def search(
-    space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
+    space: Space, machine: Machine, facts: Facts, batches: Sequence[int], limit: float | None
 ) -> Outcome:
     """Price every candidate and keep the fastest.
 
@@ -128,13 +84,8 @@ def search(
     """
     started = time.perf_counter()
     outcome = Outcome()
-    legality = Legality(space.config)
-    for block in blocks(space, legality, batches, outcome):
-        count = math.prod(block.shape)
-        outcome.tried += count
-        priced = price(block, legality, facts, machine, outcome.fallen)
-        if priced is not None:
-            _collect(outcome, priced, facts, limit)
+    for priced in priced_blocks(space, machine, facts, batches, outcome):
+        _collect(outcome, priced, facts, limit)
     outcome.fitting.sort(key=lambda c: c.order)
     faster = (c for c in outcome.misfits if c.per_sequence < outcome.fastest)
     outcome.misfits = sorted(faster, key=lambda c: c.order)
@@ -142,77 +93,99 @@ def search(
     return outcome
 
 
-def fitting_of_blocks(
-    space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
-) -> Iterator[list[Candidate]]:
-    """Yield each block's fastest candidates that fit as soon as it is priced; see `search`."""
-    legality, counted = Legality(space.config), Outcome()
-    for block in blocks(space, legality, batches, counted):
-        of_block = Outcome(fastest=0.0)  # nothing is faster, so that no misfits are collected
-        priced = price(block, legality, facts, machine, counted.fallen)
-        if priced is not None:
-            _collect(of_block, priced, facts, limit)
-        yield of_block.fitting
-
-
-def blocks(
-    space: Space, legality: Legality, batches: list[int], outcome: Outcome
-) -> Iterator[Block]:
-    """Yield the blocks of legal meshes; count the candidates of the others."""
-    reasons: dict[Grid, str] = {}
+def priced_blocks(
+    space: Space, machine: Machine, facts: Facts, batches: Sequence[int], outcome: Outcome
+) -> Iterator[Priced]:
+    """Yield the legal candidates of each block; count all of them, and those that are not legal."""
+    legality = Legality(space.config)
     for grid in space.grids():
-        reasons[grid] = legality.of_mesh(grid)
+        refusal = legality.of_mesh(grid)
         for engine, schedule in space.pipelines(grid.size("stage")):
             for batch, scans in itertools.product(batches, space.scans(engine)):
-                block = block_of(space, legality, grid, engine, schedule, batch, scans=scans)
-                unkept = space.unkept(engine, schedule)
-                if reason := reasons[grid] or unkept:
-                    count = math.prod(block.shape)
-                    outcome.tried += count
-                    outcome.fallen += Counter({reason: count})  # no entry where count is 0
-                else:
-                    yield block
+                block = block_of(space, grid, engine, schedule, batch, scans=scans)
+                outcome.tried += len(block)
+                if reason := refusal or space.unkept(engine, schedule):
+                    outcome.fallen += Counter({reason: len(block)})  # no entry where it is 0
+                elif priced := price(block, legality, facts, machine, outcome.fallen):
+                    yield priced
+
+
+def price(
+    block: Block, legality: Legality, facts: Facts, machine: Machine, fallen: Counter[str]
+) -> Priced | None:
+    """Return a block's legal candidates with memory and time; None if there are none."""
+    block = only_legal(block, legality, fallen)
+    if not len(block):
+        return None
+    sizes = BlockSizes(block, facts, machine.tpu)
+    try:
+        numbers = (memory_bytes(sizes), *step_seconds(sizes, machine))
+    except ScheduleError as error:
+        fallen[f"pipeline.schedule: {'; '.join(error.reasons)}"] += len(block)
+        return None
+    memory, *seconds = (np.broadcast_to(number, len(block)) for number in numbers)
+    return Priced(block, memory, Seconds(*seconds))
+
+
+def only_legal(block: Block, legality: Legality, fallen: Counter[str]) -> Block:
+    """Return the candidates that are legal on a legal mesh; count the others."""
+    legal = np.ones(len(block), bool)
+
+    def drop(passes: np.ndarray | bool, reason: str) -> None:
+        lost = legal & ~np.asarray(passes)
+        if count := int(lost.sum()):
+            fallen[reason] += count
+            legal[lost] = False
+
+    drop(block.chunk > 0, "model.num_layers: fewer layers than stages x repeats")
+    evaluates = legality.divides_evaluation(block.grid, block.batch)
+    drop(evaluates, "eval.global_batch_size: no multiple of the devices that divide it")
+    fits = legality.fits_engine(block.engine, block.grid, block.microbatches)
+    drop(fits, "pipeline.num_microbatches: not whole rounds of the stages")
+    divides = block.batch % (block.microbatches * block.grid.batch_shards) == 0
+    shares = "pipeline.num_microbatches x the devices that divide it"
+    drop(divides, f"data.global_batch_size: no multiple of {shares}")
+    for (p, policy), (g, gather) in itertools.product(
+        enumerate(block.policies), enumerate(block.gathers)
+    ):
+        if reason := legality.of_options(block.engine, block.schedule, policy, gather):
+            drop((block.policy != p) | (block.gather != g), reason)
+    return block.only(legal)
+
+
+def fitting_of(priced: Priced, limit: float | None) -> np.ndarray:
+    """Return the places of a block's fastest candidates that fit, the fastest first.
+
+    Equally fast ones are ranked by fewer tiles, then by less memory. Without a limit that keeps
+    memory in bounds, the one with the least memory stands for all that are nearly as fast as the
+    fastest.
+    """
+    at = np.arange(len(priced.block))
+    if limit is not None:
+        at = at[priced.memory <= limit]
+    seconds, tiles, memory = priced.per_sequence[at], priced.block.tiles[at], priced.memory[at]
+    if limit is not None:
+        order = np.lexsort((memory, tiles, np.round(seconds, 9)))
+    else:
+        nearly = seconds <= NEARLY * seconds.min()
+        order = np.lexsort((tiles, memory, np.where(nearly, 0.0, seconds)))
+        order = np.concatenate([order[:1], order[nearly.sum() :]])
+    return at[order][:FITTING_OF_BLOCK]
 
 
 def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None) -> None:
     """Keep the fastest candidates of a block, and those that would be faster with more memory."""
-    block, legal, memory = priced.block, priced.legal, priced.memory
-    per_sequence = np.asarray(priced.seconds.step) / block.batch
-    fits = legal & (memory <= limit) if limit is not None else legal
-    too_large = legal & ~fits
-    if count := int(too_large.sum()):
-        outcome.fallen["memory: more than the limit"] += count
-    at = np.flatnonzero(fits)
-    tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
-    order = _ranked(per_sequence[at], tiles[at], memory[at], has_limit=limit is not None)
-    fitting = at[order][:FITTING_OF_BLOCK]
+    memory, per_sequence = priced.memory, priced.per_sequence
+    fitting = fitting_of(priced, limit)
+    outcome.fitting += priced.candidates(fitting, facts)
     outcome.fastest = min([outcome.fastest, *per_sequence[fitting]])
-    at = np.flatnonzero(too_large & (per_sequence < outcome.fastest))
-    misfits = at[_front(per_sequence[at], memory[at])]
-    for ranked, places in ((outcome.fitting, fitting), (outcome.misfits, misfits)):
-        ranked += [candidate_of(block, int(i), memory, priced.seconds, facts) for i in places]
-    least = int(np.argmin(np.where(legal, memory, math.inf)))
-    if outcome.least is None or memory[least] < outcome.least.memory:
-        outcome.least = candidate_of(block, least, memory, priced.seconds, facts)
-
-
-def _ranked(
-    seconds: np.ndarray, tiles: np.ndarray, memory: np.ndarray, *, has_limit: bool
-) -> np.ndarray:
-    """Return places, the fastest first; equally fast ones by fewer tiles, then by less memory.
-
-    Without a limit that keeps memory in bounds, the one with the least memory stands for all that
-    are nearly as fast as the fastest.
-    """
-    if has_limit:
-        return np.lexsort((memory, tiles, np.round(seconds, 9)))
-    nearly = seconds <= NEARLY * seconds.min(initial=math.inf)
-    order = np.lexsort((tiles, memory, np.where(nearly, 0.0, seconds)))
-    return np.concatenate([order[:1], order[nearly.sum() :]]) if nearly.any() else order
-
-
-def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return the places of candidates that no other beats in both, the fastest first."""
-    order = np.lexsort((memory, seconds))
-    least = np.minimum.accumulate(memory[order])
-    return order[np.diff(least, prepend=math.inf) < 0]
+    if limit is not None and (count := int((memory > limit).sum())):
+        outcome.fallen["memory: more than the limit"] += count
+        at = np.flatnonzero((memory > limit) & (per_sequence < outcome.fastest))
+        at = at[np.lexsort((memory[at], per_sequence[at]))]
+        # Those that no other beats in both time and memory.
+        least = np.minimum.accumulate(memory[at])
+        outcome.misfits += priced.candidates(at[np.diff(least, prepend=math.inf) < 0], facts)
+    smallest = int(np.argmin(memory))
+    if outcome.least is None or memory[smallest] < outcome.least.memory:
+        (outcome.least,) = priced.candidates([smallest], facts)

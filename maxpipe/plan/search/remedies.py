@@ -13,7 +13,7 @@ from maxpipe.plan.search.candidate import Row
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.flags import MARGIN, largest_margin
 from maxpipe.plan.search.machine import CPU, MOST_GPUS
-from maxpipe.plan.search.pricing import fitting_of_blocks
+from maxpipe.plan.search.pricing import Outcome, fitting_of, priced_blocks
 from maxpipe.plan.search.request import TOPOLOGY, Request
 
 POLICY = "pipeline.remat_policy"
@@ -37,15 +37,32 @@ class Attempt(NamedTuple):
 def attempts_of(request: Request, flag: str = "") -> dict[str, list[Attempt]]:
     """Return kinds of remedies with what to try of each, the least change first.
 
+    Smaller batches are each half the one before. Nothing is offloaded where the user chose
+    policies.
+
     Args:
       request: the request for which nothing fits.
       flag: a flag for all of them, after a space; or "".
     """
-    kinds = {
-        "fewer tokens": [*_fewer_tokens(request, flag)],
-        "more chips": [Attempt(on, f"{words}{flag}") for words, on in more_chips(request)],
-        "offloading": [*_offloading(request, flag)],
-    }
+    smaller, length = [], request.config.data.sequence_length
+    batch = min(request.batches)
+    while batch > 1:
+        batch //= 2
+        remark = f", {batch * length} tokens a step, in place of the batch that is given"
+        words = f"data.global_batch_size={batch}{flag}"
+        smaller.append(Attempt(replace(request, batches=(batch,)), words, remark))
+    remark = ", with the host's memory; how fast that is the plan does not know"
+    offloading = [
+        Attempt(
+            replace(request, choices={**request.choices, POLICY: [name]}),
+            f"--fix {POLICY}={name}{flag}",
+            remark,
+        )
+        for name, policy in REMAT_POLICIES.items()
+        if policy.host and POLICY not in request.choices
+    ]
+    more = [Attempt(on, f"{words}{flag}") for words, on in more_chips(request)]
+    kinds = {"fewer tokens": smaller, "more chips": more, "offloading": offloading}
     return {kind: attempts for kind, attempts in kinds.items() if attempts}
 
 
@@ -74,27 +91,6 @@ def more_chips(request: Request) -> Iterator[tuple[str, Request]]:
         while count <= MOST_GPUS:
             yield f"{TOPOLOGY} {kind}:{count}", request.on(f"{kind}:{count}")
             count *= 2
-
-
-def _fewer_tokens(request: Request, flag: str) -> Iterator[Attempt]:
-    """Yield smaller batches, each half the one before."""
-    batch, length = min(request.batches), request.config.data.sequence_length
-    while batch > 1:
-        batch //= 2
-        words = f"data.global_batch_size={batch}{flag}"
-        remark = f", {batch * length} tokens a step, in place of the batch that is given"
-        yield Attempt(request.with_batches([batch]), words, remark)
-
-
-def _offloading(request: Request, flag: str) -> Iterator[Attempt]:
-    """Yield the policies that offload; none where the user chose policies."""
-    if POLICY in request.choices:
-        return
-    remark = ", with the host's memory; how fast that is the plan does not know"
-    for name, policy in REMAT_POLICIES.items():
-        if policy.host:
-            offloads = replace(request, choices={**request.choices, POLICY: [name]})
-            yield Attempt(offloads, f"--fix {POLICY}={name}{flag}", remark)
 
 
 SECONDS = 20.0  # of all searches for remedies together
@@ -141,9 +137,10 @@ def _first_that_fits(
     for attempt in attempts:
         request = attempt.request
         note(f"trying      {attempt.words}")
-        for candidates in fitting_of_blocks(
-            request.space(), request.machine, facts, [*request.batches], request.limit
+        for priced in priced_blocks(
+            request.space(), request.machine, facts, request.batches, Outcome()
         ):
+            candidates = priced.candidates(fitting_of(priced, request.limit), facts)
             if any(problem_of(c.config(request.config), request) is None for c in candidates):
                 return attempt, False
             if time.perf_counter() > deadline:

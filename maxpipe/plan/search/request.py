@@ -15,8 +15,17 @@ from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
-from maxpipe.plan.search.flags import DEFAULT_MARGIN, MARGIN, TOKENS, batches_of, share_of
-from maxpipe.plan.search.given import emptiness, is_empty, problems_of, values_of
+from maxpipe.plan.search.flags import (
+    DEFAULT_MARGIN,
+    MARGIN,
+    TOKENS,
+    batches_of,
+    emptiness,
+    is_empty,
+    problems_of,
+    share_of,
+    values_of,
+)
 from maxpipe.plan.search.machine import CPU, Machine, machine_of
 from maxpipe.plan.search.space import (
     BATCH,
@@ -32,6 +41,7 @@ from maxpipe.plan.search.space import (
 
 TOPOLOGY = "--topology"
 _POLICY = "pipeline.remat_policy"
+_REMEDY = f"add --fix {_POLICY}=custom, or leave it out"
 
 
 @dataclass(frozen=True)
@@ -86,9 +96,6 @@ class Request:
         config = placed(self.config, machine)
         return dataclasses.replace(self, machine=machine, config=config)
 
-    def with_batches(self, batches: Sequence[int]) -> "Request":
-        return dataclasses.replace(self, batches=tuple(batches))
-
 
 def request_of(arguments: Arguments) -> Request:
     """Return what a parsed command line asks for.
@@ -126,7 +133,13 @@ def request_of(arguments: Arguments) -> Request:
         machine, smallest = _machine(flags, config, loaded.sources)
     except ConfigError as error:
         problems += error.problems
-    problems += _unread_tensors(arguments, config, {*fixed}, choices)
+    # What a file says of tensors is dropped, as candidates have other policies.
+    unread = _unread_tensors(choices)
+    problems += [
+        Problem(key, f"{get(config, key)}: no policy that is tried reads it; {_REMEDY}")
+        for key, default in unread.items()
+        if (key in fixed or loaded.sources.get(key) == COMMAND_LINE) and get(config, key) != default
+    ]
     if config.model.lora.rank:
         message = "a plan counts all parameters as trained, and no adapters; plan with 0"
         problems.append(Problem("model.lora.rank", message))
@@ -137,7 +150,7 @@ def request_of(arguments: Arguments) -> Request:
         problems.append(Problem("", str(error)))
     if problems:
         raise ConfigError(*problems)
-    shared = shared_config(_of_policies(config, choices), machine)
+    shared = shared_config(update(config, unread), machine)
     if problems := apply_rules(MODEL_RULES, shared, ())[1]:
         raise ConfigError(
             *(dataclasses.replace(p, source=loaded.sources.get(p.key, "")) for p in problems)
@@ -194,50 +207,19 @@ def _fixed_config(arguments: Arguments, keys: Set[str]) -> Config:
         given = ", ".join(f"--fix {word}" for word in words)
         raise ConfigError(
             *(
-                dataclasses.replace(
-                    p,
-                    source="--fix"
-                    if p.key in keys
-                    else f"{p.source or 'command line'}, with {given}",
-                )
+                dataclasses.replace(p, source=f"{p.source or COMMAND_LINE}, with {given}")
                 for p in error.problems
             )
         ) from None
 
 
-def _of_policies(config: Config, choices: Mapping[str, Sequence[object]]) -> Config:
-    """Return the configuration without tensors to save if no policy that is tried reads them."""
-    return config if _reads_tensors(choices) else update(config, _unsaved())
+def _unread_tensors(choices: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    """Return the keys that say which tensors are saved, with values that save none.
 
-
-def _unread_tensors(
-    arguments: Arguments, config: Config, fixed: Set[str], choices: Mapping[str, Sequence[object]]
-) -> list[Problem]:
-    """Return a problem if the command line lists tensors to save that no tried policy reads.
-
-    What a file lists is dropped without a problem, as candidates have other policies.
+    There are none if a policy that is tried reads them.
     """
-    if _reads_tensors(choices):
-        return []
-    sources = arguments.loaded.sources
-    given = [
-        f"{'--fix ' if key in fixed else ''}{key}={value}"
-        for key, default in _unsaved().items()
-        if (key in fixed or sources.get(key) == COMMAND_LINE)
-        and (value := get(config, key)) != default
-    ]
-    if not given:
-        return []
-    remedy = f"add --fix {_POLICY}=custom, or leave it out"
-    return [Problem("", f"{', '.join(given)}: no policy that is tried reads it; {remedy}")]
-
-
-def _reads_tensors(choices: Mapping[str, Sequence[object]]) -> bool:
-    return any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(_POLICY, ()))
-
-
-def _unsaved() -> dict[str, object]:
-    """Return the keys that say which tensors are saved, with values that save none."""
+    if any(REMAT_POLICIES[str(policy)].by_tensor for policy in choices.get(_POLICY, ())):
+        return {}
     prefix = "pipeline.remat_tensors."
     return {key: option.default for key, option in OPTIONS.items() if key.startswith(prefix)}
 

@@ -4,6 +4,7 @@ Letters: S stages, V repeats, M microbatches.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -87,19 +88,12 @@ class Grid(NamedTuple):
     @property
     def batch_shards(self) -> int:
         """Return into how many parts the rows of a batch are split."""
-        count = 1
-        for axis in _BATCH_AXES:
-            count *= self.size(axis)
-        return count
+        return math.prod(map(self.size, _BATCH_AXES))
 
     @property
     def layer_shards(self) -> int:
         """Return the number of devices that share the computation of a layer on the same tokens."""
-        others = {*MESH_AXES} - _BATCH_AXES - {"stage", "context"}
-        count = 1
-        for axis in others:
-            count *= self.size(axis)
-        return count
+        return math.prod(map(self.size, {*MESH_AXES} - _BATCH_AXES - {"stage", "context"}))
 
     def updates(self) -> dict[str, object]:
         return dict(zip(MESH_KEYS, (*self.ici, *self.dcn), strict=True))

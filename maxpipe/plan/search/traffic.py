@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.plan.device_parameters import Parameters
 from maxpipe.plan.footprint import itemsize, update_bytes
+from maxpipe.plan.layer_costs import LayerCosts
 from maxpipe.plan.number import FLOAT32, Number
-from maxpipe.plan.search.facts import LayerCosts, Parameters
+from maxpipe.plan.search.block import BlockSizes
 from maxpipe.plan.search.machine import Machine
 from maxpipe.plan.search.memory import kept_columns
-from maxpipe.plan.search.sizes import BlockSizes
 
 # How often rows of experts and their results pass through memory, by XLA's estimates of a layer of
 # qwen3-30b-a3b on v5p: gathers, sums over the experts of a token, and their gradients.

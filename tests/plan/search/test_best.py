@@ -23,7 +23,7 @@ def requested(topology="v5p:2x2x1", batch=16, margin=0.1, capacity=None, **choic
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     machine = machine_of(topology, 1, config)
     if capacity is not None:
-        machine = machine._replace(capacity=capacity)
+        machine = dataclasses.replace(machine, capacity=capacity)
     tried = {f"pipeline.{key}": values for key, values in choices.items()}
     return Request("base", config, config, machine, (batch,), tried, margin)
 

@@ -17,17 +17,13 @@ from maxpipe.plan.gather_mode import with_gather_mode
 from maxpipe.plan.prefetch import gathers_in_steps
 from maxpipe.plan.search.best import priced_configuration
 from maxpipe.plan.search.block import block_of
-from maxpipe.plan.search.candidate import candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of, platform_of
-from maxpipe.plan.search.memory import memory_bytes
 from maxpipe.plan.search.patterns import FIRST_STAGE, pattern
 from maxpipe.plan.search.pricing import Outcome, price, search
 from maxpipe.plan.search.request import placed
-from maxpipe.plan.search.sizes import BlockSizes
 from maxpipe.plan.search.space import Space
-from maxpipe.plan.search.timing import step_seconds
 from maxpipe.plan.simulate import Costs, simulate
 
 SIZES = {
@@ -60,7 +56,7 @@ def priced(config, facts):
     machine, outcome = machine_of("v6e:2x4", 1, config), Outcome()
     space, legality = Space(config, 8, 1, {}, is_tpu=True), Legality(config)
     blocks = [
-        block_of(space, legality, grid, engine, schedule, 32, scans=scans)
+        block_of(space, grid, engine, schedule, 32, scans=scans)
         for grid in space.grids()
         if not legality.of_mesh(grid)
         for engine, schedule in space.pipelines(grid.size("stage"))
@@ -71,20 +67,10 @@ def priced(config, facts):
 
 
 def block_on(config, engine, schedule, **sizes):
-    """Return the block of a mesh with these axes, and what is legal."""
-    space, legality = Space(config, 8, 1, {}), Legality(config)
+    """Return the block of a mesh with these axes."""
+    space = Space(config, 8, 1, {})
     grid = next(g for g in space.grids() if all(g.size(a) == n for a, n in sizes.items()))
-    return block_of(space, legality, grid, engine, schedule, 32), legality
-
-
-def priced_at(config, machine, block, legality, places):
-    """Yield candidates of a block, by their places among the legal ones."""
-    facts = Facts(config)
-    priced = price(block, legality, facts, machine, Outcome().fallen)
-    legal = np.flatnonzero(priced.legal)
-    for place in places:
-        index = int(legal[place % len(legal)])
-        yield candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+    return block_of(space, grid, engine, schedule, 32)
 
 
 def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
@@ -92,58 +78,14 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
     draw = np.random.default_rng(3)
     for number in draw.choice(len(priced), 12, replace=False):
         each = priced[number]
-        legal = np.flatnonzero(each.legal)
-        index = int(draw.choice(legal))
-        candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
+        (candidate,) = each.candidates([draw.integers(len(each.block))], facts)
         resolved = resolve(candidate.config(config), 8, 1)
         expected = estimate(resolved, machine_of("v6e:2x4", 1, config).tpu).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
-def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
-    """What differs is the bubble and the communication, and at most rounding of work by shares."""
-    for schedule in ("lockstep_1f1b", "lockstep_zb"):
-        times = {
-            each.block.grid: float(each.seconds.products[each.legal].min())
-            for each in priced
-            if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
-            and each.block.schedule == schedule
-        }
-        assert len(times) > 1, schedule
-        assert max(times.values()) < 1.1 * min(times.values()), schedule
-
-
 EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
 FIRST = EXPERTS | {"model.num_layers": 10, "model.first_dense_layers": 2}
-
-
-def products(config, engine, schedule, outside):
-    """Return the seconds of products of two stages, with so many layers outside the pipeline.
-
-    A chunk has one layer, whose backward begins with what its forward has left.
-    """
-    block, _ = block_on(config, engine, schedule, stage=2, data=4)
-    one = np.array([1])
-    block = block._replace(repeats=one, chunk=one, outside=outside * one)
-    sizes = BlockSizes(block, Facts(config), None)
-    return step_seconds(sizes, machine_of("v6e:2x4", 1, config)).products
-
-
-@pytest.mark.parametrize(("engine", "schedule"), [("circular", "circular"), ("mpmd", "1f1b")])
-def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
-    config, engine, schedule
-):
-    """On one stage, or shared by both."""
-    mixture, first = update(config, EXPERTS), update(config, FIRST)
-    with_first = products(first, engine, schedule, 0) - products(mixture, engine, schedule, 0)
-
-    def two_outside(config):
-        more = update(config, {"model.num_layers": 10})
-        return products(more, engine, schedule, 2) - products(config, engine, schedule, 0)
-
-    assert with_first == pytest.approx(two_outside(config), rel=1e-3)
-    # Which the expected equality could tell apart from layers with experts.
-    assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.02)
 
 
 def test_modes_of_gathers_are_tried_where_they_differ(config):
@@ -155,25 +97,14 @@ def test_modes_of_gathers_are_tried_where_they_differ(config):
         ("mpmd", "1f1b", "bfloat16", ("stage",)),  # whose units cast weights
     ):
         config = update(config, {"model.dtype": dtype})
-        space, legality = Space(config, 8, 1, {}), Legality(config)
+        space = Space(config, 8, 1, {})
         grids = [grid for grid in space.grids() if grid.size("stage") == 2]
         for grid in grids:
             differ = any(grid.size(axis) > 1 for axis in axes)
-            offered = block_of(space, legality, grid, engine, schedule, 32).gathers
+            offered = block_of(space, grid, engine, schedule, 32).gathers
             others = ("per_repeat", "once") if engine == "circular" else ("once",)
             assert offered == ("per_iteration", *(others if differ else ()))
         assert {grid.size("fsdp") for grid in grids} == {1, 2, 4}, (engine, schedule)
-
-
-def test_more_stages_have_a_longer_bubble(priced):
-    def bubble(stages):
-        return min(
-            float((each.seconds.bubble / each.seconds.step)[each.legal].min())
-            for each in priced
-            if each.block.schedule == "lockstep_1f1b" and each.block.grid.size("stage") == stages
-        )
-
-    assert bubble(2) < bubble(4) < bubble(8)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +174,6 @@ def test_without_a_limit_of_memory_the_smallest_of_those_nearly_as_fast_is_kept(
     assert any(c.memory < 0.9 * fast[block].memory for block, c in small.items())
 
 
-def test_sizes_vary_along_their_own_dimension(config, facts):
-    block, _ = block_on(config, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
-    memory = memory_bytes(BlockSizes(block, facts, None))
-    assert np.broadcast_to(memory, block.shape).shape == block.shape
-    # More microbatches need less memory at a time.
-    assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
-
-
 def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
     values = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
 
@@ -296,8 +219,10 @@ def test_a_plan_gathers_in_steps_on_some_tpus_alone_as_a_run_does(config):
     for topology, does in (("v6e:2x4", True), ("v5e:2x4", False), ("H100:8", False)):
         machine = machine_of(topology, 1, config)
         there = placed(config, machine)
-        block, legality = block_on(there, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
-        (found,) = priced_at(there, machine, block, legality, [0])
+        block = block_on(there, "scheduled", "lockstep_1f1b", stage=2, fsdp=4)
+        facts = Facts(there)
+        priced = price(block, Legality(there), facts, machine, Outcome().fallen)
+        (found,) = priced.candidates([0], facts)
         resolved = update(resolve(found.config(there), 8, 1), {GATHER_MODE: "per_iteration"})
         assert gathers_in_steps(resolved, machine.tpu) is does, topology
         expected = estimate(on_platform(resolved, platform_of(there)), machine.tpu).total

@@ -3,19 +3,17 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from maxpipe.config import Config, ConfigError, replace, resolve
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
+from maxpipe.plan.number import Seconds
 from maxpipe.plan.search.block import block_of
 from maxpipe.plan.search.candidate import candidate_of
-from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality, layout_of
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.pricing import Outcome, legal_mask
-from maxpipe.plan.search.seconds import Seconds
+from maxpipe.plan.search.pricing import Outcome, only_legal
 from maxpipe.plan.search.space import MOST_UNROLLED, SCANS, Space
 
 SEED = 19
@@ -41,7 +39,7 @@ def candidates(config, topology, slices, seed):
     """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
     machine = machine_of(topology, slices, config)
     space = Space(config, machine.devices, slices, CHOICES, is_tpu=True)
-    legality, facts, draw = Legality(config), Facts(config), random.Random(seed)
+    legality, draw = Legality(config), random.Random(seed)
     blocks = [
         (grid, engine, schedule, scans)
         for grid in space.grids()
@@ -52,13 +50,20 @@ def candidates(config, topology, slices, seed):
     while True:
         grid, engine, schedule, scans = key = draw.choice(blocks)
         if key not in masks:
-            block = block_of(space, legality, grid, engine, schedule, 48, scans=scans)
-            mask = legal_mask(block, legality, Outcome().fallen)
-            masks[key] = block, mask & (not legality.of_mesh(grid))
+            block = block_of(space, grid, engine, schedule, 48, scans=scans)
+            legal = only_legal(block, legality, Outcome().fallen)
+            kept = set() if legality.of_mesh(grid) else {*options(legal)}
+            masks[key] = block, [option in kept for option in options(block)]
         block, mask = masks[key]
-        index = draw.randrange(mask.size)
-        nothing = np.zeros(mask.size)
-        yield candidate_of(block, index, nothing, Seconds(*[nothing] * 3), facts), mask.flat[index]
+        place = draw.randrange(len(block))
+        layers = config.model.stacked_layers
+        yield candidate_of(block, place, layers, 0.0, Seconds(0.0, 0.0, 0.0)), mask[place]
+
+
+def options(block):
+    """Return what tells candidates of a block apart."""
+    columns = (block.microbatches, block.repeats, block.policy, block.gather, block.tiles)
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
 EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
@@ -98,8 +103,8 @@ def test_a_batch_of_evaluations_that_the_devices_do_not_divide_is_a_reason_of_it
     reason = "eval.global_batch_size: no multiple of the devices that divide it"
     for grid in (grid for grid in space.grids() if grid.size("stage") == 1):
         fallen = Outcome().fallen
-        block = block_of(space, legality, grid, "sequential", "gpipe", 48)
-        assert legal_mask(block, legality, fallen).any() == (grid.batch_shards == 1)
+        block = block_of(space, grid, "sequential", "gpipe", 48)
+        assert bool(len(only_legal(block, legality, fallen))) == (grid.batch_shards == 1)
         assert [*fallen] == [reason] * (grid.batch_shards > 1)
 
 
@@ -108,13 +113,6 @@ def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
     assert layout_of("mpmd", 126, 8, 1).is_uneven
     assert layout_of("mpmd", 126, 8, 16).chunk == 0
     assert layout_of("scheduled", 4, 8, 1).chunk == 0
-
-
-def test_uneven_layers_are_legal_with_first_dense_layers():
-    sizes = SIZES | {"model.num_layers": 14, "model.first_dense_layers": 1}
-    legality = Legality(replace(Config(), **sizes))
-    for engine, schedule in (("mpmd", "1f1b"), ("scheduled", "lockstep_1f1b")):
-        assert legality.of_layers(engine, schedule, 4, np.array([1]))[0].all()
 
 
 def test_meshes_that_split_no_sequence_evenly_are_refused():

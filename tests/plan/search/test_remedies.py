@@ -10,7 +10,7 @@ from maxpipe.plan.search.remedies import more_chips, refusing_margin, remedies
 def on_capacity(request, share, facts):
     """Return the request on devices with so much of what the least candidate needs."""
     least = make_plan(request, facts).outcome.least
-    machine = request.machine._replace(capacity=share * least.memory)
+    machine = dataclasses.replace(request.machine, capacity=share * least.memory)
     return dataclasses.replace(request, machine=machine)
 
 
@@ -55,7 +55,7 @@ def test_refusing_margin_is_the_next_by_which_closed_forms_refuse_what_the_compi
         plan = make_plan(request, facts)
         refusal = Proof(1e12, None, False, "", 1.0)
         least, more = sorted(plan.rows, key=lambda row: row.memory)[:2]
-        machine = request.machine._replace(capacity=least.memory / share)
+        machine = dataclasses.replace(request.machine, capacity=least.memory / share)
         misfits = [
             dataclasses.replace(more, proof=refusal),
             dataclasses.replace(least, proof=refusal),

@@ -14,7 +14,7 @@ from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.microbatches import ARRAYS
 from maxpipe.pipeline.weights import Weights
-from maxpipe.plan.footprint import stash_width
+from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.simulate import simulate
 
 # No activation has as many elements as a weight, full or sharded, of one layer or of all.
@@ -211,7 +211,7 @@ def test_stash_of_a_layer_has_the_width_that_the_footprint_predicts(policy, unkn
         jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in program_stores.carry.stash
     ]
     per_token = num_bytes(unit) / (program_stores.microbatch_rows * T) / 4
-    assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(
+    assert saving_of(config).stash * config.pipeline.num_layers_per_stage == pytest.approx(
         per_token, rel=unknown, abs=0
     )
 

@@ -1,7 +1,7 @@
 """Values of --fix and --try that leave nothing to search are named, with those that would."""
 
 from maxpipe.config import Config, replace
-from maxpipe.plan.search.given import emptiness, emptying, is_empty
+from maxpipe.plan.search.flags import emptiness, emptying, is_empty
 from maxpipe.plan.search.space import Space
 
 CONFIG = replace(Config(), **{"model.num_layers": 8, "model.num_kv_heads": 4})

@@ -7,11 +7,11 @@ import pytest
 from helpers.compile_command import tpu_aot
 
 from maxpipe.compile import topology
-from maxpipe.compile.links import links_along
 from maxpipe.config import Config, replace
 from maxpipe.devices.chips import chip_of
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.plan.search.axis_links import axis_links
+from maxpipe.plan.links import axis_links, links_along
+from maxpipe.plan.search.link_costs import link_costs
 from maxpipe.plan.search.machine import machine_of
 from maxpipe.plan.search.space import Grid
 from maxpipe.sharding.torus import line_length
@@ -63,6 +63,6 @@ class TestTpu:
                 "mesh.ici.stage": 1,
             }
             line = line_length(build_mesh(replace(config, **keys), devices))
-            is_whole = machine.is_whole_torus(grid, machine.links(grid), "fsdp")
+            is_whole = link_costs(machine, grid).is_whole_torus
             assert line == (machine.grid[-1] if is_whole else 1)
             assert is_whole == (other == 1 and name not in ("v5p:2x4x4", "tpu7x:4x4x4"))

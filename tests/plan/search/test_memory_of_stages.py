@@ -10,24 +10,16 @@ from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
-from maxpipe.model import parameters
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.plan.flops import parameter_count
-from maxpipe.plan.footprint import (
-    handed_over_width,
-    microbatch_tokens,
-    offloaded_width,
-    on_platform,
-    residual_width,
-)
-from maxpipe.plan.layer_trace import model_program
+from maxpipe.plan.footprint import microbatch_tokens, on_platform
+from maxpipe.plan.layer_costs import saving_of
 from maxpipe.plan.search.block import block_of
-from maxpipe.plan.search.candidate import candidate_of
 from maxpipe.plan.search.facts import Facts
 from maxpipe.plan.search.legality import Legality
 from maxpipe.plan.search.machine import machine_of
-from maxpipe.plan.search.mpmd_memory import StageMemory
+from maxpipe.plan.search.memory import StageMemory
 from maxpipe.plan.search.patterns import units_in_flight
 from maxpipe.plan.search.pricing import Outcome, price
 from maxpipe.plan.search.space import Space
@@ -141,51 +133,6 @@ def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
         assert once - state == pytest.approx(more, rel=0.02)
 
 
-def test_the_ends_are_whole_while_units_compute_with_them():
-    """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
-
-    def bytes_of(stage, vocabulary):
-        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
-        # Logits are less than what a backward works with.
-        values |= {"model.dtype": "bfloat16", "model.logit_tiles": 16}
-        config = config_of(**TWO_STAGES, **values, **{"model.vocab_size": vocabulary})
-        memory = StageMemory(config, build_table(config))
-        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1)
-
-    table = 512 * 64
-    assert bytes_of(0, 1024) - bytes_of(0, 512) == pytest.approx(2 * table)
-    assert bytes_of(1, 1024) - bytes_of(1, 512) == pytest.approx((2 + 4) * table)
-
-
-def test_the_last_stage_works_with_logits_or_with_a_unit():
-    """A forward's logits are gone before a backward begins."""
-
-    def bytes_of(stage, tiles):
-        values = {"model.num_layers": 2, "model.tie_embeddings": False, "mesh.ici.fsdp": 4}
-        values |= {"model.vocab_size": 16384, "model.logit_tiles": tiles}
-        config = config_of(**TWO_STAGES, **values)
-        tokens = np.ceil(microbatch_tokens(config) / tiles)
-        logits = (4 + 4) * tokens * 16384  # of a tile, and their gradient
-        return StageMemory(config, build_table(config)).bytes(stage, [1]), logits
-
-    assert bytes_of(0, 1)[0] == bytes_of(0, 16)[0]
-    (many, many_logits), (most, most_logits) = bytes_of(1, 2), bytes_of(1, 1)
-    assert most - many == most_logits - many_logits
-    assert bytes_of(1, 16)[0] == bytes_of(1, 8)[0]
-
-
-def test_a_chunk_is_whole_where_it_is_gathered():
-    def working(fsdp):
-        values = {"model.num_layers": 4, "mesh.ici.fsdp": fsdp, "mesh.ici.data": 4 // fsdp}
-        config = config_of(**TWO_STAGES, **values)
-        memory = StageMemory(config, build_table(config))
-        layer = parameters.count(model_program(config.model).specs["layers"])
-        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer
-
-    (gathered, layer), (whole, _) = working(4), working(1)
-    assert gathered - whole == pytest.approx(2 * layer * 4)
-
-
 @pytest.mark.parametrize(
     ("policy", "keeps", "dtype"),
     [("full", 0.01, "float32"), ("minimal", 0.01, "bfloat16"), ("none", 0.2, "float32")],
@@ -207,8 +154,8 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
 
     forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
-    assert residual_width(config) == pytest.approx(forward, rel=keeps)
-    assert handed_over_width(config) == pytest.approx(late, rel=0.15)
+    assert saving_of(config).residuals == pytest.approx(forward, rel=keeps)
+    assert saving_of(config).handed_over == pytest.approx(late, rel=0.15)
 
 
 def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk():
@@ -238,7 +185,7 @@ def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight(
     on_device, on_host = (StageMemory(c, build_table(c)) for c in (plain, config))
     moved = trainer.engine.training.runner.executables[UnitName("F", 0)].moved
     column = microbatch_tokens(config) * 4
-    residuals = 2 * offloaded_width(config) * column
+    residuals = 2 * saving_of(config).offloaded * column
     # The backward of a sum does not look at its last term, the output of the chunk's last MLP.
     last = config.model.embed_dim * column
     assert sum(v.aval.size * 4 for v in moved) == pytest.approx(residuals - last)
@@ -290,12 +237,11 @@ def drawn(config, facts):
         for engine, schedule in space.pipelines(grid.size("stage")):
             if engine != "mpmd":
                 continue
-            block = block_of(space, legality, grid, engine, schedule, 32)
+            block = block_of(space, grid, engine, schedule, 32)
             priced = price(block, legality, facts, machine, Outcome().fallen)
             if priced is None:
                 continue
-            index = int(draw.choice(np.flatnonzero(priced.legal)))
-            candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
+            (candidate,) = priced.candidates([draw.integers(len(priced.block))], facts)
             if config.model.stacked_layers % (grid.size("stage") * candidate.repeats) == 0:
                 yield candidate
 
