@@ -84,10 +84,6 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
-EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
-FIRST = EXPERTS | {"model.num_layers": 10, "model.first_dense_layers": 2}
-
-
 def test_modes_of_gathers_are_tried_where_they_differ(config):
     for engine, schedule, dtype, axes in (
         # It sums up gradients as often.
