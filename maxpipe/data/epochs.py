@@ -40,7 +40,7 @@ def _epoch(config: Config) -> tuple[float, str]:
     described = f"{count:,} {'conversations' if SOURCES[data.source].is_chat else 'documents'}"
     if not data.packing:
         return count, described
-    encoder = encoder_of(config, documents, skips_bad=data.on_bad_document == "skip")
+    encoder = encoder_of(config, documents)
     progress = report_progress("epochs", count)
     tokens = 0
     for index in range(count):

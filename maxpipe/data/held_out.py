@@ -171,7 +171,7 @@ def open_held_out(config: Config, rows: Sequence[int]) -> tuple[HeldOut | None, 
     enough = max(COUNTED, 2 * evaluated) if batches else np.inf
     texts = []
     for documents in sources:
-        encoder = encoder_of(config, documents, skips_bad=data.on_bad_document == "skip")
+        encoder = encoder_of(config, documents)
         texts.append(Text(encoder, enough, data.sequence_length, data.packing))
         for reason in [*encoder.take_skipped().values()][:SKIPPED_NAMED]:
             print(f"skipped a held-out document: {reason}", file=sys.stderr, flush=True)

@@ -28,14 +28,8 @@ from maxpipe.data.documents import (
     open_sources,
 )
 from maxpipe.data.files import path_error
-from maxpipe.data.tokenizers import (
-    Tokenizer,
-    describe_begin,
-    extends,
-    load_tokenizer,
-    needed_ids,
-    unknown_tokens,
-)
+from maxpipe.data.tokenizer_json import HuggingFaceTokenizer
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer, needed_ids
 
 if TYPE_CHECKING:
     import grain
@@ -134,7 +128,7 @@ def make_loader(
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
     source = RowSource(
-        documents=encoder_of(config, documents, skips_bad=data.on_bad_document == "skip"),
+        documents=encoder_of(config, documents),
         order=order,
         global_batch_size=batch_size,
         sequence_length=data.sequence_length,
@@ -161,9 +155,13 @@ def source_names(data: DataConfig) -> list[str]:
     ]
 
 
-def encoder_of(config: Config, documents: Documents, skips_bad: bool) -> EncodedDocuments:
+def encoder_of(
+    config: Config, documents: Documents, skips_bad: bool | None = None
+) -> EncodedDocuments:
     """Return documents as a run reads them; errors are those of `open_tokenizer`."""
     tokenizer, num_ids = open_tokenizer(config), config.model.num_token_ids
+    if skips_bad is None:
+        skips_bad = config.data.on_bad_document == "skip"
     return EncodedDocuments(documents, tokenizer, num_ids, skips_bad)
 
 
@@ -195,7 +193,10 @@ def check_base_tokenizer(config: Config) -> None:
     is_read = any(SOURCES[source].needs_tokenizer for source in data.sources)
     if not base or is_free or not is_read:
         return
-    if not extends(*(load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base))):
+    tokenizers = [load_tokenizer(name, data.cache_dir) for name in (data.tokenizer, base)]
+    ours, theirs = (getattr(each, "vocabulary", {}) for each in tokenizers)
+    is_same = tokenizers[0] is tokenizers[1]
+    if not (is_same or (theirs and theirs.items() <= ours.items())):
         message = (
             f"{data.tokenizer} gives tokens other ids than {base}, the base model's tokenizer: "
             f"leave the key out, or accept another with {ACCEPT}=[tokenizer]"
@@ -204,16 +205,25 @@ def check_base_tokenizer(config: Config) -> None:
 
 
 def tokenizer_notes(config: Config) -> list[str]:
-    """Return notes for users about a run's tokenizer."""
+    """Return notes for users: how documents begin, if the tokenizer leaves a doubt, and which
+    tokens the model has no ids for.
+    """
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
-    begin = describe_begin(tokenizer)
-    lines = [begin] if begin else []
-    unknown = unknown_tokens(tokenizer, config.model)
-    if not unknown:
-        return lines
-    names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-    what = f"{len(unknown)} of the tokenizer's tokens"
-    return [*lines, f"the model has no ids for {what}; texts must not have them: {names}"]
+    notes = []
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        begin = tokenizer.frame.begin
+        if ids := begin or ([] if tokenizer.bos_id is None else [tokenizer.bos_id]):
+            how = "with" if begin else "without"
+            tokens = tokenizer.decode_with_special_tokens(ids)
+            notes.append(f"documents and prompts begin {how} {tokens}, as in transformers")
+    vocabulary: Mapping[str, int] = getattr(tokenizer, "vocabulary", {})
+    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
+    unknown = [token for token in in_order if vocabulary[token] >= config.model.num_token_ids]
+    if unknown:
+        names = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        what = f"{len(unknown)} of the tokenizer's tokens"
+        notes.append(f"the model has no ids for {what}; texts must not have them: {names}")
+    return notes
 
 
 def conversation_notes(config: Config) -> list[str]:

@@ -133,19 +133,6 @@ def needed_ids(tokenizer: Tokenizer, model: ModelConfig) -> int:
     return tokenizer.vocab_size
 
 
-def extends(tokenizer: Tokenizer, base: Tokenizer) -> bool:
-    """Return whether a tokenizer gives every token of another the same id."""
-    ours, theirs = (getattr(each, "vocabulary", {}) for each in (tokenizer, base))
-    return tokenizer is base or (bool(theirs) and theirs.items() <= ours.items())
-
-
-def unknown_tokens(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
-    """Return a fitting tokenizer's added tokens that the model has no ids for."""
-    vocabulary: Mapping[str, int] = getattr(tokenizer, "vocabulary", {})
-    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
-    return [token for token in in_order if vocabulary[token] >= model.num_token_ids]
-
-
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
     return next((file for file in files if file.name not in _BESIDE), None)
@@ -167,19 +154,6 @@ def earlier_frame_of(tokenizer: Tokenizer) -> Frame:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.earlier_frame
     return frame_of(tokenizer)
-
-
-def describe_begin(tokenizer: Tokenizer) -> str:
-    """Return how documents begin, for users; "" if the tokenizer leaves no doubt."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return ""
-    begin = tokenizer.frame.begin
-    ids = begin or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
-    if not ids:
-        return ""
-    tokens = tokenizer.decode_with_special_tokens(ids)
-    how = "with" if begin else "without"
-    return f"documents and prompts begin {how} {tokens}, as in transformers"
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -3,13 +3,10 @@
 import gzip
 
 import pytest
+from helpers.documents import all_of
 
 from maxpipe.config import ConfigError
 from maxpipe.data.corpus import find_corpus, text_of
-
-
-def texts_of(documents):
-    return [documents[i] for i in range(len(documents))]
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def test_corpus_of_a_glob_a_directory_and_files_is_the_same(folder):
     for words in ([f"{folder}/*.txt"], [str(folder)], [f"{folder}/b.txt", f"{folder}/a.txt"]):
         corpus = find_corpus(words)
         assert corpus.source == "text"
-        assert texts_of(corpus.open()) == ["first\n", "second\n"]
+        assert all_of(corpus.open()) == ["first\n", "second\n"]
 
 
 def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
@@ -33,7 +30,7 @@ def test_corpus_of_json_lines_is_told_by_their_endings(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
     corpus = find_corpus([str(tmp_path)], cache_dir=str(tmp_path / "cache"))
     assert corpus.source == "jsonl"
-    assert texts_of(corpus.open()) == ["one", "two"]
+    assert all_of(corpus.open()) == ["one", "two"]
 
 
 def test_token_ids_of_parquet_files_are_no_texts(tmp_path):

@@ -1,14 +1,10 @@
 """ArrayRecord files, written by its own writer, of examples encoded by hand."""
 
-import pickle
-
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
+from helpers.documents import opened
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.imports import implementation
-from maxpipe.config.sections import DataConfig
 
 TEXTS = ["plain", "é 漢字", "", "x" * 1000]
 
@@ -43,14 +39,12 @@ def write(path, *records):
 def open_source(tmp_path, *records):
     if records:
         write(tmp_path / "a.array_record", *records)
-    return implementation(SOURCES["array_record"])(
-        DataConfig(source="array_record", path=str(tmp_path))
-    )
+    return opened("array_record", tmp_path)
 
 
 def test_array_record_reads_records_in_any_order(tmp_path):
     records = [example(id=i, url=b"text", text=text.encode()) for i, text in enumerate(TEXTS)]
-    documents = pickle.loads(pickle.dumps(open_source(tmp_path, *records)))
+    documents = open_source(tmp_path, *records)
     assert len(documents) == 4
     assert [documents[i] for i in (3, 1, 0, 2)] == [TEXTS[i] for i in (3, 1, 0, 2)]
 

@@ -1,7 +1,6 @@
 """Data sets of Hugging Face's library: saved ones, files, those of the hub."""
 
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.documents import all_of, opened
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import BadDocument, Documents, open_documents
+from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import CHANGED, SourceFiles
 from maxpipe.storage.local_files import RemoteFile
 
@@ -39,14 +39,7 @@ def _save(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def _open(path: object, **keys: Any) -> Documents:
-    keys = {"source": "datasets", "eval_fraction": 0, **keys}
-    documents = open_documents(DataConfig(path=str(path), **keys), "train")
-    copy: Documents = pickle.loads(pickle.dumps(documents))  # as for a worker process
-    return copy
-
-
-def _all(documents: Documents) -> list[Any]:
-    return [documents[i] for i in range(len(documents))]
+    return opened(**{"source": "datasets", "path": path, **keys})
 
 
 def _files(path: object) -> SourceFiles:
@@ -62,10 +55,10 @@ def test_datasets_saved_ones_are_read_in_sorted_order_without_their_format(
 ) -> None:
     for name in "ba":
         _save(tmp_path / name, {"text": [name]})
-    assert _all(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
+    assert all_of(_open(f"{tmp_path / 'b'},{tmp_path / 'a'}")) == ["a", "b"]
     rows = library.Dataset.from_dict({"tokens": [[1, 2], [], [3]]}).with_format("numpy")
     rows.save_to_disk(str(tmp_path / "saved"))
-    assert [ids.tolist() for ids in _all(_open(tmp_path / "saved"))] == [[1, 2], [], [3]]
+    assert [ids.tolist() for ids in all_of(_open(tmp_path / "saved"))] == [[1, 2], [], [3]]
 
 
 def test_datasets_files_of_every_kind_are_read(tmp_path: Path, library: Any) -> None:
@@ -78,13 +71,13 @@ def test_datasets_files_of_every_kind_are_read(tmp_path: Path, library: Any) -> 
     ]:
         write(str(tmp_path / name))
         config = {"column": "content", "cache_dir": str(tmp_path / "cache")}
-        assert _all(_open(tmp_path / name, **config)) == TEXTS
+        assert all_of(_open(tmp_path / name, **config)) == TEXTS
     assert list((tmp_path / "cache" / "datasets").iterdir())
     assert not (tmp_path / "hf").exists()
 
 
 def test_datasets_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert _all(_open(_save(tmp_path / "a", {"text": ["a", None]}))) == ["a", ""]
+    assert all_of(_open(_save(tmp_path / "a", {"text": ["a", None]}))) == ["a", ""]
     documents = _open(_save(tmp_path / "b", {"tokens": [[1], [1, None], None]}))
     with pytest.raises(BadDocument, match=r"^data\.path: .*b: row 1: a null among the token ids"):
         documents[1]
@@ -111,9 +104,9 @@ def test_datasets_configuration_and_split_of_a_repository_are_read(
             files += f"  - {{split: {split}, path: {file}}}\n"
     (tmp_path / "repo" / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _all(_open("hf:~/repo:en")) == ["en train"]
+    assert all_of(_open("hf:~/repo:en")) == ["en train"]
     name = f"hf:{tmp_path / 'repo'}"
-    assert _all(_open(f"{name}:de:test")) == ["de test"]
+    assert all_of(_open(f"{name}:de:test")) == ["de test"]
     assert len({_version(f"{name}:{x}") for x in ("en", "de", "en:test", "en")}) == 3
     with pytest.raises(ConfigError, match=r"data\.path: hf:.*repo cannot be read.*Config name"):
         _open(name)
@@ -124,7 +117,7 @@ def test_datasets_that_cannot_be_used_are_refused(
 ) -> None:
     rows = library.Dataset.from_dict({"text": ["a"]})
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "all"))
-    assert _all(_open(tmp_path / "all" / "test")) == ["a"]
+    assert all_of(_open(tmp_path / "all" / "test")) == ["a"]
     for name, columns in (("a", {"body": ["a"], "id": [1]}), ("c", {"text": [1.5]})):
         _save(tmp_path / name, columns)
     (tmp_path / "mixed").mkdir()
@@ -270,7 +263,7 @@ def test_datasets_of_another_commit_than_the_revision_names_are_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)  # as without a network
     hub(NEW)
-    assert _all(_open(f"hf:org/name@{NEW}")) == TEXTS
+    assert all_of(_open(f"hf:org/name@{NEW}")) == TEXTS
     with pytest.raises(ConfigError, match=f"org/name@{OLD}: .* has commit {NEW}, not {OLD}; load"):
         _open(f"hf:org/name@{OLD}")
     with pytest.raises(ConfigError, match=f"name@v1: .* has commit {NEW}, not that of it"):
@@ -281,7 +274,7 @@ def test_datasets_of_another_commit_than_the_revision_names_are_refused(
         (repository / "snapshots" / commit / "README.md").touch()
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / tag).write_text(commit)
-    assert _all(_open("hf:org/name@v2")) == TEXTS
+    assert all_of(_open("hf:org/name@v2")) == TEXTS
     with pytest.raises(ConfigError, match=f"org/name@v1: .* has commit {NEW}, not {OLD}; load"):
         _open("hf:org/name@v1")
 
@@ -297,7 +290,7 @@ def test_datasets_chat_reads_conversations_and_names_bad_rows(tmp_path: Path) ->
     tools = [[{"name": "f"}], None]
     for column in ("", "conversation"):
         columns = {column or "messages": [TALK, TALK[1:]], "tools": tools}
-        documents = _all(opened(f"saved-{column}", columns, column))
+        documents = all_of(opened(f"saved-{column}", columns, column))
         assert [document.text for document in documents] == [
             "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n漢<|im_end|>\n",
             "<|im_start|>assistant\n漢<|im_end|>\n",

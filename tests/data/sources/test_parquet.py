@@ -1,15 +1,12 @@
 """Parquet files, written by pyarrow."""
 
-import pickle
 import sys
 
 import numpy as np
 import pytest
+from helpers.documents import all_of, opened
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.imports import implementation
-from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
@@ -19,8 +16,7 @@ TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 1000, "last"]
 
 
 def open_source(tmp_path):
-    config = DataConfig(source="parquet", path=str(tmp_path), cache_dir=str(tmp_path / "cache"))
-    return pickle.loads(pickle.dumps(implementation(SOURCES["parquet"])(config)))
+    return opened("parquet", tmp_path, cache_dir=str(tmp_path / "cache"))
 
 
 def test_parquet_reads_texts_of_all_files_and_row_groups(tmp_path):
@@ -29,8 +25,7 @@ def test_parquet_reads_texts_of_all_files_and_row_groups(tmp_path):
             table = pa.table({"id": range(len(texts)), "text": pa.array(texts, kind)})
             pq.write_table(table, tmp_path / name, row_group_size=4, compression="zstd")
         documents = open_source(tmp_path)
-        found = [documents[i] for i in range(len(documents))]
-        assert found == [*TEXTS, "", *TEXTS[::-1]], kind
+        assert all_of(documents) == [*TEXTS, "", *TEXTS[::-1]], kind
 
 
 def test_parquet_reads_token_ids_and_names_a_row_with_a_null_among_them(tmp_path):

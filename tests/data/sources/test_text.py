@@ -3,11 +3,11 @@
 import gzip
 import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.documents import all_of, opened
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.sections import DataConfig
@@ -16,9 +16,8 @@ from maxpipe.data.sources.text import LEAST_PIECES
 
 
 def _texts(path: object, split: Split = "train", source: str = "text", **keys: Any) -> list[str]:
-    config = DataConfig(source=source, path=str(path), sequence_length=32, **keys)
-    documents = pickle.loads(pickle.dumps(open_documents(config, split)))
-    return [documents[i] for i in range(len(documents))]
+    keys = {"eval_fraction": DataConfig.eval_fraction, "sequence_length": 32, **keys}
+    return all_of(opened(source, path, split, **keys))
 
 
 def _both(path: Path) -> list[str]:
@@ -130,9 +129,7 @@ def test_jsonl_corrupt_line_is_named_by_its_number_among_blank_ones(tmp_path: Pa
     others = [b"{", b"[1]", b'{"a": 1}', b'{"text": 3}', b'"text"']
     for line in [*others, b'{"text": "\\ud800"}', b'{"text": "\xff"}']:
         path.write_bytes(b'\n{"text": "fine"}\n\r\n' + line + b'\n{"text": "also fine"}')
-        documents = open_documents(
-            DataConfig(source="jsonl", path=str(tmp_path), eval_fraction=0.0), "train"
-        )
+        documents = opened("jsonl", tmp_path)
         assert (documents[0], documents[2]) == ("fine", "also fine")
         with pytest.raises(
             ConfigError, match=rf"^data\.path: {path}:4: not a JSON object with a string under"

@@ -5,19 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.documents import all_of, opened
 
-from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.imports import implementation
-from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Documents
 
 EOS = 257
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
-
-
-def _open(path: Path) -> Documents:
-    return implementation(SOURCES["token_bin"])(DataConfig(source="token_bin", path=str(path)))
 
 
 def _flat(documents: list[list[int]]) -> np.ndarray:
@@ -31,18 +24,17 @@ def test_token_files_round_trip_with_and_without_an_index(tmp_path: Path) -> Non
     np.save(tmp_path / "c.npy", _flat(DOCUMENTS).astype(np.int64))
     np.arange(10, dtype=np.uint16).tofile(tmp_path / "d.bin")
     np.save(tmp_path / "d.idx.npy", np.array([0, 4, 5]))
-    documents = pickle.loads(pickle.dumps(_open(tmp_path)))
-    read = [np.asarray(documents[i]).tolist() for i in range(len(documents))]
+    read = [ids.tolist() for ids in all_of(opened("token_bin", tmp_path))]
     indexed = [[0, 1, 2, 3], [4], [5, 6, 7, 8, 9]]
     assert read == [*DOCUMENTS, *DOCUMENTS, [11], *DOCUMENTS, *indexed]
     _flat([list(range(250))] * 1000).tofile(tmp_path / "e.bin")
-    assert len(pickle.dumps(_open(tmp_path))) < 100_000  # without the tokens
+    assert len(pickle.dumps(opened("token_bin", tmp_path))) < 100_000  # without the tokens
 
 
 def test_token_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(ConfigError, match=rf"^data\.path: \S*{message}"):
-            _open(tmp_path)
+            opened("token_bin", tmp_path)
 
     (tmp_path / "a.bin").write_bytes(b"123")
     refused(r"a\.bin has 3 bytes, not a multiple of the 2")
@@ -59,14 +51,11 @@ def test_token_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_synthetic_documents_are_in_range_and_stay_what_they_were() -> None:
-    def synthetic(**values: object) -> Documents:
-        return implementation(SOURCES["synthetic"])(DataConfig(source="synthetic", **values))
-
-    short = synthetic(sequence_length=2)
+    short = opened("synthetic", sequence_length=2)
     expected = [[164, 131, 69, 79], [132, 194], [67, 28, 77, 106]]
     assert [np.asarray(short[i]).tolist() for i in range(3)] == expected
     for values, num_ids in (({}, 259), ({"tokenizer": "ids:32"}, 32)):
-        documents = synthetic(sequence_length=64, **values)
+        documents = opened("synthetic", sequence_length=64, **values)
         drawn = [np.asarray(documents[i]) for i in range(300)]
         lengths = [len(ids) for ids in drawn]
         assert min(lengths) >= 1
