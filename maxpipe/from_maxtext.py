@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem, redacted
+from maxpipe.migration.configuration import translate
 from maxpipe.migration.read import read_maxtext
-from maxpipe.migration.translate import translate
 
 DESCRIPTION = """\
 Translate a MaxText configuration into a YAML file for maxpipe.train.

@@ -93,7 +93,7 @@ def maxtext_tables() -> str:
     """Return MaxText's keys: those with a counterpart, and those with one legal value."""
     translated = [
         f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
-        for key, (ours, differs) in KEYS.items()
+        for key, (ours, differs, _) in KEYS.items()
     ]
     limited = [
         f"| {', '.join(f'`{key}`' for key in limit.keys)} | {limit.advice} | "

@@ -11,10 +11,18 @@ SAME_NAMES = ("run_name", "steps")  # keys that both have
 
 
 class Key(NamedTuple):
-    """The counterpart of a key of MaxText, empty if there is none, and what differs."""
+    """A key of MaxText.
+
+    Attributes:
+      ours: the counterpart, empty if there is none.
+      differs: what differs.
+      default: its value in MaxText 0.2.5, if the translation reads it and it is not false, None or,
+        for axes of the mesh, 1.
+    """
 
     ours: str = ""
     differs: str = ""
+    default: Value = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ AXES = {
     "tensor": "tensor",
     "expert": "expert",
 }
+_FITTED_AXES = ("ici_fsdp", "dcn_data")  # to the devices, unless they are given
 _AXIS_DIFFERS = {
     "ici_fsdp": "1 unless set, where MaxText has -1",
     "dcn_data": "1 unless set, where MaxText has -1",
@@ -77,7 +86,9 @@ TENSORS = {
 KEYS: dict[str, Key] = {
     **{
         f"{level}_{word}_parallelism": Key(
-            f"mesh.{level}.{axis}", _AXIS_DIFFERS.get(f"{level}_{word}", "")
+            f"mesh.{level}.{axis}",
+            _AXIS_DIFFERS.get(f"{level}_{word}", ""),
+            -1 if f"{level}_{word}" in _FITTED_AXES else None,
         )
         for level in ("ici", "dcn")
         for word, axis in AXES.items()
@@ -87,17 +98,19 @@ KEYS: dict[str, Key] = {
         for theirs, ours in TENSORS.items()
     },
     # pipeline
-    "num_layers_per_pipeline_stage": Key("pipeline.num_layers_per_stage", "-1 derives it"),
-    "num_pipeline_repeats": Key("pipeline.num_repeats"),
-    "pipeline_parallel_layers": Key("pipeline.parallel_layers"),
-    "num_pipeline_microbatches": Key("pipeline.num_microbatches"),
+    "num_layers_per_pipeline_stage": Key(
+        "pipeline.num_layers_per_stage", "-1 derives it", default=1
+    ),
+    "num_pipeline_repeats": Key("pipeline.num_repeats", default=-1),
+    "pipeline_parallel_layers": Key("pipeline.parallel_layers", default=-1),
+    "num_pipeline_microbatches": Key("pipeline.num_microbatches", default=-1),
     "pipeline_delay_activation_forwarding": Key("pipeline.delay_activation_forwarding"),
     "pipeline_fsdp_ag_once": Key("pipeline.fsdp_gather", "true is written once"),
     "model_fsdp_ag_once": Key("pipeline.fsdp_gather", "true is written once"),
     "pipeline_fsdp_ag_per_repeat": Key("pipeline.fsdp_gather", "true is written per_repeat"),
-    "scan_pipeline_iterations": Key("pipeline.scan_iterations"),
+    "scan_pipeline_iterations": Key("pipeline.scan_iterations", default=True),
     "scan_pipeline_repeats": Key("pipeline.scan_repeats", "dead in MaxText"),
-    "set_remat_policy_on_pipeline_iterations": Key("pipeline.remat_iterations"),
+    "set_remat_policy_on_pipeline_iterations": Key("pipeline.remat_iterations", default=True),
     "set_remat_policy_on_layers_per_stage": Key("pipeline.remat_layers", "sequential always does"),
     "scan_layers_per_stage": Key("pipeline.scan_layers_per_stage"),
     "scan_layers": Key("pipeline.scan_layers", "for the sequential engine"),
@@ -105,127 +118,161 @@ KEYS: dict[str, Key] = {
     "remat_policy": Key(
         "pipeline.remat_policy",
         "minimal also keeps context, as MaxText's minimal_with_context does",
+        default="full",
     ),
     # mesh
     "context_parallel_load_balance": Key(
         differs="always: an early and a late chunk on each device"
     ),
-    "context_parallel_strategy": Key(differs="keys and values are gathered"),
+    "context_parallel_strategy": Key(differs="keys and values are gathered", default="all_gather"),
     "mesh_axes": Key(differs="the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
     "logical_axis_rules": Key("sharding.logical_axis_rules", "our own logical axes"),
     "data_sharding": Key(differs="batches are split over data, fsdp and expert"),
-    "num_slices": Key(differs="taken from the devices"),
-    "hardware": Key("mesh.simulated_devices", "cpu: the devices that a CPU pretends to have"),
+    "num_slices": Key(differs="taken from the devices", default=-1),
+    "hardware": Key(
+        "mesh.simulated_devices", "cpu: the devices that a CPU pretends to have", default="tpu"
+    ),
     # model
-    "base_num_decoder_layers": Key("model.num_layers"),
+    "base_num_decoder_layers": Key("model.num_layers", default=16),
     "num_decoder_layers": Key("model.num_layers"),
-    "base_emb_dim": Key("model.embed_dim"),
+    "base_emb_dim": Key("model.embed_dim", default=2048),
     "emb_dim": Key("model.embed_dim"),
-    "base_num_query_heads": Key("model.num_query_heads"),
-    "base_num_kv_heads": Key("model.num_kv_heads"),
-    "base_mlp_dim": Key("model.mlp_dim"),
-    "model_name": Key(differs="start from a preset: maxpipe.train configs/models/NAME.yml"),
+    "base_num_query_heads": Key("model.num_query_heads", default=16),
+    "base_num_kv_heads": Key("model.num_kv_heads", default=16),
+    "base_mlp_dim": Key("model.mlp_dim", default=7168),
+    "model_name": Key(
+        differs="start from a preset: maxpipe.train configs/models/NAME.yml", default="default"
+    ),
     "override_model_config": Key(differs="of several values for a key the last one counts"),
-    "global_parameter_scale": Key(differs="write the sizes themselves"),
+    "global_parameter_scale": Key(differs="write the sizes themselves", default=1),
     "decoder_block": Key(
         "model.block",
         "llama for llama2, mistral, qwen2, qwen3, gemma2, mixtral and qwen3_moe; no others",
+        default="llama2",
     ),
-    "head_dim": Key("model.head_dim"),
-    "vocab_size": Key("model.vocab_size"),
-    "dtype": Key("model.dtype"),
-    "weight_dtype": Key("model.param_dtype"),
+    "head_dim": Key("model.head_dim", default=128),
+    "vocab_size": Key("model.vocab_size", default=32_000),
+    "dtype": Key("model.dtype", default="bfloat16"),
+    "weight_dtype": Key("model.param_dtype", default="float32"),
     "logits_via_embedding": Key("model.tie_embeddings"),
-    "normalize_embedding_logits": Key("model.logit_scale", "1 / root of embed_dim, if tied"),
+    "normalize_embedding_logits": Key(
+        "model.logit_scale", "1 / root of embed_dim, if tied", default=True
+    ),
     "mlp_activations": Key(
-        "model.mlp_activation", "silu for [silu, linear], gelu_tanh for [gelu, linear]"
+        "model.mlp_activation",
+        "silu for [silu, linear], gelu_tanh for [gelu, linear]",
+        default=["silu", "linear"],
     ),
     "mlp_bias": Key("model.mlp_bias", "of experts; MaxText's dense blocks have none"),
-    "dropout_rate": Key("model.dropout", "the masks lie on the outputs of attention and MLP"),
-    "enable_dropout": Key("model.dropout", "false is written 0"),
-    "z_loss_multiplier": Key("model.z_loss"),
-    "final_logits_soft_cap": Key("model.logit_soft_cap", "0 = no cap; MaxText's is of tied ones"),
-    "num_vocab_tiling": Key("model.logit_tiles"),
+    "dropout_rate": Key(
+        "model.dropout", "the masks lie on the outputs of attention and MLP", default=0
+    ),
+    "enable_dropout": Key("model.dropout", "false is written 0", default=True),
+    "z_loss_multiplier": Key("model.z_loss", default=0),
+    "final_logits_soft_cap": Key(
+        "model.logit_soft_cap", "0 = no cap; MaxText's is of tied ones", default=0
+    ),
+    "num_vocab_tiling": Key("model.logit_tiles", default=1),
     "use_qk_norm": Key("model.qk_norm"),
     "attention_bias": Key("model.attention_bias"),
     "attention_sink": Key("model.attention_sinks"),
     "attention_type": Key(
-        "model.attention_kind", "gqa for global, mla for mla; a window is model.attention_window"
+        "model.attention_kind",
+        "gqa for global, mla for mla; a window is model.attention_window",
+        default="global",
     ),
-    "sliding_window_size": Key("model.attention_window", "with model.layer_pattern"),
-    "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap"),
+    "sliding_window_size": Key("model.attention_window", "with model.layer_pattern", default=0),
+    "attn_logits_soft_cap": Key("model.attention_soft_cap", "0 = no cap", default=0),
     "use_post_attn_norm": Key("model.norm_placement", "with use_post_ffw_norm: sandwich"),
     "use_post_ffw_norm": Key("model.norm_placement", "with use_post_attn_norm: sandwich"),
-    "num_experts": Key("model.moe.experts", "0 = a dense MLP, where MaxText has 1"),
-    "num_experts_per_tok": Key("model.moe.per_token"),
-    "base_moe_mlp_dim": Key("model.moe.mlp_dim", "0 = model.mlp_dim"),
+    "num_experts": Key("model.moe.experts", "0 = a dense MLP, where MaxText has 1", default=1),
+    "num_experts_per_tok": Key("model.moe.per_token", default=1),
+    "base_moe_mlp_dim": Key("model.moe.mlp_dim", "0 = model.mlp_dim", default=-1),
     "routed_bias": Key("model.moe.logit_bias", "DeepSeek's is model.moe.selection_bias"),
-    "capacity_factor": Key("model.moe.capacity_factor", "of whole sequences; 0 = no bound"),
-    "attention": Key("model.attention", "flash is called splash, autoselected auto"),
-    "normalization_layer_epsilon": Key("model.norm_eps"),
-    "rope_max_timescale": Key("model.rope_theta"),
-    "rope_type": Key("model.rope_scaling.factor", "8 for llama3.1; YaRN is not translated"),
-    "rope_linear_scaling_factor": Key("model.rope_scaling.factor", "with rope_scaling.type=linear"),
-    "local_rope_max_timescale": Key("model.rope_theta_local", "0 = as global layers, not -1"),
-    "rope_use_scale": Key("model.rope_scaling.factor", "false is written 1"),
+    "capacity_factor": Key(
+        "model.moe.capacity_factor", "of whole sequences; 0 = no bound", default=-1
+    ),
+    "attention": Key(
+        "model.attention", "flash is called splash, autoselected auto", default="autoselected"
+    ),
+    "normalization_layer_epsilon": Key("model.norm_eps", default=1e-5),
+    "rope_max_timescale": Key("model.rope_theta", default=10_000),
+    "rope_type": Key(
+        "model.rope_scaling.factor", "8 for llama3.1; YaRN is not translated", default="default"
+    ),
+    "rope_linear_scaling_factor": Key(
+        "model.rope_scaling.factor", "with rope_scaling.type=linear", default=1
+    ),
+    "local_rope_max_timescale": Key(
+        "model.rope_theta_local", "0 = as global layers, not -1", default=-1
+    ),
+    "rope_use_scale": Key("model.rope_scaling.factor", "false is written 1", default=True),
     # data
-    "dataset_type": Key("data.source", "other sources; --help data.source lists them"),
+    "dataset_type": Key(
+        "data.source", "other sources; --help data.source lists them", default="synthetic"
+    ),
     "dataset_path": Key("data.path"),
     "grain_train_files": Key("data.path"),
-    "grain_file_type": Key("data.source", "array_record or parquet"),
+    "grain_file_type": Key("data.source", "array_record or parquet", default="arrayrecord"),
     "grain_train_mixture_config_path": Key("data.mixture", "a list of sources with weights"),
     "hf_train_files": Key("data.path", "with data.source=jsonl, parquet or text"),
     "hf_path": Key("data.path", "hf:NAME with data.source=datasets; json, parquet, text: a source"),
     "hf_name": Key("data.path", "hf:NAME:CONFIGURATION with data.source=datasets"),
     "train_split": Key("data.path", "hf:NAME:CONFIGURATION:SPLIT with data.source=datasets"),
     "tokenizer_path": Key("data.tokenizer", "a tokenizer.json or SentencePiece model, or byte"),
-    "tokenizer_type": Key("data.tokenizer", "told from the file's name"),
-    "packing": Key("data.packing"),
-    "max_target_length": Key("data.sequence_length"),
-    "per_device_batch_size": Key("data.global_batch_size", "times the devices"),
-    "eval_per_device_batch_size": Key("eval.global_batch_size", "times the devices"),
-    "gradient_accumulation_steps": Key("pipeline.num_microbatches", "times those of the pipeline"),
-    "grain_worker_count": Key("data.num_workers"),
-    "enable_data_shuffling": Key("data.shuffle"),
-    "data_shuffle_seed": Key("seed", "one seed for everything"),
-    "init_weights_seed": Key("seed", "one seed for everything"),
+    "tokenizer_type": Key("data.tokenizer", "told from the file's name", default="sentencepiece"),
+    "packing": Key("data.packing", default=True),
+    "max_target_length": Key("data.sequence_length", default=2048),
+    "per_device_batch_size": Key("data.global_batch_size", "times the devices", default=12),
+    "eval_per_device_batch_size": Key("eval.global_batch_size", "times the devices", default=0),
+    "gradient_accumulation_steps": Key(
+        "pipeline.num_microbatches", "times those of the pipeline", default=1
+    ),
+    "grain_worker_count": Key("data.num_workers", default=1),
+    "enable_data_shuffling": Key("data.shuffle", default=True),
+    "data_shuffle_seed": Key("seed", "one seed for everything", default=0),
+    "init_weights_seed": Key("seed", "one seed for everything", default=0),
     # training
     "base_output_directory": Key("output_dir", "a bucket: checkpoint.mirror"),
-    "opt_type": Key("optimizer.name"),
-    "adam_b1": Key("optimizer.beta1"),
-    "adam_b2": Key("optimizer.beta2"),
-    "adam_eps": Key("optimizer.eps"),
-    "adam_weight_decay": Key("optimizer.weight_decay", "matrices only"),
-    "muon_beta": Key(differs="muon's momentum is 0.95"),
+    "opt_type": Key("optimizer.name", default="adamw"),
+    "adam_b1": Key("optimizer.beta1", default=0.9),
+    "adam_b2": Key("optimizer.beta2", default=0.95),
+    "adam_eps": Key("optimizer.eps", default=1e-8),
+    "adam_weight_decay": Key("optimizer.weight_decay", "matrices only", default=0.1),
+    "muon_beta": Key(differs="muon's momentum is 0.95", default=0.95),
     "muon_consistent_rms": Key(differs="muon's updates are scaled as with 0.2"),
-    "muon_weight_decay": Key("optimizer.weight_decay", "matrices only"),
-    "gradient_clipping_threshold": Key("optimizer.grad_clip_norm"),
+    "muon_weight_decay": Key("optimizer.weight_decay", "matrices only", default=0),
+    "gradient_clipping_threshold": Key("optimizer.grad_clip_norm", default=1),
     "skip_step_on_spikes": Key("optimizer.spike_window", "false is written 0"),
-    "skip_step_interval": Key("optimizer.spike_window"),
-    "skip_step_scaling_factor": Key("optimizer.spike_deviations"),
-    "abort_on_nan_loss": Key("optimizer.max_consecutive_skips", "such steps are skipped"),
-    "abort_on_inf_loss": Key("optimizer.max_consecutive_skips", "such steps are skipped"),
-    "learning_rate": Key("optimizer.learning_rate"),
-    "wsd_decay_steps_fraction": Key("optimizer.stable_fraction", "what is not decay"),
-    "lr_schedule_type": Key("optimizer.schedule"),
-    "learning_rate_schedule_steps": Key("optimizer.decay_steps"),
-    "warmup_steps_fraction": Key("optimizer.warmup_steps", "in steps"),
-    "learning_rate_final_fraction": Key("optimizer.final_fraction"),
+    "skip_step_interval": Key("optimizer.spike_window", default=128),
+    "skip_step_scaling_factor": Key("optimizer.spike_deviations", default=6),
+    "abort_on_nan_loss": Key(
+        "optimizer.max_consecutive_skips", "such steps are skipped", default=True
+    ),
+    "abort_on_inf_loss": Key(
+        "optimizer.max_consecutive_skips", "such steps are skipped", default=True
+    ),
+    "learning_rate": Key("optimizer.learning_rate", default=3e-5),
+    "wsd_decay_steps_fraction": Key("optimizer.stable_fraction", "what is not decay", default=0.1),
+    "lr_schedule_type": Key("optimizer.schedule", default="cosine"),
+    "learning_rate_schedule_steps": Key("optimizer.decay_steps", default=-1),
+    "warmup_steps_fraction": Key("optimizer.warmup_steps", "in steps", default=0.1),
+    "learning_rate_final_fraction": Key("optimizer.final_fraction", default=0.1),
     "cosine_learning_rate_final_fraction": Key("optimizer.final_fraction"),
     "load_parameters_path": Key("init_from", "written maxtext:DIR; of full states too"),
-    "enable_checkpointing": Key("checkpoint.every", "0 = never"),
-    "checkpoint_period": Key("checkpoint.every"),
+    "enable_checkpointing": Key("checkpoint.every", "0 = never", default=True),
+    "checkpoint_period": Key("checkpoint.every", default=10_000),
     "max_num_checkpoints_to_keep": Key("checkpoint.keep"),
     "async_checkpointing": Key(differs="checkpoints are always written in the background"),
-    "eval_interval": Key("eval.every", "0 = never, where MaxText has -1"),
-    "eval_steps": Key("eval.batches"),
-    "log_period": Key("telemetry.log_every"),
+    "eval_interval": Key("eval.every", "0 = never, where MaxText has -1", default=-1),
+    "eval_steps": Key("eval.batches", default=-1),
+    "log_period": Key("telemetry.log_every", default=100),
     "profiler": Key("telemetry.profile_steps", "[first, last]"),
-    "profiler_steps": Key("telemetry.profile_steps", "[first, last]"),
-    "skip_first_n_steps_for_profiler": Key("telemetry.profile_steps", "[first, last]"),
+    "profiler_steps": Key("telemetry.profile_steps", "[first, last]", default=5),
+    "skip_first_n_steps_for_profiler": Key("telemetry.profile_steps", "[first, last]", default=1),
     "compile_topology": Key("compile.topology", "for maxpipe.compile"),
-    "compile_topology_num_slices": Key("compile.num_slices"),
-    "jax_cache_dir": Key("compile.cache_dir", "off = none"),
+    "compile_topology_num_slices": Key("compile.num_slices", default=-1),
+    "jax_cache_dir": Key("compile.cache_dir", "off = none", default="~/jax_cache"),
     "base_config": Key(differs="a YAML file inherits with base: other.yml"),
 }
 
@@ -352,7 +399,7 @@ def maxtext_hint(key: str) -> str:
     """Return what to use for a MaxText key; empty if it is not one or ours has the same name."""
     if limit := LIMIT_OF.get(key):
         return f"MaxText's {key} has no counterpart: {limit.advice}"
-    ours, differs = KEYS.get(key, Key())
+    ours, differs, _ = KEYS.get(key, Key())
     if not differs and (not ours or ours.endswith(f".{key}")):
         return ""
     if not ours:

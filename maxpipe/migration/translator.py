@@ -9,96 +9,8 @@ from maxpipe.migration.read import MaxTextConfig
 
 LONGEST_SHOWN = 60  # characters of a value in a note
 
-# Defaults of MaxText 0.2.5 for keys that a translation reads, except those whose default is False,
-# None or, for axes of the mesh, 1.
-DEFAULTS: dict[str, Value] = {
-    "model_name": "default",
-    "decoder_block": "llama2",
-    "global_parameter_scale": 1,
-    "base_emb_dim": 2048,
-    "base_num_query_heads": 16,
-    "base_num_kv_heads": 16,
-    "base_mlp_dim": 7168,
-    "base_num_decoder_layers": 16,
-    "head_dim": 128,
-    "mlp_activations": ["silu", "linear"],
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-    "base_moe_mlp_dim": -1,
-    "sparse_matmul": True,
-    "capacity_factor": -1,
-    "attention_type": "global",
-    "attn_logits_soft_cap": 0,
-    "sliding_window_size": 0,
-    "local_rope_max_timescale": -1,
-    "rope_linear_scaling_factor": 1,
-    "vocab_size": 32_000,
-    "dtype": "bfloat16",
-    "weight_dtype": "float32",
-    "dropout_rate": 0,
-    "enable_dropout": True,
-    "normalize_embedding_logits": True,
-    "z_loss_multiplier": 0,
-    "final_logits_soft_cap": 0,
-    "num_vocab_tiling": 1,
-    "attention": "autoselected",
-    "normalization_layer_epsilon": 1e-5,
-    "rope_max_timescale": 10_000,
-    "rope_type": "default",
-    "rope_use_scale": True,
-    "dataset_type": "synthetic",
-    "grain_file_type": "arrayrecord",
-    "grain_worker_count": 1,
-    "tokenizer_type": "sentencepiece",
-    "packing": True,
-    "enable_data_shuffling": True,
-    "data_shuffle_seed": 0,
-    "init_weights_seed": 0,
-    "max_target_length": 2048,
-    "per_device_batch_size": 12,
-    "eval_per_device_batch_size": 0,
-    "gradient_accumulation_steps": 1,
-    "steps": 150_001,
-    "eval_interval": -1,
-    "eval_steps": -1,
-    "opt_type": "adamw",
-    "adam_b1": 0.9,
-    "adam_b2": 0.95,
-    "adam_eps": 1e-8,
-    "adam_weight_decay": 0.1,
-    "muon_beta": 0.95,
-    "muon_weight_decay": 0,
-    "gradient_clipping_threshold": 1,
-    "learning_rate": 3e-5,
-    "lr_schedule_type": "cosine",
-    "learning_rate_final_fraction": 0.1,
-    "learning_rate_schedule_steps": -1,
-    "warmup_steps_fraction": 0.1,
-    "wsd_decay_steps_fraction": 0.1,
-    "skip_step_interval": 128,
-    "skip_step_scaling_factor": 6,
-    "abort_on_nan_loss": True,
-    "abort_on_inf_loss": True,
-    "enable_checkpointing": True,
-    "checkpoint_period": 10_000,
-    "log_period": 100,
-    "profiler_steps": 5,
-    "skip_first_n_steps_for_profiler": 1,
-    "jax_cache_dir": "~/jax_cache",
-    "hardware": "tpu",
-    "compile_topology_num_slices": -1,
-    "num_slices": -1,
-    "context_parallel_strategy": "all_gather",
-    "remat_policy": "full",
-    "ici_fsdp_parallelism": -1,
-    "dcn_data_parallelism": -1,
-    "num_layers_per_pipeline_stage": 1,
-    "num_pipeline_repeats": -1,
-    "num_pipeline_microbatches": -1,
-    "pipeline_parallel_layers": -1,
-    "scan_pipeline_iterations": True,
-    "set_remat_policy_on_pipeline_iterations": True,
-}
+_DEFAULTS: dict[str, Value] = {key: entry.default for key, entry in KEYS.items()}
+_DEFAULTS |= {"steps": 150_001, "sparse_matmul": True}  # which have no entry there
 
 
 @dataclass
@@ -128,7 +40,7 @@ class Translator:
     def value(self, key: str) -> Value:
         """Return the value of a MaxText key, from its files and words or else its default."""
         self.keys_read.add(key)
-        return self.theirs.values[key] if key in self.theirs.values else DEFAULTS.get(key)
+        return self.theirs.values[key] if key in self.theirs.values else _DEFAULTS.get(key)
 
     def text(self, key: str) -> str:
         """Return a value as text; None is empty."""
@@ -169,7 +81,7 @@ class Translator:
         """Give the counterparts of MaxText's keys the same values, if they have any."""
         for key in keys:
             if self.value(key) is not None:
-                self.set(KEYS[key][0], self.value(key), key)
+                self.set(KEYS[key].ours, self.value(key), key)
 
     def note(self, key: str, message: str) -> None:
         """Report a difference that does not stand in the way."""

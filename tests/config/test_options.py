@@ -100,6 +100,6 @@ def test_unknown_key_of_maxtext_says_what_to_use(base):
 
 
 def test_maxtext_keys_name_ours_and_shadow_none():
-    for theirs, (ours, differs) in KEYS.items():
+    for theirs, (ours, differs, _) in KEYS.items():
         assert theirs not in OPTIONS
         assert ours in OPTIONS or (not ours and differs), theirs

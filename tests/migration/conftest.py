@@ -3,8 +3,8 @@
 import pytest
 
 from maxpipe.config import ConfigError
+from maxpipe.migration.configuration import translate
 from maxpipe.migration.read import read_maxtext
-from maxpipe.migration.translate import translate
 
 BASE = """\
 run_name: ""

@@ -16,10 +16,10 @@ from helpers.maxtext_steps import CASES, COMMON, GOLDEN, LOGITS, STEP, tokens
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError, replace, resolve
+from maxpipe.migration.configuration import translate
 from maxpipe.migration.orbax_arrays import find_item
 from maxpipe.migration.read import read_maxtext
 from maxpipe.migration.stored_model import Parameter, StoredModel
-from maxpipe.migration.translate import translate
 from maxpipe.migration.weights import MaxTextWeights
 from maxpipe.model.program import ModelProgram
 

@@ -110,7 +110,7 @@ def _note_unread(t: Translator) -> None:
     """Report keys that the user chose but this configuration does not use."""
     for key in t.theirs.chosen:
         if key in KEYS and key not in {*t.keys_read, *NAMES_OF_FILES}:
-            ours, differs = KEYS[key]
+            ours, differs, _ = KEYS[key]
             reason = f"set {ours} in the file if it is needed" if ours else differs
             t.note(key, f"left out; {reason}")
 
