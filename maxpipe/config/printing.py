@@ -17,14 +17,6 @@ from maxpipe.config.values import AUTO, nearest, number
 
 DERIVED = "  # derived"  # ends a line of config.yml
 _SOURCE_COLUMN = 44
-_REASONS = {
-    "model.head_dim": "model.embed_dim / model.num_query_heads",
-    "data.tokenizer": "data.source=synthetic needs no text, only ids that the model has",
-    "optimizer.decay_steps": "steps",
-    "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
-    "eval.global_batch_size": "data.global_batch_size",
-    "eval.batches_per_source": "eval.batches over the sources of data.mixture",
-}
 
 
 def to_yaml(
@@ -113,31 +105,15 @@ def _outside(c: Config) -> Iterator[str]:
 
 
 def _reason(c: Config, key: str) -> str:
-    """Return why a derived key has its value; empty if that needs no words."""
-    if key.startswith("mesh."):
-        return "the devices that the other axes leave"
-    if key == "model.head_dim" and c.model.is_latent:
-        return "model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim"
-    if key == "eval.batches_per_source" and not c.eval.batches_per_source:
+    """Return why a key has its value; of a number that was -1, what its help says."""
+    has_stages = ENGINES[c.pipeline.engine].has_stages
+    if key == "pipeline.engine":
+        return f"it runs schedule {c.pipeline.schedule}" if has_stages else "there is one stage"
+    if key == "data.tokenizer":
+        return "data.source=synthetic needs no text, only ids that the model has"
+    if key.startswith("pipeline.") and not has_stages:
         return ""
-    if not key.startswith("pipeline."):
-        return _REASONS.get(key, "")
-    stages = num_stages(c)
-    if not ENGINES[c.pipeline.engine].has_stages:
-        return "there is one stage" if key == "pipeline.engine" and stages == 1 else ""
-    if c.pipeline.layers_per_stage and key in (
-        "pipeline.num_repeats",
-        "pipeline.num_layers_per_stage",
-    ):
-        return "pipeline.layers_per_stage"
-    chunks = f"{c.pipeline.parallel_layers} layers over {stages} stages"
-    is_delayed = c.pipeline.delay_activation_forwarding
-    return {
-        "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
-        "pipeline.num_microbatches": f"{'two' if is_delayed else 'one'} per stage",
-        "pipeline.num_repeats": f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage",
-        "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
-    }.get(key, "")
+    return OPTIONS[key].bounds.help.partition("-1 = ")[2].partition(";")[0]
 
 
 def _in_vain(c: Config) -> Iterator[str]:

@@ -55,11 +55,11 @@ def test_print_config_marks_values_that_depend_on_devices(base):
 def test_notes_give_reasons_of_derived_values(base):
     loaded = load(base, ["mesh.ici.fsdp=-1", "pipeline.num_repeats=2"])
     lines = notes(resolve(loaded, 4), loaded)
-    assert "mesh.ici.fsdp=2: the devices that the other axes leave" in lines
+    assert "mesh.ici.fsdp=2: what the other axes leave" in lines
     assert "pipeline.engine=circular: it runs schedule circular" in lines
-    assert "pipeline.num_layers_per_stage=2: 8 layers over 2 stages x 2 repeats" in lines
-    assert "pipeline.num_microbatches=2: one per stage" in lines
-    assert "model.head_dim=16: model.embed_dim / model.num_query_heads" in lines
+    assert "pipeline.num_layers_per_stage=2: num_layers / (stages x num_repeats)" in lines
+    assert "pipeline.num_microbatches=2: stages (twice as many with delayed forwarding)" in lines
+    assert "model.head_dim=16: embed_dim / num_query_heads, or as model.mla gives it" in lines
     assert not any(line.startswith("pipeline.num_repeats") for line in lines)
 
 

@@ -34,7 +34,7 @@ DEFAULT_RULES: list[list[str | list[str]]] = [
 
 
 def _axis(help: str) -> Any:
-    return option(1, help, minimum=1, derived=True)
+    return option(1, f"{help}; -1 = what the other axes leave", minimum=1, derived=True)
 
 
 @dataclass(frozen=True)
