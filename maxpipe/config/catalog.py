@@ -35,12 +35,11 @@ from maxpipe.config.model_facts import Variant
 from maxpipe.config.model_facts import WeightFormat as WeightFormat
 
 
-@dataclass(frozen=True)
-class Schedule:
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Variant):
     """A schedule, `pipeline.schedule`: a function (num_stages, num_microbatches) -> `Table`.
 
     Attributes:
-      implementation: "module:function".
       engines: engines that run it; `pipeline.engine=auto` picks the first.
       repeats: chunks per stage, `pipeline.num_repeats`; None if any number is legal; the function
         then takes it as `num_repeats`.
@@ -50,17 +49,14 @@ class Schedule:
       splits_backward: whether the table has units for input and weight gradients.
       timed: whether the order may follow the times of units, `pipeline.unit_times`; the function
         then takes `times`.
-      summary: a phrase for `--help`.
     """
 
-    implementation: str
     engines: tuple[str, ...]
     repeats: int | None = 1
     delays: bool = False
     overlaps: bool = False
     splits_backward: bool = False
     timed: bool = False
-    summary: str = ""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -76,20 +72,20 @@ _SCHEDULES = "maxpipe.pipeline.schedules."
 SCHEDULES: dict[str, Schedule] = {
     "circular": Schedule(
         _SCHEDULES + "circular:circular",
-        ("circular",),
+        engines=("circular",),
         repeats=None,
         delays=True,
         summary="all forwards, then all backwards, several chunks per stage",
     ),
     "gpipe": Schedule(
         _SCHEDULES + "circular:gpipe",
-        ("circular", "mpmd"),
+        engines=("circular", "mpmd"),
         delays=True,
         summary="all forwards, then all backwards, one chunk per stage",
     ),
     "lockstep_1f1b": Schedule(
         _SCHEDULES + "lockstep:lockstep_1f1b",
-        ("scheduled",),
+        engines=("scheduled",),
         repeats=None,
         delays=True,
         overlaps=True,
@@ -97,7 +93,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "lockstep_zb": Schedule(
         _SCHEDULES + "lockstep:lockstep_zb",
-        ("scheduled",),
+        engines=("scheduled",),
         repeats=None,
         delays=True,
         overlaps=True,
@@ -106,43 +102,43 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "1f1b": Schedule(
         _SCHEDULES + "one_f_one_b:one_f_one_b",
-        ("mpmd",),
+        engines=("mpmd",),
         summary="forward and backward in turn: few microbatches are in flight",
     ),
     "eager_1f1b": Schedule(
         _SCHEDULES + "one_f_one_b:eager_1f1b",
-        ("mpmd",),
+        engines=("mpmd",),
         summary="1F1B with twice as many forwards at first, which hides transfers",
     ),
     "interleaved_1f1b": Schedule(
         _SCHEDULES + "one_f_one_b:interleaved_1f1b",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=None,
         summary="1F1B with several chunks per stage: a smaller bubble, more transfers",
     ),
     "zb_h1": Schedule(
         _SCHEDULES + "zero_bubble:zb_h1",
-        ("mpmd",),
+        engines=("mpmd",),
         splits_backward=True,
         summary="split backwards: a third of 1F1B's bubble in the memory of 1F1B",
     ),
     "interleaved_zb": Schedule(
         _SCHEDULES + "zero_bubble:interleaved_zb",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=None,
         splits_backward=True,
         summary="interleaved 1F1B with split backwards: weight gradients fill the bubble",
     ),
     "zb_h2": Schedule(
         _SCHEDULES + "zero_bubble:zb_h2",
-        ("mpmd",),
+        engines=("mpmd",),
         splits_backward=True,
         timed=True,
         summary="split backwards: hardly a wait within a stage, in twice the memory of 1F1B",
     ),
     "zb_v": Schedule(
         _SCHEDULES + "v_shape:zb_v",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=2,
         splits_backward=True,
         timed=True,
@@ -150,21 +146,21 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "v_half": Schedule(
         _SCHEDULES + "building_block:v_half",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=2,
         splits_backward=True,
         summary="two chunks per stage in a V: half of 1F1B's memory",
     ),
     "v_min": Schedule(
         _SCHEDULES + "building_block:v_min",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=2,
         splits_backward=True,
         summary="two chunks per stage in a V: a third of 1F1B's memory",
     ),
     "dualpipe_v": Schedule(
         _SCHEDULES + "v_shape:dualpipe_v",
-        ("mpmd",),
+        engines=("mpmd",),
         repeats=2,
         splits_backward=True,
         summary="two chunks per stage in a V: a forward of one with a backward of the other",
@@ -226,21 +222,17 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
 }
 
 
-@dataclass(frozen=True)
-class Optimizer:
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Variant):
     """An optimizer, `optimizer.name`: a function (`optimizer.*`, specs) -> optax transformation.
 
     Attributes:
-      implementation: "module:function".
       moments: number of float32 state values per parameter.
       unused: keys of `optimizer.*` that it does not read.
-      summary: a phrase for `--help`.
     """
 
-    implementation: str
     moments: float
     unused: tuple[str, ...] = ()
-    summary: str = ""
 
 
 _OPTIMIZERS = "maxpipe.training.optimizers:"
@@ -274,22 +266,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-@dataclass(frozen=True)
-class LearningRateSchedule:
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule(Variant):
     """A learning-rate schedule, `optimizer.schedule`: a function that returns a share of the peak.
 
     The function takes the progress between warm-up and the end of the decay, 0 to 1, and
     `optimizer.*`.
 
     Attributes:
-      implementation: "module:function".
       unused: keys of `optimizer.*` that it does not read.
-      summary: a phrase for `--help`.
     """
 
-    implementation: str
     unused: tuple[str, ...] = ("stable_fraction",)
-    summary: str = ""
 
 
 _LR_SCHEDULES = "maxpipe.training.lr_schedules:"
@@ -314,12 +302,11 @@ LR_SCHEDULES: dict[str, LearningRateSchedule] = {
 }
 
 
-@dataclass(frozen=True)
-class DataSource:
+@dataclass(frozen=True, kw_only=True)
+class DataSource(Variant):
     """A data source, `data.source`: a function (`data.*`) -> `Documents`.
 
     Attributes:
-      implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
       suffixes: endings of the files that are read in a directory.
       companion: ending of the file next to each of these that is read with it, "" if none is.
@@ -331,10 +318,8 @@ class DataSource:
         `data.tokenizer` has or, if the model has fewer, as the model has.
       is_chat: whether the documents are conversations, which `data.chat_template` lays out.
       has_column: whether `data.column` names the column that has the documents.
-      summary: a phrase for `--help`.
     """
 
-    implementation: str
     needs_path: bool = True
     suffixes: tuple[str, ...] = ("",)
     companion: str = ""
@@ -342,7 +327,6 @@ class DataSource:
     needs_tokenizer: bool = True
     is_chat: bool = False
     has_column: bool = False
-    summary: str = ""
 
     @property
     def refused(self) -> tuple[str, ...]:

@@ -16,21 +16,17 @@ class Variant:
     summary: str = ""
 
 
-@dataclass(frozen=True)
-class Kernel:
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Variant):
     """A kernel: a class whose `unfit` says why it cannot serve a configuration.
 
     Attributes:
-      implementation: "module:class".
       platforms: backends that it runs on.
       preferred_on: backends on which `auto` picks it if the sizes fit.
-      summary: a phrase for `--help`.
     """
 
-    implementation: str
     platforms: tuple[str, ...]
     preferred_on: tuple[str, ...] = ()
-    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,19 +51,19 @@ _KERNELS = "maxpipe.model.kernels."
 KERNELS: dict[str, AttentionKernel] = {
     "cudnn": AttentionKernel(
         _KERNELS + "cudnn:Cudnn",
-        ("gpu",),
+        platforms=("gpu",),
         preferred_on=("gpu",),
         summary="cuDNN's flash attention, without packed documents",
         separates_documents=False,
     ),
     "dot_product": AttentionKernel(
         _KERNELS + "dot_product:DotProduct",
-        ("cpu", "gpu", "tpu"),
+        platforms=("cpu", "gpu", "tpu"),
         summary="two matrix products, on every backend",
     ),
     "splash": AttentionKernel(
         _KERNELS + "splash:Splash",
-        ("tpu",),
+        platforms=("tpu",),
         preferred_on=("tpu",),
         summary="a TPU kernel that never holds all scores",
     ),
@@ -78,13 +74,13 @@ _EXPERTS = "maxpipe.model.experts."
 GROUPED_KERNELS: dict[str, GroupedKernel] = {
     "blocks": GroupedKernel(
         _EXPERTS + "blocks:Blocks",
-        ("cpu", "gpu", "tpu"),
+        platforms=("cpu", "gpu", "tpu"),
         preferred_on=("cpu", "gpu"),
         summary="a loop over blocks of rows of one expert, on every backend",
     ),
     "megablox": GroupedKernel(
         _EXPERTS + "megablox:Megablox",
-        ("tpu",),
+        platforms=("tpu",),
         preferred_on=("tpu",),
         summary="JAX's TPU kernel for groups of any size",
     ),
